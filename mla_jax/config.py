@@ -1,0 +1,156 @@
+"""Frozen facts about a model: widths, rotation, routing. No arrays.
+
+``ModelConfig.from_hf`` reads a Hugging Face ``config.json``; every key is consumed, known to
+be inert, or refused by name.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+__all__ = ["MLADims", "MoEConfig", "ModelConfig", "RopeConfig", "YarnConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLADims:
+    """Widths of multi-head latent attention (``H, rq, r, dn, dr, dv`` of the papers)."""
+
+    heads: int
+    rank: int  # latent width that the cache stores, kv_lora_rank
+    nope: int  # per-head query/key width without rotation
+    rope: int  # per-head rotary width, shared by all heads on the key side
+    v: int  # per-head value width
+    q_rank: int | None  # query latent width; None = queries straight from the input
+
+    @property
+    def qk(self) -> int:
+        """Per-head query/key width of the expanded form."""
+        return self.nope + self.rope
+
+    @property
+    def row(self) -> int:
+        """Elements of one cache row."""
+        return self.rank + self.rope
+
+
+def _mscale(factor: float, weight: float) -> float:
+    """YaRN magnitude correction ``0.1 * weight * ln(factor) + 1`` (1 when not stretched)."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class YarnConfig:
+    """YaRN context extension: ``factor`` from ``original`` positions."""
+
+    factor: float
+    original: int  # original_max_position_embeddings
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 0.0  # 0 = absent
+    mscale_all_dim: float = 0.0  # 0 = absent
+    attention_factor: float | None = None  # overrides the cos/sin factor
+    truncate: bool = True  # round the ramp's edges to whole channels
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary embedding of ``dim`` channels with base ``theta``."""
+
+    dim: int
+    theta: float
+    interleaved: bool = True  # pairs (2i, 2i+1); False = halves (i, i + dim/2)
+    yarn: YarnConfig | None = None
+
+    def inv_freq(self) -> np.ndarray:
+        """Angles per position, float32 ``[dim / 2]``: ``theta^(-2i/dim)``, YaRN-blended.
+
+        Source: spec "Frequencies and scale"; YaRN, arXiv:2309.00071.
+        """
+        i = np.arange(0, self.dim, 2, dtype=np.float32)
+        base = np.float32(self.theta) ** (i / np.float32(self.dim))
+        extra = np.float32(1.0) / base
+        y = self.yarn
+        if y is None or self.dim == 0:
+            return extra
+
+        def edge(beta: float) -> float:
+            turns = math.log(y.original / (beta * 2 * math.pi))
+            return self.dim * turns / (2 * math.log(self.theta))
+
+        lo, hi = edge(y.beta_fast), edge(y.beta_slow)
+        if y.truncate:
+            lo, hi = math.floor(lo), math.ceil(hi)
+        lo, hi = max(lo, 0), min(hi, self.dim - 1)
+        if lo == hi:
+            hi += 0.001
+        n = np.arange(self.dim // 2, dtype=np.float32)
+        ramp = np.clip((n - np.float32(lo)) / np.float32(hi - lo), 0, 1)
+        inter = np.float32(1.0) / (np.float32(y.factor) * base)
+        keep = 1 - ramp.astype(np.float32)
+        return (inter * (1 - keep) + extra * keep).astype(np.float32)
+
+    @property
+    def cos_sin_factor(self) -> float:
+        """What multiplies cos and sin: 1 for every DeepSeek checkpoint."""
+        y = self.yarn
+        if y is None:
+            return 1.0
+        if y.attention_factor is not None:
+            return y.attention_factor
+        if y.mscale and y.mscale_all_dim:
+            return _mscale(y.factor, y.mscale) / _mscale(y.factor, y.mscale_all_dim)
+        return _mscale(y.factor, 1.0)
+
+    @property
+    def score_factor(self) -> float:
+        """What multiplies the softmax scale: ``m^2`` with ``m = _mscale(F, all_dim)``."""
+        y = self.yarn
+        if y is None or not y.mscale_all_dim:
+            return 1.0
+        return _mscale(y.factor, y.mscale_all_dim) ** 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """Routed experts beside one shared SwiGLU."""
+
+    experts: int
+    topk: int
+    width: int  # of one expert
+    shared: int  # shared experts, stored as one SwiGLU of width shared * width; 0 = none
+    method: str  # greedy | group_limited_greedy | noaux_tc
+    groups: int = 1
+    topk_groups: int = 1
+    normalise: bool = False  # divide the chosen weights by their sum
+    scale: float = 1.0  # routed_scaling_factor
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A whole decoder. V2, V3, R1, Kimi-K2, GLM-4.7-Flash and Youtu are values of this class."""
+
+    family: str  # Hugging Face model_type
+    vocab: int
+    hidden: int
+    layers: int
+    dims: MLADims
+    rope: RopeConfig
+    mlp: int  # width of a dense feed-forward
+    moe: MoEConfig | None  # None = every layer dense
+    sparse_layers: tuple[bool, ...]  # layer i routes to experts
+    eps: float  # of the block norms and the final norm
+    latent_eps: float = 1e-6  # of the query- and key/value-latent norms
+    tied: bool = False  # the head is the embedding
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    max_positions: int
+    fp8_block: int | None = None  # 128: weights are e4m3 with one scale per block
+    bos: int | None = None
+    eos: tuple[int, ...] = ()
+    ignored_layers: int = 0  # MTP layers in the checkpoint that the main model does not use
+
+    @property
+    def scale(self) -> float:
+        """Softmax scale ``(nope + rope)^-1/2 * m^2``, the same for both attention paths."""
+        return self.dims.qk**-0.5 * self.rope.score_factor

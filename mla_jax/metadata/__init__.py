@@ -1,0 +1,1 @@
+"""Per-step attention metadata: static-shape pytrees, one compiled program per bucket."""

@@ -1,0 +1,111 @@
+"""The ladder of static sizes. Pure Python: choosing a rung is host work, O(log n), total.
+
+A compiled program exists per ``MLABucket``; everything that varies below a rung is an array.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from mla_jax.errors import MetadataError
+
+__all__ = ["Ladder", "MLABucket", "MLALadder", "powers_of_two"]
+
+
+def powers_of_two(largest: int, *, smallest: int = 1) -> tuple[int, ...]:
+    """``smallest, 2 smallest, 4 smallest, …``, ending exactly at ``largest``."""
+    rungs = []
+    rung = smallest
+    while rung < largest:
+        rungs.append(rung)
+        rung *= 2
+    return (*rungs, largest)
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """Increasing sizes of one dimension. ``rung(0)`` is 0: an absent part costs nothing."""
+
+    name: str
+    rungs: tuple[int, ...]
+
+    def __post_init__(self):
+        if not self.rungs or any(
+            b <= a for a, b in zip((0, *self.rungs), self.rungs, strict=False)
+        ):
+            raise MetadataError(
+                f"ladder of {self.name}", self.rungs, "positive, strictly increasing sizes"
+            )
+
+    @classmethod
+    def of(cls, name: str, sizes: Iterable[int]) -> "Ladder":
+        return cls(name, tuple(sorted(set(sizes))))
+
+    def rung(self, n: int) -> int:
+        """Smallest rung that holds ``n``; 0 for 0. Larger than the largest is refused."""
+        if n < 0 or n > self.rungs[-1]:
+            raise MetadataError(
+                f"number of {self.name}",
+                n,
+                f"0 to {self.rungs[-1]} (the largest rung)",
+                f"Schedule fewer {self.name} in one step, or build a taller ladder.",
+            )
+        return 0 if n == 0 else self.rungs[bisect_left(self.rungs, n)]
+
+
+@dataclass(frozen=True, order=True, kw_only=True)
+class MLABucket:
+    """Static half of one step's metadata: it decides the compiled program."""
+
+    decodes: int  # decode requests, one token each
+    prefills: int  # prefill requests; 0 iff prefill_tokens is 0
+    prefill_tokens: int  # new prompt tokens of all prefills together
+    pages: int  # page-table width
+    context_rows: int  # workspace rows of one context chunk; 0 = no prefill has context
+
+    @property
+    def tokens(self) -> int:
+        return self.decodes + self.prefill_tokens
+
+    @property
+    def requests(self) -> int:
+        return self.decodes + self.prefills
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLALadder:
+    """Ladders of every dimension of a step, and the rung of a batch."""
+
+    decodes: Ladder
+    prefills: Ladder
+    prefill_tokens: Ladder
+    pages: Ladder
+    context_rows: int  # the one workspace size
+
+    @classmethod
+    def default(
+        cls, *, max_requests: int, max_prefill_tokens: int, max_pages: int, context_rows: int
+    ) -> "MLALadder":
+        """Powers of two (pages: powers of four), each up to its limit."""
+        smallest = min(16, max_prefill_tokens)
+        return cls(
+            decodes=Ladder("decode requests", powers_of_two(max_requests)),
+            prefills=Ladder("prefill requests", powers_of_two(max_requests)),
+            prefill_tokens=Ladder(
+                "prefill tokens", powers_of_two(max_prefill_tokens, smallest=smallest)
+            ),
+            pages=Ladder("pages of one request", powers_of_two(max_pages)[::-2][::-1]),
+            context_rows=context_rows,
+        )
+
+    def bucket(
+        self, *, decodes: int, prefills: int, prefill_tokens: int, pages: int, context: bool
+    ) -> MLABucket:
+        """The smallest bucket that holds a step of these sizes."""
+        return MLABucket(
+            decodes=self.decodes.rung(decodes),
+            prefills=self.prefills.rung(prefills),
+            prefill_tokens=self.prefill_tokens.rung(prefill_tokens),
+            pages=self.pages.rung(pages),
+            context_rows=self.context_rows if context else 0,
+        )

@@ -1,0 +1,136 @@
+"""Metadata of one MLA step: a decode view, a prefill view and the cached context in chunks.
+
+Decodes come first in the batch. All shapes come from an ``MLABucket``; all counts are arrays,
+so one program serves every batch of its bucket. Padded tokens have slot -1, padded requests
+length 0, and no consumer needs a special case.
+"""
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+
+from mla_jax.metadata.buckets import MLABucket
+from mla_jax.metadata.common import slot_mapping, token_positions, token_to_request
+from mla_jax.types import Array, Bool, Int
+
+__all__ = [
+    "ContextMetadata",
+    "DecodeMetadata",
+    "MLAMetadata",
+    "PrefillMetadata",
+    "build_mla",
+]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class DecodeMetadata:
+    """Few queries per request against its pages; causal inside a request, bottom-right."""
+
+    max_query_len: int = field(metadata={"static": True})  # queries of one request, at most
+    page_table: Int[Array, "requests pages"]  # page ids; entries past the length are unread
+    seq_lens: Int[Array, "requests"]  # keys visible to the last query; 0 = padding
+    query_starts: Int[Array, "requests+1"]  # exclusive sum of query lengths
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class PrefillMetadata:
+    """A ragged batch of queries and keys; causal masks are aligned bottom-right."""
+
+    query_starts: Int[Array, "requests+1"]
+    key_starts: Int[Array, "requests+1"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class ContextMetadata:
+    """Cached context of the prefills, laid end to end and cut every ``rows`` rows."""
+
+    rows: int = field(metadata={"static": True})  # workspace rows of one chunk
+    page_table: Int[Array, "requests pages"]
+    context_starts: Int[Array, "requests+1"]  # exclusive sum of context lengths
+    query_starts: Int[Array, "requests+1"]  # of the prefill's new tokens
+
+    def num_chunks(self) -> Int[Array, ""]:
+        """``ceil(total context / rows)``: the trip count of the loop over chunks."""
+        return (self.context_starts[-1] + self.rows - 1) // self.rows
+
+    def chunk(self, i: Int[Array, ""]) -> tuple[Int[Array, "requests"], PrefillMetadata]:
+        """Chunk ``i``: first cached position per request, and where its keys lie.
+
+        The chunk holds rows ``[i * rows, (i + 1) * rows)`` of the line, hence request ``r``
+        owns workspace rows ``clip(context_starts - i * rows, 0, rows)[r : r + 2]``.
+        """
+        line = self.context_starts - i * self.rows
+        first = jnp.maximum(-line[:-1], 0)
+        keys = jnp.clip(line, 0, self.rows)
+        return first, PrefillMetadata(query_starts=self.query_starts, key_starts=keys)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class MLAMetadata:
+    """Everything a latent-attention layer needs besides its weights and its cache."""
+
+    bucket: MLABucket = field(metadata={"static": True})
+    positions: Int[Array, "tokens"]  # absolute; 0 on padding
+    slots: Int[Array, "tokens"]  # cache row each token writes; -1 = none
+    real: Bool[Array, "tokens"]  # not padding
+    num_decode_tokens: Int[Array, ""]  # prefill tokens start here
+    decode: DecodeMetadata | None  # None iff the bucket has no decodes
+    prefill: PrefillMetadata | None  # new tokens among themselves; None iff no prefills
+    context: ContextMetadata | None  # None iff the bucket has no context rows
+
+
+def build_mla(
+    query_starts: Int[Array, "requests+1"],
+    seq_lens: Int[Array, "requests"],
+    page_table: Int[Array, "requests pages"],
+    num_decodes: Int[Array, ""],
+    *,
+    bucket: MLABucket,
+    page: int,
+) -> MLAMetadata:
+    """Derive a step's metadata on the device, inside the compiled step.
+
+    ``num_decodes`` leading requests have one token each; the rest are prefills; then padding
+    with query and sequence length 0 and page table 0.
+    """
+    request, real = token_to_request(query_starts, bucket.tokens)
+    positions = token_positions(query_starts, seq_lens, request, real)
+    slots = slot_mapping(page_table, request, positions, real, page=page)
+    num_decode_tokens = query_starts[num_decodes]
+
+    decode = prefill = context = None
+    if d := bucket.decodes:
+        decode = DecodeMetadata(
+            max_query_len=1,
+            page_table=page_table[:d],
+            seq_lens=jnp.where(jnp.arange(d) < num_decodes, seq_lens[:d], 0),
+            query_starts=jnp.minimum(query_starts[: d + 1], num_decode_tokens),
+        )
+    if p := bucket.prefills:
+        rows = num_decodes + jnp.arange(p, dtype=jnp.int32)
+        starts = query_starts[num_decodes + jnp.arange(p + 1)] - num_decode_tokens
+        prefill = PrefillMetadata(query_starts=starts, key_starts=starts)
+        if bucket.context_rows:
+            lens = seq_lens[rows] - jnp.diff(starts)
+            zero = jnp.zeros((1,), jnp.int32)
+            context = ContextMetadata(
+                rows=bucket.context_rows,
+                page_table=page_table[rows],
+                context_starts=jnp.concatenate([zero, jnp.cumsum(lens, dtype=jnp.int32)]),
+                query_starts=starts,
+            )
+    return MLAMetadata(
+        bucket=bucket,
+        positions=positions,
+        slots=slots,
+        real=real,
+        num_decode_tokens=num_decode_tokens,
+        decode=decode,
+        prefill=prefill,
+        context=context,
+    )

@@ -1,0 +1,50 @@
+"""Array aliases, the axis glossary, and the two integer helpers that everything else shares.
+
+Axes (one word per thing, used in every signature of the library):
+
+| axis | meaning |
+|---|---|
+| ``tokens`` | query tokens of one step, flat over requests, in batch order |
+| ``requests`` | requests of one step |
+| ``heads`` | attention heads |
+| ``rank`` | latent width (``kv_lora_rank``) |
+| ``rope`` / ``nope`` / ``v`` | rotary, non-rotary and value widths of one head |
+| ``row`` | one cache row, ``rank + rope`` |
+| ``pages`` / ``page`` | pages of a cache, tokens in one page |
+| ``slots`` | flat cache rows, ``pages * page`` |
+| ``rows`` | rows of a gathered workspace |
+| ``keys`` | key tokens, flat over requests |
+"""
+
+from dataclasses import dataclass
+
+import jax
+from jaxtyping import Array, Bool, Float, Int
+
+__all__ = ["Array", "AttnState", "Bool", "Float", "Int", "cdiv", "round_up"]
+
+PAD_SLOT = -1
+"""The slot of a token that must not write the cache."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class AttnState:
+    """Attention over a part of the keys, in a form that parts can be merged from.
+
+    ``out = softmax(scores) @ values`` and ``lse = log(sum(exp(scores)))`` (natural log).
+    The identity, and the state of a row that may see no key, is ``out = 0, lse = -inf``.
+    """
+
+    out: Float[Array, "tokens heads dim"]  # normalised over the keys seen so far
+    lse: Float[Array, "tokens heads"]  # float32, natural log; -inf when no key was seen
+
+
+def cdiv(a: int, b: int) -> int:
+    """Smallest integer not below ``a / b``."""
+    return -(-a // b)
+
+
+def round_up(a: int, b: int) -> int:
+    """Smallest multiple of ``b`` not below ``a``."""
+    return b * cdiv(a, b)
