@@ -1,0 +1,56 @@
+"""Matrix products with a stated accumulator, and the linear layer built on them."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from mla_jax.types import Array, Float
+
+__all__ = ["Linear", "contract", "precision_of"]
+
+
+def precision_of(dtype: jnp.dtype) -> lax.Precision:
+    """float32 operands multiply in float32 (never TF32); 16-bit ones at their own speed."""
+    return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
+
+
+def contract(spec: str, x: Array, y: Array, *, out_dtype: jnp.dtype | None = None) -> Array:
+    """``einsum(spec, x, y)`` accumulated in float32, rounded once to ``out_dtype`` (x's)."""
+    out = jnp.einsum(
+        spec, x, y, precision=precision_of(x.dtype), preferred_element_type=jnp.float32
+    )
+    return out.astype(x.dtype if out_dtype is None else out_dtype)
+
+
+class Linear(nnx.Module):
+    """``y = x @ kernel (+ bias)`` with ``kernel [*in, *out]``; heads are axes of their own."""
+
+    def __init__(
+        self,
+        in_dims: tuple[int, ...],
+        out_dims: tuple[int, ...],
+        *,
+        bias: bool = False,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+    ):
+        kernel = jax.random.normal(rngs.params(), (*in_dims, *out_dims), jnp.float32)
+        self.kernel = nnx.Param((kernel * math.prod(in_dims) ** -0.5).astype(dtype))
+        self.bias = nnx.Param(jnp.zeros(out_dims, dtype)) if bias else None
+        self.in_axes = len(in_dims)
+
+    def __call__(self, x: Float[Array, "tokens *in"]) -> Float[Array, "tokens *out"]:
+        over_x = tuple(range(x.ndim - self.in_axes, x.ndim))
+        y = lax.dot_general(
+            x,
+            self.kernel[...],
+            ((over_x, tuple(range(self.in_axes))), ((), ())),
+            precision=precision_of(x.dtype),
+            preferred_element_type=jnp.float32,
+        )
+        if self.bias is not None:
+            y = y + self.bias[...].astype(jnp.float32)
+        return y.astype(x.dtype)

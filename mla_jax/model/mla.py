@@ -1,0 +1,181 @@
+"""Multi-head latent attention: the expanded and the absorbed path, side by side.
+
+With ``c`` the normalised latent (``rank`` wide), ``k_r`` the one shared rotary key and
+``W_kv = [U_k | U_v]`` the per-head up-projection:
+
+* expanded (prefill): ``[k_n; v] = c W_kv``, ``o = softmax(scale (q_n k_n + q_r k_r)) v``
+* absorbed (decode): ``q~ = q_n U_k^T``, ``o = softmax(scale (q~ c + q_r k_r)) c U_v``
+
+Both give the same numbers with the same ``scale``; the cache row ``[c | k_r]`` serves both.
+Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from mla_jax import ops
+from mla_jax.cache import LatentCache
+from mla_jax.config import ModelConfig
+from mla_jax.metadata.mla import ContextMetadata, MLAMetadata, PrefillMetadata
+from mla_jax.model.linear import Linear, contract
+from mla_jax.model.norm import RMSNorm
+from mla_jax.model.rope import cos_sin, rotate
+from mla_jax.types import Array, AttnState, Float
+
+__all__ = ["MLA", "Absorbed", "absorb_weights"]
+
+
+class Absorbed(nnx.Variable):
+    """Weights derived from others at load time: never trained, never in a checkpoint."""
+
+
+@jax.jit(static_argnames=("nope",))
+def absorb_weights(
+    kv_up: Float[Array, "rank heads nope_v"], *, nope: int
+) -> tuple[Float[Array, "heads nope rank"], Float[Array, "heads rank v"]]:
+    """``(U_k^T, U_v)`` per head from the interleaved up-projection ``[U_k | U_v]``."""
+    u_k, u_v = kv_up[..., :nope], kv_up[..., nope:]
+    return u_k.transpose(1, 2, 0), u_v.transpose(1, 0, 2)
+
+
+class MLA(nnx.Module):
+    """One attention layer. Cache in, cache out; everything else is an argument."""
+
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        d = config.dims
+
+        def linear(in_dim: int, *out_dims: int, bias: bool = False) -> Linear:
+            return Linear((in_dim,), out_dims, bias=bias, dtype=dtype, rngs=rngs)
+
+        biased = config.attention_bias
+        if d.q_rank is None:
+            self.q = linear(config.hidden, d.heads, d.qk)
+        else:
+            self.q_down = linear(config.hidden, d.q_rank, bias=biased)
+            self.q_norm = RMSNorm(d.q_rank, eps=config.latent_eps, dtype=dtype)
+            self.q_up = linear(d.q_rank, d.heads, d.qk)
+        self.kv_down = linear(config.hidden, d.row, bias=biased)
+        self.kv_norm = RMSNorm(d.rank, eps=config.latent_eps, dtype=dtype)
+        self.kv_up = linear(d.rank, d.heads, d.nope + d.v)
+        self.out = Linear((d.heads, d.v), (config.hidden,), bias=biased, dtype=dtype, rngs=rngs)
+        self.k_absorb = Absorbed(jnp.zeros((d.heads, d.nope, d.rank), dtype))
+        self.v_absorb = Absorbed(jnp.zeros((d.heads, d.rank, d.v), dtype))
+        self.dims, self.rope, self.scale = d, config.rope, config.scale
+
+    def absorb(self) -> None:
+        """Derive the decode weights from ``kv_up``; call after every change of it."""
+        k, v = absorb_weights(self.kv_up.kernel[...], nope=self.dims.nope)
+        self.k_absorb[...], self.v_absorb[...] = k, v
+
+    def queries(
+        self, x: Float[Array, "tokens hidden"], angles: tuple[Array, Array]
+    ) -> tuple[Float[Array, "tokens heads nope"], Float[Array, "tokens heads rope"]]:
+        """Per-head queries, the rotary part rotated."""
+        q = self.q(x) if self.dims.q_rank is None else self.q_up(self.q_norm(self.q_down(x)))
+        nope, rope = q[..., : self.dims.nope], q[..., self.dims.nope :]
+        return nope, rotate(rope, *angles, interleaved=self.rope.interleaved)
+
+    def latents(
+        self, x: Float[Array, "tokens hidden"], angles: tuple[Array, Array]
+    ) -> tuple[Float[Array, "tokens rank"], Float[Array, "tokens rope"]]:
+        """What the cache stores: the normalised latent and the rotated shared key."""
+        kv = self.kv_down(x)
+        latent, rope = kv[:, : self.dims.rank], kv[:, self.dims.rank :]
+        return self.kv_norm(latent), rotate(rope, *angles, interleaved=self.rope.interleaved)
+
+    def __call__(
+        self,
+        x: Float[Array, "tokens hidden"],
+        meta: MLAMetadata,
+        cache: LatentCache,
+        *,
+        backend: str | None = None,
+    ) -> tuple[Float[Array, "tokens hidden"], LatentCache]:
+        """Write the new rows, attend over pages and new tokens, project back."""
+        angles = cos_sin(meta.positions, self.rope)
+        q_nope, q_rope = self.queries(x, angles)
+        latent, k_rope = self.latents(x, angles)
+        cache = ops.write_latent(cache, latent, k_rope, meta.slots, backend=backend)
+
+        heads = jnp.zeros((x.shape[0], self.dims.heads, self.dims.v), x.dtype)
+        if meta.decode is not None:
+            n = meta.bucket.decodes
+            q_latent = contract("thd,hdr->thr", q_nope[:n], self.k_absorb[...])
+            state = ops.mla_decode(
+                q_latent, q_rope[:n], cache, meta.decode, scale=self.scale, backend=backend
+            )
+            heads = heads.at[:n].set(contract("thr,hrv->thv", state.out, self.v_absorb[...]))
+        if meta.prefill is not None:
+            start, size = meta.num_decode_tokens, meta.bucket.prefill_tokens
+
+            def new(a: Array) -> Array:
+                return lax.dynamic_slice_in_dim(a, start, size)
+
+            q = jnp.concatenate([new(q_nope), new(q_rope)], axis=-1)
+            state = self._expanded(q, new(latent), new(k_rope), meta.prefill, backend=backend)
+            if meta.context is not None:
+                state = self._add_context(state, q, cache, meta.context, backend=backend)
+            heads = lax.dynamic_update_slice_in_dim(heads, state.out.astype(x.dtype), start, 0)
+        return self.out(heads), cache
+
+    def full(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
+        """One whole sequence by the expanded path, without a cache; differentiable."""
+        tokens = x.shape[0]
+        angles = cos_sin(jnp.arange(tokens, dtype=jnp.int32), self.rope)
+        q = jnp.concatenate(self.queries(x, angles), axis=-1)
+        starts = jnp.array([0, tokens], jnp.int32)
+        meta = PrefillMetadata(query_starts=starts, key_starts=starts)
+        return self.out(self._expanded(q, *self.latents(x, angles), meta).out.astype(x.dtype))
+
+    def _expanded(
+        self,
+        q: Float[Array, "tokens heads qk"],
+        latent: Float[Array, "keys rank"],
+        k_rope: Float[Array, "keys rope"],
+        meta: PrefillMetadata,
+        *,
+        causal: bool = True,
+        backend: str | None = None,
+    ) -> AttnState:
+        """Up-project the latents and attend; float32 out, so that parts can be merged."""
+        kv = self.kv_up(latent)
+        return ops.mla_prefill(
+            q,
+            kv,
+            k_rope,
+            meta,
+            scale=self.scale,
+            causal=causal,
+            out_dtype=jnp.float32,
+            backend=backend,
+        )
+
+    def _add_context(
+        self,
+        state: AttnState,
+        q: Float[Array, "tokens heads qk"],
+        cache: LatentCache,
+        context: ContextMetadata,
+        *,
+        backend: str | None,
+    ) -> AttnState:
+        """Merge the cached context in chunk by chunk: as many trips as there are chunks."""
+
+        def one_chunk(i: Array, state: AttnState) -> AttnState:
+            first, meta = context.chunk(i)
+            rows = ops.gather_latent(
+                cache,
+                context.page_table,
+                first,
+                meta.key_starts,
+                rows=context.rows,
+                dtype=q.dtype,
+                backend=backend,
+            )
+            latent, k_rope = rows[:, : self.dims.rank], rows[:, self.dims.rank :]
+            part = self._expanded(q, latent, k_rope, meta, causal=False, backend=backend)
+            return ops.merge_attn_states(part, state)
+
+        return lax.fori_loop(0, context.num_chunks(), one_chunk, state)

@@ -1,0 +1,98 @@
+"""The one compiled function of serving: (leaves, caches, batch) -> (tokens, caches).
+
+One program per ``MLABucket``. The module is split once at load; a step takes its flat leaves,
+because flattening a module on every token costs milliseconds of host time.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from mla_jax.cache import LatentCache
+from mla_jax.metadata.buckets import MLABucket
+from mla_jax.metadata.mla import build_mla
+from mla_jax.model.deepseek_v3 import DeepseekV3
+from mla_jax.model.sampling import SamplingBatch, sample
+from mla_jax.types import Array, Float, Int
+
+__all__ = ["Step", "StepBatch", "StepOutput"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class StepBatch:
+    """What the host decides in one step; decodes first, padding last."""
+
+    token_ids: Int[Array, "tokens"]  # 0 on padding
+    query_starts: Int[Array, "requests+1"]  # exclusive sum of new tokens; tail repeats
+    seq_lens: Int[Array, "requests"]  # cached + new tokens; 0 on padding
+    page_table: Int[Array, "requests pages"]  # 0 (the null page) where there is none
+    num_decodes: Int[Array, ""]  # leading requests with one token each
+    sampling: SamplingBatch
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class StepOutput:
+    """One sampled token per request; rows of unfinished prompts and padding mean nothing."""
+
+    token_ids: Int[Array, "requests"]
+    logprobs: Float[Array, "requests"]  # of the sampled token, float32
+    logits: Float[Array, "requests vocab"] | None  # only when asked for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A model split into flat leaves, and its jitted step."""
+
+    leaves: Sequence[Array] = field(repr=False)
+    run: Callable[..., tuple[StepOutput, list[LatentCache]]] = field(repr=False)
+
+    @classmethod
+    def of(cls, model: DeepseekV3, *, page: int, backend: str | None = None) -> "Step":
+        """Split ``model`` and close over its structure only, never over its weights.
+
+        ``run(leaves, caches, batch, bucket=…, want_logits=…)`` donates ``caches``.
+        """
+        graph, state = nnx.split(model)
+        leaves, tree = jax.tree.flatten(state)
+
+        def run(
+            leaves: Sequence[Array],
+            caches: Sequence[LatentCache],
+            batch: StepBatch,
+            *,
+            bucket: MLABucket,
+            want_logits: bool = False,
+        ) -> tuple[StepOutput, list[LatentCache]]:
+            model = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
+            meta = build_mla(
+                batch.query_starts,
+                batch.seq_lens,
+                batch.page_table,
+                batch.num_decodes,
+                bucket=bucket,
+                page=page,
+            )
+            hidden, caches = model(batch.token_ids, meta, caches, backend=backend)
+            last = jnp.maximum(batch.query_starts[1:] - 1, 0)
+            logits = model.logits(hidden[last])
+            token_ids, logprobs = sample(logits, batch.sampling)
+            out = StepOutput(
+                token_ids=token_ids,
+                logprobs=logprobs,
+                logits=logits if want_logits else None,
+            )
+            return out, caches
+
+        return cls(
+            leaves=leaves,
+            run=jax.jit(run, static_argnames=("bucket", "want_logits"), donate_argnums=(1,)),
+        )
+
+    def compiled_programs(self) -> int:
+        """Programs traced so far: one per bucket used (and per kind of output)."""
+        return self.run._cache_size()
