@@ -1,0 +1,60 @@
+# make demo: serve a small trained model.   make test: the test suite.
+# Both create .venv on first use from any Python >= 3.12 (or PYTHON=...).
+
+VENV := .venv
+BIN := $(VENV)/bin
+WORKERS ?= 2
+PYTEST_ARGS ?=
+
+# The CPU is the default here; JAX_PLATFORMS=cuda make test runs on a GPU.
+export JAX_PLATFORMS ?= cpu
+# Interpreted Pallas kernels need more host threads than a small machine has cores.
+export NPROC ?= 16
+
+.PHONY: demo test lint format types parity notebooks docs clean
+.DEFAULT_GOAL := test
+
+# One stamp per set of extras; a changed pyproject or constraint installs again.
+CLI := $(VENV)/.installed-cli
+DEV := $(VENV)/.installed-dev
+PARITY := $(VENV)/.installed-parity
+NOTEBOOKS := $(VENV)/.installed-notebooks
+INPUTS := pyproject.toml constraints.txt tools/venv.sh tools/find_python.sh
+
+$(CLI): EXTRAS := cli
+$(DEV): EXTRAS := dev
+$(PARITY): EXTRAS := dev,parity
+$(NOTEBOOKS): EXTRAS := dev,parity,notebooks
+$(CLI) $(DEV) $(PARITY) $(NOTEBOOKS): $(INPUTS)
+	@tools/venv.sh $(VENV) $(EXTRAS)
+	@touch $@
+
+demo: $(CLI)
+	@$(BIN)/mla-jax demo
+
+test: $(DEV)
+	@$(BIN)/python -m pytest -q -n $(WORKERS) $(PYTEST_ARGS)
+
+lint: $(DEV)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+format: $(DEV)
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+types: $(DEV)
+	@$(BIN)/pyright
+
+parity: $(PARITY)
+	@$(BIN)/python -m pytest -q -n $(WORKERS) tests/parity $(PYTEST_ARGS)
+
+notebooks: $(NOTEBOOKS)
+	@$(BIN)/python -m pytest -q tests/notebooks $(PYTEST_ARGS)
+
+docs: $(DEV)
+	@$(BIN)/python tools/docs.py
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .parity
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

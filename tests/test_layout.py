@@ -1,0 +1,111 @@
+"""The house rules that imports must keep, read from the source and from docs/architecture.md."""
+
+from pathlib import Path
+
+import pytest
+
+from tests import imports
+
+TABLE = imports.ranks((imports.ROOT / "docs" / "architecture.md").read_text())
+MODULES = imports.modules()
+GRAPH = imports.graph()
+
+CORE = {"flax", "jax", "jaxtyping", "ml_dtypes", "numpy", "safetensors"}
+OPTIONAL = {  # package → the only modules that may import it
+    "huggingface_hub": {"cli"},
+    "jax_triton": {"pallas/triton_lib"},
+    "rich": {"cli", "demo"},
+    "tokenizers": {"cli"},
+    "triton": {"pallas/triton_lib"},
+    "typer": {"cli"},
+}
+
+
+def rank_violations(edges: dict[str, set[str]], table: dict[str, int]) -> list[str]:
+    """Imports of a higher rank, and imports between rooms that are strangers."""
+    broken = []
+    for name, targets in edges.items():
+        here = imports.room(name, table)
+        for target in targets:
+            there = imports.room(target, table)
+            if here is None or there is None:
+                continue
+            strangers = {here, there} == {"pallas/*", "metadata/*"}
+            if table[there] > table[here] or strangers:
+                broken.append(f"{name} ({here}) imports {target} ({there})")
+    return sorted(broken)
+
+
+def test_the_table_was_read():
+    assert len(TABLE) >= 12
+    assert TABLE["errors"] == 0
+    assert TABLE["pallas/*"] == TABLE["metadata/*"] == 2
+
+
+def test_every_module_has_a_rank():
+    homeless = [name for name in MODULES if name and imports.room(name, TABLE) is None]
+    assert not homeless, f"add to docs/architecture.md: {homeless}"
+
+
+def test_lower_ranks_never_import_higher_ones():
+    assert not rank_violations(GRAPH, TABLE)
+
+
+def test_no_import_cycles():
+    assert not imports.cycles(GRAPH)
+
+
+def test_nobody_imports_the_front_door():
+    """Modules import where a name lives, not the package that re-exports it."""
+    guests = [
+        name
+        for name, path in MODULES.items()
+        if "mla_jax" in imports.imported_names(path) - {"mla_jax.version"}
+    ]
+    assert not guests
+
+
+@pytest.mark.parametrize("name", [m for m in MODULES if m.endswith("/ref")])
+def test_references_import_no_kernel(name):
+    kernels = [t for t in GRAPH[name] if t.split("/")[-1].startswith(("mosaic", "triton"))]
+    assert not kernels
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_optional_packages_stay_in_their_files(name):
+    for package in imports.third_party(MODULES[name]) - CORE:
+        assert name in OPTIONAL.get(package, ()), f"{name} must not import {package}"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_annotations_are_evaluated(name):
+    """A postponed annotation would hide dataclass fields from the shape checker."""
+    assert "__future__" not in {n.split(".")[0] for n in imports.imported_names(MODULES[name])}
+
+
+def _package(folder: Path, files: dict[str, str]) -> Path:
+    package = folder / "toy"
+    for name, source in {"__init__.py": "", **files}.items():
+        path = package / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+    return package
+
+
+def test_the_rules_can_fail(tmp_path):
+    package = _package(
+        tmp_path,
+        {
+            "errors.py": "def f():\n    from toy.cache import x",
+            "cache.py": "from . import errors",
+            "pallas/merge.py": "from ..metadata import plan",
+            "metadata/plan.py": "import jax.numpy as jnp, torch",
+        },
+    )
+    edges = imports.graph(package)
+    assert rank_violations(edges, TABLE) == [
+        "errors (errors) imports cache (cache)",
+        "pallas/merge (pallas/*) imports metadata/plan (metadata/*)",
+    ]
+    assert imports.cycles(edges) == [["cache", "errors"]]
+    assert imports.third_party(package / "metadata/plan.py", package) == {"jax", "torch"}
