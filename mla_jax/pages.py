@@ -1,0 +1,51 @@
+"""The pool of cache pages: who may write where. Plain Python, no arrays.
+
+Page 0 is the null page: page tables are padded with it, and it is never given to a request.
+"""
+
+from collections.abc import Iterable
+
+from mla_jax.errors import EngineError
+
+__all__ = ["NULL_PAGE", "PagePool"]
+
+NULL_PAGE = 0
+"""The page that pads page tables."""
+
+
+class PagePool:
+    """Pages ``1 … num_pages - 1``. The caller asks ``free`` before it asks for pages."""
+
+    def __init__(self, num_pages: int):
+        if num_pages < 2:
+            raise EngineError("PagePool: num_pages", num_pages, "2 or more (page 0 is never given)")
+        self.capacity = num_pages - 1
+        self.peak = 0
+        # Last in, first out: a page that was just freed is the likeliest to be in a cache.
+        self._free = list(range(num_pages - 1, NULL_PAGE, -1))
+        self._used: set[int] = set()
+
+    @property
+    def free(self) -> int:
+        """Pages that can be given now."""
+        return len(self._free)
+
+    @property
+    def used(self) -> int:
+        """Pages that requests hold."""
+        return len(self._used)
+
+    def alloc(self, n: int) -> list[int]:
+        """Give ``n`` distinct pages."""
+        assert 0 <= n <= self.free, f"PagePool: alloc({n}) with {self.free} free pages"
+        pages = [self._free.pop() for _ in range(n)]
+        self._used.update(pages)
+        self.peak = max(self.peak, self.used)
+        return pages
+
+    def release(self, pages: Iterable[int]) -> None:
+        """Take pages back; each must be one that was given and not yet taken back."""
+        for page in pages:
+            assert page in self._used, f"PagePool: release of page {page}, which nobody holds"
+            self._used.remove(page)
+            self._free.append(page)

@@ -1,0 +1,155 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mla_jax.errors import EngineError
+from mla_jax.model.sampling import SamplingBatch, SamplingParams, sample
+
+draw = jax.jit(sample)
+
+
+def batch(n: int, **columns) -> SamplingBatch:
+    """``n`` rows; a scalar is the value of every row."""
+    dtypes = {"temperature": "f4", "top_k": "i4", "top_p": "f4", "seed": "u4", "position": "i4"}
+    values = {"temperature": 0, "top_k": 0, "top_p": 1, "seed": 0, "position": 0} | columns
+    return SamplingBatch(
+        **{k: jnp.asarray(np.broadcast_to(v, (n,)).astype(dtypes[k])) for k, v in values.items()}
+    )
+
+
+def normal(*shape: int, seed: int = 0) -> jnp.ndarray:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype("f4"))
+
+
+def test_temperature_zero_is_argmax_whatever_else_is_set():
+    logits = normal(5, 40)
+    token, _ = draw(logits, batch(5, top_k=3, top_p=0.5, seed=range(5)))
+    assert token.dtype == jnp.int32
+    np.testing.assert_array_equal(token, np.argmax(logits, axis=-1))
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-4}])
+def test_the_strictest_filters_are_greedy(filters):
+    logits = normal(5, 40)
+    token, _ = draw(logits, batch(5, **({"temperature": 1.0, "seed": range(5)} | filters)))
+    np.testing.assert_array_equal(token, np.argmax(logits, axis=-1))
+
+
+def test_the_logprob_is_of_the_raw_softmax():
+    logits = normal(4, 30)
+    rows = batch(4, temperature=[0, 0.3, 2, 1], top_k=[0, 2, 0, 5], top_p=[1, 1, 0.9, 0.5])
+    token, logprob = draw(logits, rows)
+    x = np.asarray(logits, np.float64)
+    raw = x - np.log(np.exp(x).sum(-1, keepdims=True))
+    np.testing.assert_allclose(logprob, raw[np.arange(4), token], atol=1e-6)
+
+
+def test_a_row_does_not_depend_on_its_company():
+    logits = normal(6, 50)
+    columns = {
+        "temperature": np.array([0, 1, 0.7, 1.3, 0, 1]),
+        "top_k": np.array([0, 0, 5, 0, 2, 50]),
+        "top_p": np.array([1, 0.9, 1, 0.5, 1, 1]),
+        "seed": np.array([1, 2, 3, 2**32 - 1, 5, 6]),
+        "position": np.arange(6) * 100,
+    }
+    together = draw(logits, batch(6, **columns))
+    turned = draw(logits[::-1], batch(6, **{k: v[::-1] for k, v in columns.items()}))
+    for i in range(6):
+        alone = draw(logits[i : i + 1], batch(1, **{k: v[i] for k, v in columns.items()}))
+        for a, b, c in zip(together, turned, alone, strict=True):
+            assert a[i] == b[5 - i] == c[0]
+
+
+def test_seed_and_position_decide_the_draw():
+    logits = jnp.zeros((64, 1000), jnp.float32)
+    by_seed, _ = draw(logits, batch(64, temperature=1.0, seed=range(64)))
+    by_position, _ = draw(logits, batch(64, temperature=1.0, position=range(64)))
+    again, _ = draw(logits, batch(64, temperature=1.0))
+    assert len(set(by_seed.tolist())) > 50
+    assert len(set(by_position.tolist())) > 50
+    assert len(set(again.tolist())) == 1
+
+
+@pytest.mark.parametrize(
+    "filters, kept",
+    [
+        ({}, 5),
+        ({"top_k": 3}, 3),
+        ({"top_k": 99}, 5),
+        ({"top_p": 0.75}, 3),  # 0.4 + 0.3 = 0.7 is not enough
+        ({"top_p": 0.4}, 1),
+        ({"top_k": 2, "top_p": 0.6}, 2),  # of the two left, the first holds 4/7 < 0.6
+        ({"top_k": 2, "top_p": 0.5}, 1),
+    ],
+)
+def test_draws_follow_the_filtered_distribution(filters, kept):
+    p = np.array([0.4, 0.3, 0.15, 0.1, 0.05])
+    order = np.array([3, 0, 4, 2, 1])  # likeliest is token 3
+    logits = np.empty(5, "f4")
+    logits[order] = np.log(p)
+    n = 4000
+    rows = batch(n, temperature=1.0, position=range(n), **filters)
+    token, _ = draw(jnp.broadcast_to(jnp.asarray(logits), (n, 5)), rows)
+    want = np.zeros(5)
+    want[order[:kept]] = p[:kept] / p[:kept].sum()
+    seen = np.bincount(token, minlength=5) / n
+    assert (seen[want == 0] == 0).all()
+    np.testing.assert_allclose(seen, want, atol=0.035)  # over 4 sigma
+
+
+def test_temperature_flattens_and_sharpens():
+    n = 4000
+    logits = jnp.broadcast_to(jnp.log(jnp.asarray([0.8, 0.2], jnp.float32)), (n, 2))
+    for t in (0.5, 2.0):
+        token, _ = draw(logits, batch(n, temperature=t, position=range(n)))
+        p = np.array([0.8, 0.2]) ** (1 / t)
+        np.testing.assert_allclose(np.mean(np.asarray(token) == 0), (p / p.sum())[0], atol=0.035)
+
+
+def test_ties_at_the_edge_of_top_k_go_to_the_lower_id():
+    n = 500
+    rows = batch(n, temperature=1.0, top_k=2, position=range(n))
+    token, _ = draw(jnp.zeros((n, 6), jnp.float32), rows)
+    assert set(token.tolist()) == {0, 1}
+
+
+def test_huge_logits_do_not_overflow_and_forbidden_tokens_are_never_drawn():
+    n = 200
+    logits = jnp.broadcast_to(jnp.asarray([3e38, -3e38, -jnp.inf, 3e38], jnp.float32), (n, 4))
+    for t in (1e-4, 1.0):
+        token, logprob = draw(logits, batch(n, temperature=t, position=range(n)))
+        assert set(token.tolist()) == {0, 3}
+        assert np.isfinite(logprob).all()
+
+
+def test_nan_logits_are_seen_in_the_logprob_of_their_row_only():
+    logits = normal(3, 8).at[1, 2].set(jnp.nan)
+    for t in (0.0, 1.0):
+        _, logprob = draw(logits, batch(3, temperature=t))
+        assert np.isfinite(logprob).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    "bad, message",
+    [
+        ({"temperature": -1.0}, "temperature: given -1.0; allowed: 0"),
+        ({"temperature": float("nan")}, "temperature: given nan"),
+        ({"temperature": float("inf")}, "temperature: given inf"),
+        ({"temperature": 1e-9}, "temperature: given 1e-09"),
+        ({"top_k": -1}, "top_k: given -1"),
+        ({"top_k": 1.5}, "top_k: given 1.5"),
+        ({"top_p": 0.0}, "top_p: given 0.0"),
+        ({"top_p": 1.1}, "top_p: given 1.1"),
+        ({"top_p": float("nan")}, "top_p: given nan"),
+        ({"seed": -1}, "seed: given -1"),
+        ({"seed": 2**32}, "seed: given 4294967296"),
+        ({"max_new_tokens": 0}, "max_new_tokens: given 0; allowed: 1 or more"),
+        ({"max_new_tokens": True}, "max_new_tokens: given True"),
+        ({"stop_token_ids": (1, -2)}, "stop_token_ids: given -2"),
+    ],
+)
+def test_params_check_themselves(bad, message):
+    with pytest.raises(EngineError, match=message):
+        SamplingParams(**bad)
