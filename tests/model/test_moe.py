@@ -1,0 +1,66 @@
+"""Routing and grouped experts against one expert at a time."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from mla_jax.model.moe import Experts, MoE, choose_experts
+from tests.model import tiny
+
+
+def naive_experts(layer: Experts, x, weights, experts):
+    out = np.zeros(x.shape, np.float64)
+    gate, up, down = (np.asarray(w[...], np.float64) for w in (layer.gate, layer.up, layer.down))
+    for t in range(x.shape[0]):
+        for w, e in zip(np.asarray(weights)[t], np.asarray(experts)[t], strict=True):
+            a = np.asarray(x[t], np.float64)
+            g = a @ gate[e]
+            out[t] += w * ((g / (1 + np.exp(-g)) * (a @ up[e])) @ down[e])
+    return out
+
+
+@pytest.mark.parametrize("method", tiny.MOE)
+def test_grouped_products_equal_one_expert_at_a_time(method):
+    moe = tiny.MOE[method]
+    layer = Experts(32, moe, dtype=jnp.float32, rngs=nnx.Rngs(1))
+    x = jax.random.normal(jax.random.key(0), (17, 32), jnp.float32)
+    logits = jax.random.normal(jax.random.key(1), (17, 8), jnp.float32)
+    weights, experts = choose_experts(logits, None, moe)
+    got = layer(x, weights, experts, jnp.ones((17,), bool))
+    np.testing.assert_allclose(got, naive_experts(layer, x, weights, experts), atol=2e-4, rtol=1e-5)
+
+
+def test_padding_reaches_no_expert():
+    layer = Experts(32, tiny.MOE["noaux_tc"], dtype=jnp.float32, rngs=nnx.Rngs(1))
+    x = jax.random.normal(jax.random.key(0), (12, 32), jnp.float32)
+    weights, experts = choose_experts(
+        jax.random.normal(jax.random.key(1), (12, 8), jnp.float32), None, tiny.MOE["noaux_tc"]
+    )
+    real = jnp.arange(12) < 9
+    clean = layer(x, weights, experts, real)
+    poisoned = layer(
+        jnp.where(real[:, None], x, jnp.nan),
+        jnp.where(real[:, None], weights, jnp.nan),
+        experts,
+        real,
+    )
+    np.testing.assert_array_equal(clean[:9], poisoned[:9])
+    np.testing.assert_array_equal(poisoned[9:], 0)
+
+
+def test_a_token_does_not_depend_on_its_company():
+    cfg = tiny.config("noaux_tc")
+    layer = MoE(cfg, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (24, 32), jnp.float32)
+    order = np.random.default_rng(0).permutation(24)
+    real = jnp.ones((24,), bool)
+    np.testing.assert_allclose(layer(x, real)[order], layer(x[order], real), atol=1e-6)
+
+
+def test_negative_biased_scores_never_pick_an_excluded_group():
+    moe = tiny.MOE["noaux_tc"]
+    logits = jnp.zeros((1, 8), jnp.float32).at[0, :4].set(1.0)
+    _, experts = choose_experts(logits, jnp.full((8,), -2.0, jnp.float32), moe)
+    assert set(np.asarray(experts)[0].tolist()) <= {0, 1, 2, 3}

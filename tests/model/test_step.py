@@ -1,0 +1,117 @@
+"""The paged step against whole sequences without a cache."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mla_jax.metadata.buckets import MLABucket
+from mla_jax.model.mla import absorb_weights
+from mla_jax.model.step import Step
+from tests.model import tiny
+
+PAGE = 4
+TOKENS = np.random.default_rng(0).integers(0, 64, 45)
+DECODE = MLABucket(decodes=4, prefills=0, prefill_tokens=0, pages=12, context_rows=0)
+PREFILL = MLABucket(decodes=0, prefills=2, prefill_tokens=32, pages=12, context_rows=8)
+MIXED = MLABucket(decodes=2, prefills=2, prefill_tokens=16, pages=12, context_rows=8)
+
+
+def full_logits(model, tokens):
+    return np.asarray(model.logits(model.full(jnp.asarray(tokens)[None])))[0]
+
+
+@pytest.fixture(scope="module")
+def small():
+    cfg = tiny.config()
+    model = tiny.model(cfg)
+    return cfg, Step.of(model, page=PAGE), full_logits(model, TOKENS)
+
+
+def close(got, want):
+    np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+@pytest.mark.parametrize("moe", [*tiny.MOE, None])
+@pytest.mark.parametrize("q_rank", [12, None])
+def test_absorbed_decode_equals_expanded_prefill(moe, q_rank):
+    cfg = tiny.config(moe, q_rank=q_rank, attention_bias=True, tied=moe is None)
+    model = tiny.model(cfg)
+    want = full_logits(model, TOKENS[:20])
+    step, caches = Step.of(model, page=PAGE), tiny.caches(cfg, num_pages=8, page=PAGE)
+    pages = [5, 2, 7, 1, 4]
+    out, caches = tiny.run(step, caches, PREFILL, prefills=[(TOKENS[:9], 0, pages)])
+    close(out.logits[0], want[8])
+    for t in range(9, 20):
+        out, caches = tiny.run(step, caches, DECODE, decodes=[([TOKENS[t]], t, pages)])
+        close(out.logits[0], want[t])
+
+
+@pytest.mark.parametrize("cuts", [[], [1], [16], [7, 8, 31], [15, 16, 17, 32]])
+def test_chunked_prefill_equals_whole(small, cuts):
+    cfg, step, want = small
+    caches = tiny.caches(cfg, num_pages=13, page=PAGE)
+    pages = list(np.random.default_rng(1).permutation(12) + 1)
+    for lo, hi in zip([0, *cuts], [*cuts, 32], strict=True):
+        out, caches = tiny.run(step, caches, PREFILL, prefills=[(TOKENS[lo:hi], lo, pages)])
+        close(out.logits[0], want[hi - 1])
+
+
+def mixed_step(cfg, step, *, fill, swap=False):
+    """Two decodes and two prefills in different states, in one step."""
+    caches = tiny.caches(cfg, num_pages=40, page=PAGE, fill=fill)
+    pages = np.random.default_rng(3).permutation(39)[:36].reshape(4, 9) + 1
+    done = [11, 22, 0, 9]
+    for i, n in enumerate(done):
+        if n:
+            _, caches = tiny.run(step, caches, PREFILL, prefills=[(TOKENS[:n], 0, pages[i])])
+    decodes = [([TOKENS[done[i]]], done[i], pages[i]) for i in (0, 1)]
+    prefills = [(TOKENS[done[i] : done[i] + 7], done[i], pages[i]) for i in (2, 3)]
+    if swap:
+        decodes, prefills = decodes[::-1], prefills[::-1]
+    return tiny.run(step, caches, MIXED, decodes, prefills)
+
+
+def test_mixed_batch_and_its_order(small):
+    cfg, step, want = small
+    rows = [11, 22, 6, 15]
+    out, _ = mixed_step(cfg, step, fill=0.0)
+    close(out.logits, want[rows])
+    swapped, _ = mixed_step(cfg, step, fill=0.0, swap=True)
+    close(swapped.logits, want[[22, 11, 15, 6]])
+
+
+def test_poisoned_cache_changes_no_bit(small):
+    cfg, step, _ = small
+    clean, _ = mixed_step(cfg, step, fill=0.0)
+    dirty, caches = mixed_step(cfg, step, fill=np.nan)
+    np.testing.assert_array_equal(clean.logits, dirty.logits)
+    np.testing.assert_array_equal(clean.token_ids, dirty.token_ids)
+    written = ~np.isnan(np.asarray(caches[0].pages)).any(-1)
+    assert written.sum() == 12 + 23 + 7 + 16, "only real tokens write the cache"
+
+
+def test_one_program_per_bucket_whatever_the_batch(small):
+    cfg, _, _ = small
+    step = Step.of(tiny.model(cfg), page=PAGE)
+    caches = tiny.caches(cfg, num_pages=13, page=PAGE)
+    for n in (1, 5, 17, 32):
+        _, caches = tiny.run(step, caches, PREFILL, prefills=[(TOKENS[:n], 0, range(1, 13))])
+    assert step.compiled_programs() == 1
+
+
+def test_caches_are_updated_in_place(small):
+    cfg, step, _ = small
+    caches = tiny.caches(cfg, num_pages=13, page=PAGE)
+    args = (step.leaves, caches, tiny.batch(DECODE, [([1], 0, [1])], []))
+    text = step.run.lower(*args, bucket=DECODE).compile().as_text()
+    assert text.splitlines()[0].count("may-alias") + text.splitlines()[0].count("must-alias") >= (
+        cfg.layers
+    )
+
+
+def test_absorbed_weights_are_the_two_halves():
+    kv_up = jax.random.normal(jax.random.key(0), (16, 4, 14), jnp.float32)
+    k, v = absorb_weights(kv_up, nope=8)
+    np.testing.assert_array_equal(k, np.einsum("rhd->hdr", kv_up[..., :8]))
+    np.testing.assert_array_equal(v, np.einsum("rhd->hrd", kv_up[..., 8:]))
