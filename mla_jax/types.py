@@ -6,6 +6,7 @@ Axes (one word per thing, used in every signature of the library):
 |---|---|
 | ``tokens`` | query tokens of one step, flat over requests, in batch order |
 | ``requests`` | requests of one step |
+| ``starts`` | ``requests + 1`` boundaries of ragged rows: an exclusive sum of lengths |
 | ``heads`` | attention heads |
 | ``rank`` | latent width (``kv_lora_rank``) |
 | ``rope`` / ``nope`` / ``v`` | rotary, non-rotary and value widths of one head |

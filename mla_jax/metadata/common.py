@@ -12,7 +12,7 @@ __all__ = ["slot_mapping", "token_positions", "token_to_request"]
 
 
 def token_to_request(
-    query_starts: Int[Array, "requests+1"], tokens: int
+    query_starts: Int[Array, "starts"], tokens: int
 ) -> tuple[Int[Array, "tokens"], Bool[Array, "tokens"]]:
     """``(request of each token, is a real token)``; padding lanes map to request 0.
 
@@ -25,7 +25,7 @@ def token_to_request(
 
 
 def token_positions(
-    query_starts: Int[Array, "requests+1"],
+    query_starts: Int[Array, "starts"],
     seq_lens: Int[Array, "requests"],
     request: Int[Array, "tokens"],
     real: Bool[Array, "tokens"],

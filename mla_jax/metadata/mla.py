@@ -31,7 +31,7 @@ class DecodeMetadata:
     max_query_len: int = field(metadata={"static": True})  # queries of one request, at most
     page_table: Int[Array, "requests pages"]  # page ids; entries past the length are unread
     seq_lens: Int[Array, "requests"]  # keys visible to the last query; 0 = padding
-    query_starts: Int[Array, "requests+1"]  # exclusive sum of query lengths
+    query_starts: Int[Array, "starts"]  # exclusive sum of query lengths
 
 
 @jax.tree_util.register_dataclass
@@ -39,8 +39,8 @@ class DecodeMetadata:
 class PrefillMetadata:
     """A ragged batch of queries and keys; causal masks are aligned bottom-right."""
 
-    query_starts: Int[Array, "requests+1"]
-    key_starts: Int[Array, "requests+1"]
+    query_starts: Int[Array, "starts"]
+    key_starts: Int[Array, "starts"]
 
 
 @jax.tree_util.register_dataclass
@@ -50,8 +50,8 @@ class ContextMetadata:
 
     rows: int = field(metadata={"static": True})  # workspace rows of one chunk
     page_table: Int[Array, "requests pages"]
-    context_starts: Int[Array, "requests+1"]  # exclusive sum of context lengths
-    query_starts: Int[Array, "requests+1"]  # of the prefill's new tokens
+    context_starts: Int[Array, "starts"]  # exclusive sum of context lengths
+    query_starts: Int[Array, "starts"]  # of the prefill's new tokens
 
     def num_chunks(self) -> Int[Array, ""]:
         """``ceil(total context / rows)``: the trip count of the loop over chunks."""
@@ -85,7 +85,7 @@ class MLAMetadata:
 
 
 def build_mla(
-    query_starts: Int[Array, "requests+1"],
+    query_starts: Int[Array, "starts"],
     seq_lens: Int[Array, "requests"],
     page_table: Int[Array, "requests pages"],
     num_decodes: Int[Array, ""],
