@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 __all__ = [
+    "ArgumentError",
     "ConfigError",
     "EngineError",
     "MetadataError",
@@ -46,6 +47,10 @@ class _Refusal(ValueError):
     def __str__(self) -> str:
         text = f"{self.what}: given {self.given}; allowed: {self.allowed}."
         return f"{text} {self.hint}".rstrip()
+
+
+class ArgumentError(_Refusal):
+    """Arguments of an operation that do not fit each other, or the cache."""
 
 
 class MetadataError(_Refusal):

@@ -1,0 +1,6 @@
+"""Absorbed attention over pages, few queries per request."""
+
+from mla_jax.pallas.dense_decode import ref
+from mla_jax.pallas.registry import Backend
+
+BACKENDS = (Backend(op="dense_decode", name="xla", run=ref.dense_decode),)

@@ -1,0 +1,62 @@
+"""What a kernel may use of a device, from a real device or from its name alone."""
+
+from dataclasses import dataclass
+
+import jax
+
+__all__ = ["DeviceInfo"]
+
+_KINDS = {
+    # device kind: (sm, multiprocessors, shared memory of one block, L2)
+    "NVIDIA H200": (90, 132, 232448, 50 << 20),
+    "NVIDIA H100 80GB HBM3": (90, 132, 232448, 50 << 20),
+    "NVIDIA A100-SXM4-80GB": (80, 108, 166912, 40 << 20),
+}
+_L2 = {90: 50 << 20, 80: 40 << 20}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceInfo:
+    """A device as backends and tuning see it. Hashable; zeros where a fact is unknown."""
+
+    platform: str  # cpu | gpu | tpu
+    kind: str  # the maker's name of it
+    sm: int = 0  # compute capability, 90 for 9.0; 0 = not an NVIDIA GPU
+    sms: int = 0  # streaming multiprocessors
+    shared_memory: int = 0  # bytes one thread block may use
+    l2: int = 0  # bytes of level-2 cache
+
+    @property
+    def name(self) -> str:
+        """``sm90`` for an NVIDIA GPU, the platform otherwise."""
+        return f"sm{self.sm}" if self.sm else self.platform
+
+    @classmethod
+    def of(cls, device: "jax.Device | jax.sharding.AbstractDevice") -> "DeviceInfo":
+        """Read a device; an abstract one is looked up by its kind."""
+        platform = "gpu" if device.platform in ("gpu", "cuda", "rocm") else device.platform
+        kind = device.device_kind
+        sm, sms, shared, l2 = _KINDS.get(kind, (0, 0, 0, 0))
+        if platform == "gpu":
+            capability = str(getattr(device, "compute_capability", "") or "")
+            if capability.replace(".", "").isdigit():
+                sm = int(capability.replace(".", ""))
+            sms = getattr(device, "core_count", None) or sms
+            shared = getattr(device, "shared_memory_per_block_optin", None) or shared
+            l2 = l2 or _L2.get(sm, 0)
+        return cls(platform=platform, kind=kind, sm=sm, sms=sms, shared_memory=shared, l2=l2)
+
+    @classmethod
+    def current(cls) -> "DeviceInfo":
+        """The device that a computation traced now is meant for.
+
+        That is the device of the abstract mesh in use, else ``jax.default_device``, else the
+        first local device.
+        """
+        abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+        if abstract is not None:
+            return cls.of(abstract)
+        default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+        if isinstance(default, str):
+            return cls.of(jax.local_devices(backend=default)[0])
+        return cls.of(default if default is not None else jax.local_devices()[0])

@@ -1,0 +1,194 @@
+"""Which backend runs a problem: requirements are data, the choice is a pure function.
+
+A problem is made of shapes and dtypes only, so choice, tuning and documentation share one
+key, and the choice happens while tracing: the same problem on the same device always runs
+the same backend. An explicit name means that backend or an error.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from mla_jax.errors import UnsupportedError
+from mla_jax.pallas.device import DeviceInfo
+
+__all__ = ["Backend", "OneOf", "Problem", "Registry", "Requirement", "Within"]
+
+type Feature = str | int | bool
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call of an operation, as shapes and dtypes: ``Problem.of("dense_decode", page=64)``."""
+
+    op: str
+    features: tuple[tuple[str, Feature], ...]  # in the order given
+
+    @classmethod
+    def of(cls, op: str, **features: Feature) -> "Problem":
+        return cls(op, tuple(features.items()))
+
+    def __getitem__(self, name: str) -> Feature:
+        return dict(self.features)[name]
+
+    def __str__(self) -> str:
+        return f"{self.op}({', '.join(f'{k}={v}' for k, v in self.features)})"
+
+
+class Allowed(Protocol):
+    """A set of feature values that can be asked and printed."""
+
+    def __contains__(self, value: Feature, /) -> bool: ...
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """A finite set of values: ``OneOf(64, 128)``."""
+
+    values: tuple[Feature, ...]
+
+    def __init__(self, *values: Feature):
+        object.__setattr__(self, "values", values)
+
+    def __contains__(self, value: Feature) -> bool:
+        return value in self.values
+
+    def __str__(self) -> str:
+        return "{" + ", ".join(map(str, self.values)) + "}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Within:
+    """Integers from ``low`` to ``high``, both included, that are multiples of ``multiple``."""
+
+    low: int = 1
+    high: int | None = None
+    multiple: int = 1
+
+    def __contains__(self, value: Feature) -> bool:
+        n = int(value)
+        return self.low <= n and (self.high is None or n <= self.high) and n % self.multiple == 0
+
+    def __str__(self) -> str:
+        span = f"[{self.low}, {'…' if self.high is None else self.high}]"
+        return span if self.multiple == 1 else f"{span} multiples of {self.multiple}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Requirement:
+    """What a backend needs. A feature that is not named may have any value."""
+
+    features: Mapping[str, Allowed] = MappingProxyType({})
+    sm: Allowed | None = None  # compute capabilities; None = any device
+    packages: tuple[str, ...] = ()  # import names of optional packages
+
+    def missing(self, problem: Problem, device: DeviceInfo) -> tuple[str, ...]:
+        """Every reason why the problem cannot run; empty if it can."""
+        given = dict(problem.features)
+        wrong = [
+            f"{name}={given.get(name)} not in {allowed}"
+            for name, allowed in self.features.items()
+            if name not in given or given[name] not in allowed
+        ]
+        if self.sm is not None and device.sm not in self.sm:
+            wrong.append(f"device {device.name}, needs {self.device_text()}")
+        wrong += [f"package {p} is not installed" for p in self.packages if not find_spec(p)]
+        return tuple(wrong)
+
+    def device_text(self) -> str:
+        """``any``, ``sm90`` or ``sm80 or newer``."""
+        match self.sm:
+            case None:
+                return "any"
+            case OneOf(values):
+                return " or ".join(f"sm{v}" for v in values)
+            case Within(low=low, high=None):
+                return f"sm{low} or newer"
+            case other:
+                return f"sm in {other}"
+
+    def features_text(self) -> str:
+        """``page in {64, 128}; rank in {512}``, or ``nothing``."""
+        return "; ".join(f"{k} in {v}" for k, v in self.features.items()) or "nothing"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backend:
+    """One implementation of one operation: data, and the function that runs it."""
+
+    op: str
+    name: str
+    run: Callable[..., Any]
+    requirement: Requirement = field(default_factory=Requirement)
+    tuning: type | None = None  # class of its tuning object; None = nothing to tune
+
+
+@dataclass(frozen=True)
+class Registry:
+    """All backends. Of one operation's backends, an earlier one is preferred."""
+
+    backends: tuple[Backend, ...]
+
+    def __post_init__(self):
+        names = [(b.op, b.name) for b in self.backends]
+        assert len(set(names)) == len(names), f"a backend is registered twice: {names}"
+
+    def of(self, op: str) -> tuple[Backend, ...]:
+        """Backends of an operation in order of preference."""
+        return tuple(b for b in self.backends if b.op == op)
+
+    def choose(self, problem: Problem, device: DeviceInfo, backend: str | None = None) -> Backend:
+        """The first backend that qualifies, or the named one.
+
+        Raises:
+            UnsupportedError: the named backend, or every backend, lacks something.
+        """
+        known = self.of(problem.op)
+        lacks = {b.name: b.requirement.missing(problem, device) for b in known}
+        qualified = [b for b in known if not lacks[b.name]]
+        accept = tuple(b.name for b in qualified)
+        if backend is None:
+            if qualified:
+                return qualified[0]
+            reasons = [f"{name}: {', '.join(why)}" for name, why in lacks.items()]
+            raise UnsupportedError(problem.op, None, reasons or ["no such operation"])
+        if backend not in lacks:
+            names = ", ".join(lacks) or "none"
+            why = f"no backend of this name (registered: {names})"
+            raise UnsupportedError(problem.op, backend, [why], accept)
+        if lacks[backend]:
+            raise UnsupportedError(problem.op, backend, lacks[backend], accept)
+        return next(b for b in known if b.name == backend)
+
+    def explain(self, problem: Problem, device: DeviceInfo, backend: str | None = None) -> str:
+        """The problem, the verdict on every backend in order of preference, and the choice."""
+        lines = [f"{problem} on {device.name} ({device.kind})"]
+        for b in self.of(problem.op):
+            why = "; ".join(b.requirement.missing(problem, device))
+            lines.append(f"  {b.name}: {'refused: ' + why if why else 'accepted'}")
+        try:
+            lines.append(f"runs {self.choose(problem, device, backend).name}")
+        except UnsupportedError as error:
+            lines.append(f"refused: {error}")
+        return "\n".join(lines)
+
+    def support_matrix(self) -> str:
+        """Every backend and what it requires, as a Markdown table."""
+        lines = [
+            "| operation | backend | device | requires | packages |",
+            "|---|---|---|---|---|",
+        ]
+        for b in self.backends:
+            r = b.requirement
+            packages = ", ".join(f"`{p}`" for p in r.packages) or "none"
+            cells = (
+                f"`{b.op}`",
+                f"`{b.name}`",
+                r.device_text(),
+                r.features_text(),
+                packages,
+            )
+            lines.append(f"| {' | '.join(cells)} |")
+        return "\n".join(lines) + "\n"
