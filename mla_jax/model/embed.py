@@ -18,7 +18,7 @@ class Embed(nnx.Module):
         table = jax.random.normal(rngs.params(), (vocab, hidden), jnp.float32)
         self.embedding = nnx.Param(table.astype(dtype))
 
-    def __call__(self, token_ids: Int[Array, "tokens"]) -> Float[Array, "tokens hidden"]:
+    def __call__(self, token_ids: Int[Array, "*tokens"]) -> Float[Array, "*tokens hidden"]:
         return self.embedding[...][token_ids]
 
 

@@ -42,7 +42,7 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(out_dims, dtype)) if bias else None
         self.in_axes = len(in_dims)
 
-    def __call__(self, x: Float[Array, "tokens *in"]) -> Float[Array, "tokens *out"]:
+    def __call__(self, x: Float[Array, "*axes"]) -> Float[Array, "*result"]:
         over_x = tuple(range(x.ndim - self.in_axes, x.ndim))
         y = lax.dot_general(
             x,

@@ -93,11 +93,14 @@ class MLA(nnx.Module):
         *,
         backend: str | None = None,
     ) -> tuple[Float[Array, "tokens hidden"], LatentCache]:
-        """Write the new rows, attend over pages and new tokens, project back."""
+        """Write the new rows, attend over pages and new tokens, project back.
+
+        ``backend`` names the attention backend; None takes the best that qualifies.
+        """
         angles = cos_sin(meta.positions, self.rope)
         q_nope, q_rope = self.queries(x, angles)
         latent, k_rope = self.latents(x, angles)
-        cache = ops.write_latent(cache, latent, k_rope, meta.slots, backend=backend)
+        cache = ops.write_latent(cache, latent, k_rope, meta.slots)
 
         heads = jnp.zeros((x.shape[0], self.dims.heads, self.dims.v), x.dtype)
         if meta.decode is not None:
@@ -172,7 +175,6 @@ class MLA(nnx.Module):
                 meta.key_starts,
                 rows=context.rows,
                 dtype=q.dtype,
-                backend=backend,
             )
             latent, k_rope = rows[:, : self.dims.rank], rows[:, self.dims.rank :]
             part = self._expanded(q, latent, k_rope, meta, causal=False, backend=backend)
