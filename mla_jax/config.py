@@ -5,9 +5,16 @@ be inert, or refused by name.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
+
+from mla_jax import hf_config
+from mla_jax.errors import ConfigError
+from mla_jax.hf_keys import load_json
 
 __all__ = ["MLADims", "MoEConfig", "ModelConfig", "RopeConfig", "YarnConfig"]
 
@@ -23,6 +30,13 @@ class MLADims:
     v: int  # per-head value width
     q_rank: int | None  # query latent width; None = queries straight from the input
 
+    def __post_init__(self) -> None:
+        _positive(self, "heads", "rank", "nope", "v")
+        if self.q_rank is not None:
+            _positive(self, "q_rank")
+        if self.rope < 0 or self.rope % 2:
+            raise ConfigError("MLADims.rope", self.rope, "an even number >= 0")
+
     @property
     def qk(self) -> int:
         """Per-head query/key width of the expanded form."""
@@ -32,6 +46,12 @@ class MLADims:
     def row(self) -> int:
         """Elements of one cache row."""
         return self.rank + self.rope
+
+
+def _positive(config: object, *names: str) -> None:
+    for name in names:
+        if (value := getattr(config, name)) < 1:
+            raise ConfigError(f"{type(config).__name__}.{name}", value, "a positive integer")
 
 
 def _mscale(factor: float, weight: float) -> float:
@@ -61,6 +81,12 @@ class RopeConfig:
     theta: float
     interleaved: bool = True  # pairs (2i, 2i+1); False = halves (i, i + dim/2)
     yarn: YarnConfig | None = None
+
+    def __post_init__(self) -> None:
+        if not self.theta > 1:
+            raise ConfigError("RopeConfig.theta", self.theta, "a number > 1")
+        if self.yarn is not None and not self.yarn.factor >= 1:
+            raise ConfigError("YarnConfig.factor", self.yarn.factor, "a number >= 1")
 
     def inv_freq(self) -> np.ndarray:
         """Angles per position, float32 ``[dim / 2]``: ``theta^(-2i/dim)``, YaRN-blended.
@@ -125,6 +151,26 @@ class MoEConfig:
     normalise: bool = False  # divide the chosen weights by their sum
     scale: float = 1.0  # routed_scaling_factor
 
+    def __post_init__(self) -> None:
+        _positive(self, "experts", "topk", "width", "groups", "topk_groups")
+        if self.experts % self.groups:
+            raise ConfigError("MoEConfig.groups", self.groups, f"a divisor of {self.experts} experts")
+        if self.topk_groups > self.groups:
+            raise ConfigError("MoEConfig.topk_groups", self.topk_groups, f"at most {self.groups}")
+        each = self.experts // self.groups
+        if self.method == "noaux_tc" and each < 2:
+            hint = "A group is valued by its two best experts."
+            raise ConfigError("MoEConfig.groups", self.groups, f"at most {self.experts // 2}", hint)
+        if self.topk > self.topk_groups * each:
+            allowed = f"at most {self.topk_groups * each}, the experts of the kept groups"
+            raise ConfigError("MoEConfig.topk", self.topk, allowed)
+
+
+class RowFormat(Protocol):
+    """What a cache format says about one token: ``CacheFormat`` is one."""
+
+    def row_bytes(self, rank: int, rope: int) -> int: ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -149,6 +195,41 @@ class ModelConfig:
     bos: int | None = None
     eos: tuple[int, ...] = ()
     ignored_layers: int = 0  # MTP layers in the checkpoint that the main model does not use
+
+    def __post_init__(self) -> None:
+        _positive(self, "vocab", "hidden", "layers", "mlp", "max_positions")
+        if len(self.sparse_layers) != self.layers:
+            given = f"{len(self.sparse_layers)} entries"
+            raise ConfigError("ModelConfig.sparse_layers", given, f"{self.layers}, one per layer")
+        if any(self.sparse_layers) != (self.moe is not None):
+            raise ConfigError("ModelConfig.moe", self.moe, "given exactly when a layer is sparse")
+
+    @classmethod
+    def from_hf(cls, source: Mapping | str | Path) -> "ModelConfig":
+        """The model of a Hugging Face ``config.json``: its content, its path or its folder.
+
+        Raises ConfigError for a key that is unknown, missing, inconsistent or not implemented.
+        """
+        data, where = source, "config.json"
+        if isinstance(source, str | Path):
+            path = Path(source)
+            path = path / "config.json" if path.is_dir() else path
+            data, where = load_json(path), str(path)
+        facts = hf_config.read(data, where)
+        yarn = facts["rope"]["yarn"]
+        facts["rope"]["yarn"] = yarn and YarnConfig(**yarn)
+        facts["rope"] = RopeConfig(**facts["rope"])
+        facts["dims"] = MLADims(**facts["dims"])
+        facts["moe"] = facts["moe"] and MoEConfig(**facts["moe"])
+        return cls(**facts)
+
+    def to_hf(self) -> dict:
+        """The released key dialect: ``ModelConfig.from_hf(config.to_hf()) == config``."""
+        return hf_config.write(asdict(self))
+
+    def cache_bytes_per_token(self, format: RowFormat) -> int:
+        """Bytes that one token takes in the caches of all layers."""
+        return self.layers * format.row_bytes(self.dims.rank, self.dims.rope)
 
     @property
     def scale(self) -> float:

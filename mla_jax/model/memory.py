@@ -1,0 +1,43 @@
+"""How a model and its latent cache share a memory."""
+
+import math
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+
+from mla_jax.cache import CacheFormat
+from mla_jax.config import ModelConfig
+from mla_jax.model.weight_table import expected_shapes
+
+__all__ = ["MemoryPlan", "plan_memory"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """Bytes of weights and of one token's cache rows. Activations come on top."""
+
+    weights: int  # bytes
+    absorbed: int  # bytes of the decode weights derived from the up-projections
+    token: int  # bytes of one token in the caches of all layers
+
+    def tokens(self, memory: int) -> int:
+        """Tokens whose rows fit beside the weights in ``memory`` bytes; 0 when none do."""
+        return max(0, memory - self.weights - self.absorbed) // self.token
+
+
+def plan_memory(
+    config: ModelConfig, *, dtype: str | np.dtype | type, format: CacheFormat
+) -> MemoryPlan:
+    """The plan of one device that holds the whole model in ``dtype``."""
+    import jax.numpy as jnp
+
+    itemsize = jnp.dtype(dtype).itemsize
+    bytes_of = {"float32": 4, "model": itemsize}
+    shapes = expected_shapes(config).values()
+    d = config.dims
+    return MemoryPlan(
+        weights=sum(math.prod(shape) * bytes_of[kind] for shape, kind in shapes),
+        absorbed=config.layers * d.heads * (d.nope + d.v) * d.rank * itemsize,
+        token=config.cache_bytes_per_token(format),
+    )

@@ -1,0 +1,31 @@
+"""Named model configurations, read from released ``config.json`` files in ``configs/``."""
+
+import json
+from importlib import resources
+
+from mla_jax.config import ModelConfig
+
+__all__ = ["GLM_4_7_FLASH", "KIMI_K2", "PRESETS", "V2", "V2_LITE", "V3", "YOUTU_2B", "released"]
+
+
+def released(name: str) -> dict:
+    """The ``config.json`` of a preset as published, by its name in lower case."""
+    text = resources.files("mla_jax.model").joinpath("configs", f"{name.lower()}.json").read_text()
+    return json.loads(text)
+
+
+V2_LITE = ModelConfig.from_hf(released("v2_lite"))
+V2 = ModelConfig.from_hf(released("v2"))
+V3 = ModelConfig.from_hf(released("v3"))  # R1 is the same model
+KIMI_K2 = ModelConfig.from_hf(released("kimi_k2"))
+GLM_4_7_FLASH = ModelConfig.from_hf(released("glm_4_7_flash"))
+YOUTU_2B = ModelConfig.from_hf(released("youtu_2b"))
+
+PRESETS = {
+    "V2_LITE": V2_LITE,
+    "V2": V2,
+    "V3": V3,
+    "KIMI_K2": KIMI_K2,
+    "GLM_4_7_FLASH": GLM_4_7_FLASH,
+    "YOUTU_2B": YOUTU_2B,
+}

@@ -1,0 +1,191 @@
+"""Where every checkpoint tensor goes: name, path in the module, and how the axes move.
+
+Axes are written as ``"(H qk) rq -> rq H qk"``: the checkpoint's ``[out, in]`` matrix with its
+merged axes spelled out, then the order of the leaf. Sizes: V vocabulary, D hidden, H heads,
+``qk`` nope + rope, ``kv`` nope + v, ``row`` rank + rope, r and rq the latents, F dense width,
+E experts, I expert width, S width of the shared experts.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from mla_jax.config import ModelConfig
+
+__all__ = ["Weight", "expected_shapes", "fused_experts", "num_params", "weight_table"]
+
+# condition, checkpoint name, path of the leaf, axes
+_MODEL = (
+    ("", "model.embed_tokens.weight", "embed.embedding", "V D -> V D"),
+    ("untied", "lm_head.weight", "lm_head.kernel", "V D -> D V"),
+    ("", "model.norm.weight", "final_norm.scale", "D -> D"),
+)
+_LAYER = (
+    ("", "input_layernorm.weight", "attn_norm.scale", "D -> D"),
+    ("", "post_attention_layernorm.weight", "mlp_norm.scale", "D -> D"),
+    ("q_rank", "self_attn.q_a_proj.weight", "attn.q_down.kernel", "rq D -> D rq"),
+    ("q_rank bias", "self_attn.q_a_proj.bias", "attn.q_down.bias", "rq -> rq"),
+    ("q_rank", "self_attn.q_a_layernorm.weight", "attn.q_norm.scale", "rq -> rq"),
+    ("q_rank", "self_attn.q_b_proj.weight", "attn.q_up.kernel", "(H qk) rq -> rq H qk"),
+    ("q_full", "self_attn.q_proj.weight", "attn.q.kernel", "(H qk) D -> D H qk"),
+    ("", "self_attn.kv_a_proj_with_mqa.weight", "attn.kv_down.kernel", "row D -> D row"),
+    ("bias", "self_attn.kv_a_proj_with_mqa.bias", "attn.kv_down.bias", "row -> row"),
+    ("", "self_attn.kv_a_layernorm.weight", "attn.kv_norm.scale", "r -> r"),
+    ("", "self_attn.kv_b_proj.weight", "attn.kv_up.kernel", "(H kv) r -> r H kv"),
+    ("", "self_attn.o_proj.weight", "attn.out.kernel", "D (H v) -> H v D"),
+    ("bias", "self_attn.o_proj.bias", "attn.out.bias", "D -> D"),
+    ("dense", "mlp.gate_proj.weight", "mlp.gate.kernel", "F D -> D F"),
+    ("dense", "mlp.up_proj.weight", "mlp.up.kernel", "F D -> D F"),
+    ("dense", "mlp.down_proj.weight", "mlp.down.kernel", "D F -> F D"),
+    ("dense mlp_bias", "mlp.gate_proj.bias", "mlp.gate.bias", "F -> F"),
+    ("dense mlp_bias", "mlp.up_proj.bias", "mlp.up.bias", "F -> F"),
+    ("dense mlp_bias", "mlp.down_proj.bias", "mlp.down.bias", "D -> D"),
+    ("moe", "mlp.gate.weight", "moe.router.kernel", "E D -> D E"),
+    ("moe choice", "mlp.gate.e_score_correction_bias", "moe.router.choice_bias", "E -> E"),
+    ("moe", "mlp.experts.{e}.gate_proj.weight", "moe.experts.gate", "I D -> D I"),
+    ("moe", "mlp.experts.{e}.up_proj.weight", "moe.experts.up", "I D -> D I"),
+    ("moe", "mlp.experts.{e}.down_proj.weight", "moe.experts.down", "D I -> I D"),
+    ("shared", "mlp.shared_experts.gate_proj.weight", "moe.shared.gate.kernel", "S D -> D S"),
+    ("shared", "mlp.shared_experts.up_proj.weight", "moe.shared.up.kernel", "S D -> D S"),
+    ("shared", "mlp.shared_experts.down_proj.weight", "moe.shared.down.kernel", "D S -> S D"),
+    ("shared mlp_bias", "mlp.shared_experts.gate_proj.bias", "moe.shared.gate.bias", "S -> S"),
+    ("shared mlp_bias", "mlp.shared_experts.up_proj.bias", "moe.shared.up.bias", "S -> S"),
+    ("shared mlp_bias", "mlp.shared_experts.down_proj.bias", "moe.shared.down.bias", "D -> D"),
+)
+# transformers in memory: all experts in one tensor, the gate's rows before the up-projection's
+_FUSED = (
+    ("mlp.experts.gate_up_proj", "moe.experts.gate moe.experts.up", "(2 I) D -> 2 D I"),
+    ("mlp.experts.down_proj", "moe.experts.down", "D I -> I D"),
+)
+_FLOAT32 = ("moe.router.kernel", "moe.router.choice_bias")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weight:
+    """One checkpoint tensor, or one per expert, and the leaves that it fills."""
+
+    name: str  # with {e} where there is one tensor per expert
+    paths: tuple[str, ...]  # two for a fused gate and up-projection
+    split: tuple[int, ...]  # checkpoint axes with merged ones spelled out, of one expert
+    shape: tuple[int, ...]  # checkpoint shape, of one expert
+    order: tuple[int, ...]  # leaf axis -> split axis
+    experts: int = 0  # leaves are stacked over these; 0 = not an expert
+
+    @property
+    def fused(self) -> bool:
+        """One tensor holds all experts along its first axis."""
+        return bool(self.experts) and "{e}" not in self.name
+
+    @property
+    def float32(self) -> bool:
+        """Kept in float32 whatever the model's dtype."""
+        return self.paths[0].endswith(_FLOAT32)
+
+    @property
+    def leaf_shape(self) -> tuple[int, ...]:
+        """Of each path's leaf."""
+        one = tuple(self.split[i] for i in self.order)
+        one = one[1:] if len(self.paths) > 1 else one
+        return (self.experts, *one) if self.experts else one
+
+    def names(self) -> dict[str, tuple[int, ...]]:
+        """Checkpoint names and shapes."""
+        if self.fused:
+            return {self.name: (self.experts, *self.shape)}
+        if self.experts:
+            return {self.name.format(e=e): self.shape for e in range(self.experts)}
+        return {self.name: self.shape}
+
+    def to_leaf(self, x: np.ndarray) -> np.ndarray:
+        """A view of one checkpoint matrix in the leaf's order."""
+        return x.reshape(self.split).transpose(self.order)
+
+    def to_checkpoint(self, leaf: np.ndarray) -> np.ndarray:
+        """The inverse of ``to_leaf``."""
+        return leaf.transpose(np.argsort(self.order)).reshape(self.shape)
+
+
+def weight_table(config: ModelConfig) -> tuple[Weight, ...]:
+    """Every tensor of the released layout that the model reads, layer by layer."""
+    sizes = _sizes(config)
+    heads = {""} if config.tied else {"", "untied"}
+    rows = [_weight(n, p, axes, sizes) for when, n, p, axes in _MODEL if when in heads]
+    for i in range(config.layers):
+        flags = _flags(config, i)
+        for when, name, path, axes in _LAYER:
+            if flags.issuperset(when.split()):
+                name, path = f"model.layers.{i}.{name}", f"layers.{i}.{path}"
+                rows.append(_weight(name, path, axes, sizes))
+    return tuple(rows)
+
+
+def fused_experts(config: ModelConfig, layer: int) -> tuple[Weight, ...]:
+    """What replaces a layer's expert tensors in transformers' own layout."""
+    sizes = _sizes(config)
+    return tuple(
+        _weight(
+            f"model.layers.{layer}.{name}",
+            " ".join(f"layers.{layer}.{p}" for p in paths.split()),
+            axes,
+            sizes,
+        )
+        for name, paths, axes in _FUSED
+    )
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Leaf path to shape and kind: ``float32`` (kept so) or ``model`` (the model's dtype)."""
+    return {
+        path: (w.leaf_shape, "float32" if w.float32 else "model")
+        for w in weight_table(config)
+        for path in w.paths
+    }
+
+
+def num_params(config: ModelConfig) -> int:
+    """Weights of the model without its MTP layers, the router's choice bias included."""
+    return sum(math.prod(shape) for shape, _ in expected_shapes(config).values())
+
+
+def _sizes(config: ModelConfig) -> Mapping[str, int]:
+    d, moe = config.dims, config.moe
+    sizes = dict(V=config.vocab, D=config.hidden, H=d.heads, F=config.mlp, qk=d.qk, v=d.v, r=d.rank)
+    sizes |= dict(kv=d.nope + d.v, row=d.row, rq=d.q_rank or 0)
+    if moe is not None:
+        sizes |= dict(E=moe.experts, I=moe.width, S=moe.shared * moe.width)
+    return sizes
+
+
+def _flags(config: ModelConfig, layer: int) -> set[str]:
+    flags = {"q_full" if config.dims.q_rank is None else "q_rank"}
+    flags |= {"bias"} if config.attention_bias else set()
+    flags |= {"mlp_bias"} if config.mlp_bias else set()
+    if not config.sparse_layers[layer] or config.moe is None:
+        return flags | {"dense"}
+    flags |= {"shared"} if config.moe.shared else set()
+    return flags | {"moe"} | ({"choice"} if config.moe.method == "noaux_tc" else set())
+
+
+def _weight(name: str, paths: str, axes: str, sizes: Mapping[str, int]) -> Weight:
+    def size(symbol: str) -> int:
+        return int(symbol) if symbol.isdigit() else sizes[symbol]
+
+    left, right = axes.split(" -> ")
+    groups = [tuple(g.split()) for g in _groups(left)]
+    symbols = [s for g in groups for s in g]
+    return Weight(
+        name=name,
+        paths=tuple(paths.split()),
+        split=tuple(map(size, symbols)),
+        shape=tuple(math.prod(map(size, g)) for g in groups),
+        order=tuple(symbols.index(s) for s in right.split()),
+        experts=sizes["E"] if ".mlp.experts." in name else 0,
+    )
+
+
+def _groups(axes: str) -> Iterator[str]:
+    for merged, single in re.findall(r"\(([^)]*)\)|(\S+)", axes):
+        yield merged or single

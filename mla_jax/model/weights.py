@@ -1,0 +1,281 @@
+"""Checkpoint folders to model leaves and back, one tensor in host memory at a time.
+
+Quantised tensors ``X`` (e4m3) come with ``X_scale_inv``, one float32 per 128 x 128 block:
+``W[o, i] = float32(X[o, i]) * scale[o // 128, i // 128]``, rounded once to the leaf's dtype.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from flax import nnx
+
+from mla_jax.config import ModelConfig
+from mla_jax.errors import WeightsError
+from mla_jax.model.safetensors_io import Checkpoint, Tensor, write_safetensors
+from mla_jax.model.weight_table import Weight, expected_shapes, fused_experts, weight_table
+from mla_jax.types import Array, cdiv
+
+__all__ = ["Progress", "dequantise", "load", "place", "save"]
+
+type Progress = Callable[[int, int], None]
+"""Called with the bytes read so far and the bytes to read."""
+
+_BLOCK = 128  # literal: 576 rows have 5 scale rows
+_FLOATS = ("F32", "BF16", "F16", "F64")
+_E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+_LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.")
+
+
+def load(
+    folder: str | Path,
+    config: ModelConfig,
+    *,
+    dtype: str | np.dtype | type,
+    progress: Progress | None = None,
+    put: Callable[[str, np.ndarray], Array] | None = None,
+) -> dict[str, Array]:
+    """Leaves by path, on the default device unless ``put(path, array)`` says where.
+
+    The router and its choice bias are float32, everything else is ``dtype``. Multi-token
+    prediction layers, rotary buffers and the head of a tied model are skipped.
+
+    Raises WeightsError with every missing, unexpected, misshapen or mistyped tensor.
+    """
+    checkpoint = Checkpoint.open(folder)
+    table = _choose_layout(config, checkpoint.tensors)
+    problems = _problems(config, table, checkpoint.tensors)
+    if problems:
+        raise WeightsError(str(folder), problems)
+    reader = _Reader(checkpoint=checkpoint, progress=progress or (lambda done, total: None))
+    reader.total = sum(
+        reader.tensors[n].nbytes for w in table for name in w.names() for n in reader.parts(name)
+    )
+    put = put or (lambda path, array: jax.device_put(array))
+    leaves: dict[str, Array] = {}
+    for weight in table:
+        target = np.dtype(np.float32) if weight.float32 else jnp.dtype(dtype)
+        for path, array in zip(weight.paths, reader.leaves(weight, target), strict=True):
+            leaves[path] = put(path, array)
+    return leaves
+
+
+@dataclass(kw_only=True)
+class _Reader:
+    """Reads tensors, dequantises them and counts the bytes."""
+
+    checkpoint: Checkpoint
+    progress: Progress
+    done: int = 0
+    total: int = 0
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        return self.checkpoint.tensors
+
+    def parts(self, name: str) -> list[str]:
+        """The tensor and, for a quantised one, its scales."""
+        scaled = self.tensors[name].dtype == "F8_E4M3"
+        return [name, f"{name}_scale_inv"] if scaled else [name]
+
+    def leaves(self, weight: Weight, dtype: np.dtype) -> list[np.ndarray]:
+        """The finished leaves of one table row; experts are filled in one by one."""
+        if not weight.experts:
+            return [self._cast(weight, weight.name, None, dtype)]
+        out = [np.zeros(weight.leaf_shape, dtype) for _ in weight.paths]
+        for e in range(weight.experts):
+            name, index = (weight.name, e) if weight.fused else (weight.name.format(e=e), None)
+            one = self._cast(weight, name, index, dtype)
+            for leaf, part in zip(out, one if len(out) > 1 else [one], strict=True):
+                leaf[e] = part
+        return out
+
+    def _cast(
+        self, weight: Weight, name: str, index: int | None, dtype: np.dtype
+    ) -> np.ndarray:
+        read = [self.tensors[part].read(index) for part in self.parts(name)]
+        self.done += sum(x.nbytes for x in read)
+        self.progress(self.done, self.total)
+        x = read[0] if len(read) == 1 else dequantise(*read)
+        with np.errstate(over="ignore"):
+            leaf = np.ascontiguousarray(weight.to_leaf(x).astype(dtype))
+        if dtype == np.float16 and not np.isfinite(leaf).all():
+            problem = f"{name}: values beyond float16; load as bfloat16 or float32"
+            raise WeightsError(str(self.checkpoint.folder), [problem])
+        return leaf
+
+
+def dequantise(q: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """``float32(q[o, i]) * scale[o // 128, i // 128]`` over the last two axes, in float32."""
+    out = _E4M3[q.view(np.uint8)]
+    for row in range(scale.shape[-2]):
+        blocks = scale[..., row, None, :].astype(np.float32)
+        factor = np.repeat(blocks, _BLOCK, axis=-1)[..., : q.shape[-1]]
+        out[..., row * _BLOCK : (row + 1) * _BLOCK, :] *= factor
+    return out
+
+
+def _choose_layout(config: ModelConfig, tensors: Mapping[str, Tensor]) -> list[Weight]:
+    """The released table, with fused experts in the layers where the checkpoint has them."""
+    table: list[Weight] = []
+    fused: dict[int, bool] = {}
+    for weight in weight_table(config):
+        if not weight.experts:
+            table.append(weight)
+            continue
+        layer = int(_LAYER_NAME.match(weight.name)[1])
+        if layer not in fused:
+            rows = fused_experts(config, layer)
+            fused[layer] = any(w.name in tensors for w in rows)
+            table += rows if fused[layer] else []
+        table += [] if fused[layer] else [weight]
+    return table
+
+
+def _problems(
+    config: ModelConfig, table: list[Weight], tensors: Mapping[str, Tensor]
+) -> list[str]:
+    missing: list[str] = []
+    wrong: list[str] = []
+    used: set[str] = set()
+    for weight in table:
+        names = weight.names()
+        absent = [n for n in names if n not in tensors]
+        lines = [f"missing: {n} {list(names[n])}" for n in absent]
+        if weight.experts and len(absent) == weight.experts > 1:
+            all_of_them = weight.name.format(e=f"0..{weight.experts - 1}")
+            lines = [f"missing: {all_of_them} {list(weight.shape)}"]
+        missing += lines
+        for name, shape in names.items():
+            if name in tensors:
+                used.add(name)
+                wrong += _tensor_problems(name, shape, tensors, used)
+    extra = sorted(n for n in tensors.keys() - used if not _is_skipped(n, config, tensors))
+    return missing + wrong + [f"unexpected: {n} {list(tensors[n].shape)}" for n in extra]
+
+
+def _tensor_problems(
+    name: str, shape: tuple[int, ...], tensors: Mapping[str, Tensor], used: set[str]
+) -> Iterator[str]:
+    tensor = tensors[name]
+    if tensor.shape != shape:
+        yield f"misshapen: {name} is {list(tensor.shape)}, the config asks for {list(shape)}"
+    if tensor.dtype in _FLOATS:
+        return
+    if tensor.dtype != "F8_E4M3" or len(shape) < 2:
+        yield f"mistyped: {name} is {tensor.dtype}; allowed: {', '.join(_FLOATS)}, F8_E4M3 matrices"
+        return
+    scales = f"{name}_scale_inv"
+    used.add(scales)
+    blocks = (*shape[:-2], cdiv(shape[-2], _BLOCK), cdiv(shape[-1], _BLOCK))
+    if scales not in tensors:
+        yield f"missing: {scales} {list(blocks)}, the scales of an F8_E4M3 tensor"
+    elif tensors[scales].shape != blocks:
+        given = list(tensors[scales].shape)
+        yield f"misshapen: {scales} is {given}, {name} asks for {list(blocks)}"
+    elif tensors[scales].dtype not in _FLOATS:
+        yield f"mistyped: {scales} is {tensors[scales].dtype}; allowed: {', '.join(_FLOATS)}"
+
+
+def _is_skipped(name: str, config: ModelConfig, tensors: Mapping[str, Tensor]) -> bool:
+    """What the main model does not read but a checkpoint of it may hold."""
+    if name.endswith((".rotary_emb.inv_freq", ".rotary_emb.original_inv_freq")):
+        return True
+    if name == "lm_head.weight":
+        return config.tied
+    match = _LAYER_NAME.match(name)
+    if match is None or int(match[1]) < config.layers:
+        return False
+    declared = int(match[1]) < config.layers + config.ignored_layers
+    return declared or f"{match[0]}eh_proj.weight" in tensors
+
+
+def place(module: nnx.Module, weights: Mapping[str, Array]) -> None:
+    """Set every ``nnx.Param`` of ``module`` to the leaf of its path, in place.
+
+    Raises WeightsError when paths, shapes or dtypes differ.
+    """
+    state = nnx.state(module, nnx.Param)
+    params = {".".join(map(str, path)): var for path, var in nnx.to_flat_state(state)}
+    problems = [f"missing: {p}" for p in params if p not in weights]
+    problems += [f"unexpected: {p}" for p in weights if p not in params]
+    for path in params.keys() & weights.keys():
+        want, have = params[path][...], weights[path]
+        if (want.shape, want.dtype) != (have.shape, have.dtype):
+            given, asked = f"{have.dtype}{have.shape}", f"{want.dtype}{want.shape}"
+            problems.append(f"misshapen: {path} is {given}, the module has {asked}")
+    if problems:
+        raise WeightsError(type(module).__name__, problems)
+    for path, var in params.items():
+        var.set_value(weights[path])
+    nnx.update(module, state)
+
+
+def save(
+    folder: str | Path,
+    config: ModelConfig,
+    weights: Mapping[str, Array],
+    *,
+    shard_bytes: int = 5 * 2**30,
+) -> None:
+    """Write ``config.json`` and the released tensor layout, in the dtypes of ``weights``.
+
+    One ``model.safetensors``, or shards of about ``shard_bytes`` with an index.
+    Raises WeightsError when ``weights`` are not exactly the leaves of ``config``.
+    """
+    root = Path(folder)
+    expected = expected_shapes(config)
+    problems = [f"missing: {p}" for p in expected if p not in weights]
+    problems += [f"unexpected: {p}" for p in weights if p not in expected]
+    for path in expected.keys() & weights.keys():
+        if (shape := expected[path][0]) != weights[path].shape:
+            given = list(weights[path].shape)
+            problems.append(f"misshapen: {path} is {given}, the config asks for {list(shape)}")
+    if problems:
+        raise WeightsError(str(folder), problems)
+    root.mkdir(parents=True, exist_ok=True)
+    plain = replace(config, fp8_block=None, ignored_layers=0)
+    dtype = str(weights["embed.embedding"].dtype)
+    text = json.dumps(plain.to_hf() | {"torch_dtype": dtype}, indent=2)
+    (root / "config.json").write_text(text + "\n")
+    shards = _shards(_released(config, weights), shard_bytes)
+    if len(shards) == 1:
+        write_safetensors(root / "model.safetensors", shards[0])
+        return
+    weight_map: dict[str, str] = {}
+    for i, shard in enumerate(shards):
+        file = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
+        write_safetensors(root / file, shard)
+        weight_map |= dict.fromkeys(shard, file)
+    total = sum(x.nbytes for shard in shards for x in shard.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (root / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+
+
+def _released(
+    config: ModelConfig, weights: Mapping[str, Array]
+) -> Iterator[tuple[str, np.ndarray]]:
+    for weight in weight_table(config):
+        leaf = np.asarray(weights[weight.paths[0]])
+        for e, name in enumerate(weight.names()):
+            yield name, weight.to_checkpoint(leaf[e] if weight.experts else leaf)
+
+
+def _shards(
+    tensors: Iterator[tuple[str, np.ndarray]], shard_bytes: int
+) -> list[dict[str, np.ndarray]]:
+    shards: list[dict[str, np.ndarray]] = [{}]
+    size = 0
+    for name, x in tensors:
+        if shards[-1] and size + x.nbytes > shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = x
+        size += x.nbytes
+    return shards
