@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -119,7 +118,7 @@ class Engine:
     @classmethod
     def from_pretrained(
         cls, folder: str | Path, *, dtype: jnp.dtype = jnp.bfloat16, **settings: object
-    ) -> Self:
+    ) -> "Engine":
         """Read a Hugging Face folder (config.json, safetensors) and build the engine."""
         model, config = load_model(folder, dtype=dtype)
         return cls(model, config, **settings)
@@ -299,7 +298,7 @@ def pack(plan: Plan, bucket: MLABucket) -> StepBatch:
     token_ids[: len(fed)] = fed
     query_starts[n + 1 :] = len(fed)
 
-    def column(name: str, dtype: type, pad: float = 0) -> np.ndarray:
+    def column(name: str, dtype: type, pad: int = 0) -> np.ndarray:
         a = np.full(bucket.requests, pad, dtype)
         a[:n] = [getattr(w.request.params, name) for w in work]
         return a

@@ -204,7 +204,7 @@ def test_cancellation_in_any_state_returns_every_page(when):
 
 
 @pytest.mark.parametrize(
-    "prompt, params, message",
+    ("prompt", "params", "message"),
     [
         ([], wish(1), "prompt: given no tokens; allowed: 1 token or more"),
         ([1, -1], wish(1), "prompt token 1: given -1; allowed: integers from 0 to 96"),
@@ -285,7 +285,7 @@ class Traffic(RuleBasedStateMachine):
     @rule(length=st.integers(0, 12), new=st.integers(1, 6))
     def add(self, length, new):
         id = str(self.added)
-        fits = 0 < length and length + new <= 12 and length + new - 1 <= 10
+        fits = length > 0 and length + new <= 12 and length + new - 1 <= 10
         try:
             self.s.add(id, [1] * length, wish(new))
         except EngineError:

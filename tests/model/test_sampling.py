@@ -73,7 +73,7 @@ def test_seed_and_position_decide_the_draw():
 
 
 @pytest.mark.parametrize(
-    "filters, kept",
+    ("filters", "kept"),
     [
         ({}, 5),
         ({"top_k": 3}, 3),
@@ -132,7 +132,7 @@ def test_nan_logits_are_seen_in_the_logprob_of_their_row_only():
 
 
 @pytest.mark.parametrize(
-    "bad, message",
+    ("bad", "message"),
     [
         ({"temperature": -1.0}, "temperature: given -1.0; allowed: 0"),
         ({"temperature": float("nan")}, "temperature: given nan"),

@@ -1,0 +1,300 @@
+import dataclasses
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from mla_jax.config import MLADims, ModelConfig, MoEConfig, RopeConfig
+from mla_jax.engine import Engine
+from mla_jax.errors import EngineError
+from mla_jax.metadata.buckets import Ladder, MLALadder
+from mla_jax.model.deepseek_v3 import DeepseekV3
+from mla_jax.model.sampling import SamplingParams
+from mla_jax.model.step import Step
+
+CONFIG = ModelConfig(
+    family="deepseek_v3",
+    vocab=64,
+    hidden=32,
+    layers=2,
+    dims=MLADims(heads=2, rank=16, nope=8, rope=8, v=8, q_rank=None),
+    rope=RopeConfig(dim=8, theta=10000.0),
+    mlp=32,
+    moe=MoEConfig(experts=4, topk=2, width=16, shared=1, method="noaux_tc", normalise=True),
+    sparse_layers=(False, True),
+    eps=1e-6,
+    max_positions=128,
+    eos=(0,),
+)
+
+
+LADDER = MLALadder(
+    decodes=Ladder("decodes", (16,)),
+    prefills=Ladder("prefills", (16,)),
+    prefill_tokens=Ladder("prefill tokens", (48,)),
+    pages=Ladder("pages", (16,)),
+    context_rows=24,
+)
+"""One rung per dimension: at most five programs, whatever the traffic."""
+
+
+@pytest.fixture(scope="module")
+def model() -> DeepseekV3:
+    model = DeepseekV3(CONFIG, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    model.absorb()
+    return model
+
+
+@pytest.fixture(scope="module")
+def make():
+    """Engines that share their compiled programs, hence also ladder and cache shape.
+
+    A smaller pool is the same pool of which the test holds some pages.
+    """
+    steps: dict[int, Step] = {}
+
+    def make(*, pages=64, page=8, max_requests=4, prefill_chunk=16, **more) -> Engine:
+        if page not in steps:
+            steps[page] = Step.of(model, page=page)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Step, "of", lambda *_, **__: steps[page])
+            settings = {"cache_format": "fp32", "ladder": LADDER, "want_logits": True} | more
+            engine = Engine(
+                model,
+                CONFIG,
+                num_pages=65,
+                page=page,
+                max_requests=max_requests,
+                prefill_chunk=prefill_chunk,
+                **settings,
+            )
+        engine.pool.alloc(64 - pages)
+        return engine
+
+    return make
+
+
+def settled(engine: Engine, *, pages: int = 64) -> bool:
+    """Nothing lives and nothing is held but what the test itself holds."""
+    stats = engine.stats()
+    return stats.live == 0 and stats.pages_used == 64 - pages and not engine._claimed
+
+
+def prompts(n: int, *, seed: int = 0, longest: int = 40) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(1, 64, rng.integers(1, longest + 1)).tolist() for _ in range(n)]
+
+
+def wish(n: int, **more) -> SamplingParams:
+    return SamplingParams(max_new_tokens=n, ignore_eos=True, **more)
+
+
+WARM = {"temperature": 1.5, "top_k": 20, "top_p": 0.9}
+PROMPTS = prompts(6)
+PARAMS = [wish(6 + i, seed=i, **(WARM if i % 2 else {})) for i in range(6)]
+
+
+@pytest.fixture(scope="module")
+def alone(make):
+    """Every request by itself, the whole prompt in one chunk."""
+    engine = make(max_requests=1, prefill_chunk=48)
+    return [engine.generate([p], w)[0] for p, w in zip(PROMPTS, PARAMS, strict=True)]
+
+
+def same(got, want):
+    for a, b in zip(got, want, strict=True):
+        assert a.prompt_ids == b.prompt_ids
+        assert a.token_ids == b.token_ids
+        assert a.finish_reason == b.finish_reason
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=2e-5)
+        np.testing.assert_allclose(a.logits, b.logits, atol=2e-5)
+
+
+def test_greedy_tokens_are_those_of_a_full_recompute(model, alone):
+    full = nnx.jit(lambda m, ids: m.logits(m.full(ids)))
+    for completion, params in zip(alone, PARAMS, strict=True):
+        ids = [*completion.prompt_ids, *completion.token_ids]
+        padded = jnp.asarray([ids + [0] * (64 - len(ids))], jnp.int32)
+        logits = full(model, padded)[0, len(completion.prompt_ids) - 1 : len(ids) - 1]
+        np.testing.assert_allclose(completion.logits, logits, atol=2e-5)
+        if params.temperature == 0:
+            assert completion.token_ids == tuple(jnp.argmax(logits, axis=-1).tolist())
+        logprobs = jax.nn.log_softmax(logits)[np.arange(len(logits)), completion.token_ids]
+        np.testing.assert_allclose(completion.logprobs, logprobs, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_requests": 6, "prefill_chunk": 48},
+        {"max_requests": 6, "prefill_chunk": 7},
+        {"max_requests": 3, "prefill_chunk": 1},
+        {"max_requests": 6, "page": 3, "max_model_len": 48},
+    ],
+    ids=str,
+)
+def test_tokens_do_not_depend_on_company_chunks_or_page_size(make, alone, settings):
+    engine = make(**settings)
+    same(engine.generate(PROMPTS, PARAMS), alone)
+    assert settled(engine)
+
+
+def test_tokens_do_not_depend_on_which_pages(make, alone):
+    engine = make()
+    random.Random(1).shuffle(engine.pool._free)
+    same(engine.generate(PROMPTS, PARAMS), alone)
+
+
+def test_unused_and_used_pages_may_hold_rubbish(make, alone):
+    engine = make()
+    poison = jax.tree.map(lambda x: x if x.ndim == 0 else jnp.full_like(x, jnp.nan), engine._caches)
+    engine._caches = poison
+    clean = make().generate(PROMPTS, PARAMS)
+    for a, b in zip(engine.generate(PROMPTS, PARAMS), clean, strict=True):
+        assert a.token_ids == b.token_ids
+        assert a.logprobs == b.logprobs
+        np.testing.assert_array_equal(a.logits, b.logits)
+
+
+def test_tokens_do_not_depend_on_preemption(make):
+    many, params = prompts(8, seed=3, longest=6), wish(30, **WARM)
+    calm = make(max_requests=8).generate(many, params)
+    engine = make(max_requests=8, pages=9)
+    same(engine.generate(many, params), calm)
+    assert engine.stats().preemptions > 3
+    assert settled(engine, pages=9)
+
+
+def test_stop_tokens_and_streaming(make, alone):
+    engine = make()
+    stop = alone[0].token_ids[3]
+    params = wish(6, stop_token_ids=(stop,))
+    events = list(engine.stream(PROMPTS[0], params))
+    first = alone[0].token_ids.index(stop)
+    assert tuple(e.token_id for e in events) == alone[0].token_ids[: first + 1]
+    assert [e.completion is not None for e in events] == [False] * first + [True]
+    assert events[-1].completion.finish_reason == "stop"
+    assert events[-1].completion.logits.shape == (first + 1, 64)
+
+
+def test_a_stream_closed_early_gives_its_pages_back(make):
+    engine = make()
+    stream = engine.stream(PROMPTS[1], wish(20))
+    next(stream)
+    assert engine.stats().pages_used > 0
+    stream.close()
+    assert settled(engine)
+    assert engine.step() == []
+
+
+def test_streams_generate_and_step_each_get_their_own_events(make, alone):
+    engine = make()
+    own = engine.add(PROMPTS[2], PARAMS[2])
+    stream = engine.stream(PROMPTS[1], PARAMS[1])
+    events = [next(stream)]
+    same(engine.generate([PROMPTS[0]], PARAMS[0]), alone[:1])
+    events += stream
+    assert tuple(e.token_id for e in events) == alone[1].token_ids
+    unread = engine.step()
+    while engine.stats().live:
+        unread += engine.step()
+    assert {e.id for e in unread} == {own}
+    assert tuple(e.token_id for e in unread) == alone[2].token_ids
+    assert settled(engine)
+    assert engine._logits == {}
+
+
+def test_cancelled_requests_are_reported_by_the_next_step(make):
+    engine = make()
+    id = engine.add(PROMPTS[0], wish(9))
+    engine.step()
+    assert engine.cancel(id)
+    assert not engine.cancel(id)
+    (event,) = engine.step()
+    assert event.completion.finish_reason == "cancelled"
+    assert settled(engine)
+
+
+def test_one_bad_prompt_leaves_none_behind(make):
+    engine = make()
+    with pytest.raises(EngineError, match="prompt token 1: given 64"):
+        engine.generate([[1, 2], [3, 64]], wish(2))
+    with pytest.raises(EngineError, match=r"120 \+ 9 = 129 tokens; allowed: at most 128"):
+        engine.generate([[1], [1] * 120], wish(9))
+    with pytest.raises(EngineError, match="generate: params: given 1; allowed: one, or 2"):
+        engine.generate([[1], [2]], [wish(1)])
+    assert settled(engine)
+    assert engine.stats().steps == 0
+    assert engine.step() == []
+
+
+def test_an_interrupted_generate_leaves_none_behind(make):
+    engine = make()
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(PROMPTS, PARAMS, on_progress=interrupt)
+    assert settled(engine)
+
+
+def test_a_length_beyond_the_model_is_refused(make):
+    with pytest.raises(EngineError, match="max_model_len: given 129; allowed: at most 128"):
+        make(max_model_len=129)
+
+
+def test_logits_that_are_not_finite_are_reported(make):
+    engine = make()
+    rubbish = [jnp.full_like(leaf, jnp.nan) for leaf in engine._step.leaves]
+    engine._step = dataclasses.replace(engine._step, leaves=rubbish)
+    (completion,) = engine.generate([[1, 2, 3]], wish(4))
+    assert (completion.finish_reason, completion.token_ids) == ("error", ())
+    assert completion.logits.shape == (0, 64)
+
+
+def test_two_thousand_requests_with_cancellations_and_a_pool_too_small(model):
+    rng = random.Random(0)
+    engine = Engine(
+        model,
+        CONFIG,
+        num_pages=24,
+        page=8,
+        max_requests=16,
+        prefill_chunk=48,
+        cache_format="fp32",
+        ladder=LADDER,
+    )
+    live, done, refused = [], {}, 0
+    while len(done) + refused < 2000:
+        while len(live) < 40 and len(done) + len(live) + refused < 2000:
+            length = rng.randrange(300) if rng.random() < 0.03 else rng.randrange(24)
+            prompt = [rng.randrange(64) for _ in range(length)]
+            params = SamplingParams(
+                max_new_tokens=rng.randrange(1, 24),
+                temperature=rng.choice([0.0, 1.0]),
+                seed=rng.randrange(2**32),
+            )
+            try:
+                live.append(engine.add(prompt, params))
+            except EngineError:
+                refused += 1
+        if live and rng.random() < 0.2:
+            assert engine.cancel(rng.choice(live))
+        for event in engine.step():
+            if event.completion is not None:
+                done[event.id] = event.completion
+                live.remove(event.id)
+    stats = engine.stats()
+    reasons = {c.finish_reason for c in done.values()}
+    assert reasons == {"stop", "length", "cancelled"}
+    assert refused > 20
+    assert len(done) == 2000 - refused
+    assert stats.preemptions > 50
+    assert (stats.live, stats.pages_used) == (0, 0)
+    assert stats.compiles == len(stats.buckets) == 5
+    assert stats.steps == sum(stats.buckets.values())
