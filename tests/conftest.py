@@ -1,32 +1,53 @@
-"""Checked shapes, strict promotion, a derandomised hypothesis; warnings are errors (pyproject)."""
+"""Strictness for every test: shapes checked at run time, no implicit dtype promotion, seeds."""
 
-import os
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+import zlib
 
 import hypothesis
 import jax
+import jaxtyping
+import numpy as np
 import pytest
-from jaxtyping import install_import_hook
 
 import tests.typecheck
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_enable_x64", False)
 
 hypothesis.settings.register_profile(
-    "suite", derandomize=True, deadline=None, max_examples=30, print_blob=False
+    "suite", derandomize=True, deadline=None, max_examples=20, print_blob=False, database=None
 )
 hypothesis.settings.load_profile("suite")
 
 # Shapes and dtypes in signatures are checked in every module imported from here on.
-_hook = install_import_hook("mla_jax", f"{tests.typecheck.__name__}.check_functions")
+_hook = jaxtyping.install_import_hook("mla_jax", f"{tests.typecheck.__name__}.check_shapes")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked ``gpu`` are skipped, with the reason, where there is no GPU."""
-    if jax.default_backend() == "gpu":
-        return
-    skip = pytest.mark.skip(reason=f"needs a GPU; the backend here is {jax.default_backend()}")
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(skip)
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and jax.default_backend() != "gpu":
+        reason = f"needs an NVIDIA GPU; the backend here is {jax.default_backend()}"
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that takes ``backend`` runs on every registered backend of its module's ``OP``."""
+    if "backend" in metafunc.fixturenames:
+        from mla_jax.ops import REGISTRY
+
+        metafunc.parametrize("backend", [b.name for b in REGISTRY.of(metafunc.module.OP)])
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    """A generator seeded by the name of the test, so that order and selection do not matter."""
+    return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture
+def our_errors():
+    """Turn the run-time shape checks off, so that the library's own refusals are reached."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from mla_jax.errors import UnsupportedError
 from mla_jax.pallas.device import DeviceInfo
@@ -35,12 +35,6 @@ class Problem:
 
     def __str__(self) -> str:
         return f"{self.op}({', '.join(f'{k}={v}' for k, v in self.features)})"
-
-
-class Allowed(Protocol):
-    """A set of feature values that can be asked and printed."""
-
-    def __contains__(self, value: Feature, /) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -74,6 +68,9 @@ class Within:
     def __str__(self) -> str:
         span = f"[{self.low}, {'…' if self.high is None else self.high}]"
         return span if self.multiple == 1 else f"{span} multiples of {self.multiple}"
+
+
+type Allowed = OneOf | Within
 
 
 @dataclass(frozen=True, kw_only=True)

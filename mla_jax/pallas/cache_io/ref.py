@@ -6,6 +6,7 @@ sent to the first row behind the array and dropped; skipped reads become zeros.
 """
 
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 
 from mla_jax.cache import CacheFormat
@@ -33,7 +34,7 @@ def write_latent(
     parts = (kv_latent[:n], k_rope[:n])
     rows = jnp.concatenate([format.encode(x, scale) for x in parts], axis=1)
     page_id = jnp.where(slots >= 0, slots // page, num_pages)
-    return pages.at[page_id, slots % page].set(rows, mode="drop")
+    return _scatter(pages, (page_id, slots % page), rows)
 
 
 def gather_latent(
@@ -90,5 +91,15 @@ def swap_blocks(
     """
     i, j = pairs[:, 0], pairs[:, 1]
     moved = (i >= 0) & (i < src.shape[0]) & (j >= 0)
-    blocks = src[jnp.where(moved, i, 0)]
-    return dst.at[jnp.where(moved, j, dst.shape[0])].set(blocks, mode="drop")
+    return _scatter(dst, jnp.where(moved, j, dst.shape[0]), src[jnp.where(moved, i, 0)])
+
+
+def _scatter(pages: Array, index: Array | tuple[Array, ...], values: Array) -> Array:
+    """``pages[index] = values``, dropping indices behind the end.
+
+    One-byte floats go as bytes: scattering them converts the whole cache to float16 and back.
+    """
+    if pages.dtype.itemsize > 1:
+        return pages.at[index].set(values, mode="drop")
+    bits, values = (lax.bitcast_convert_type(x, jnp.uint8) for x in (pages, values))
+    return lax.bitcast_convert_type(bits.at[index].set(values, mode="drop"), pages.dtype)

@@ -1,0 +1,186 @@
+"""Cache traffic: records in, records out, pages moved; every registered backend."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from cases import GARBAGE_PAGE, TINY, draw, paged, run, starts
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mla_jax.cache import FORMATS, LatentCache
+from mla_jax.ops import copy_blocks, gather_latent, swap_blocks, write_latent
+
+OP = "write_latent"
+FORMAT = pytest.mark.parametrize("format", FORMATS)
+
+
+def alloc(**kwargs):
+    sizes = {"num_pages": 5, "page": 4, "rank": TINY.rank, "rope": TINY.rope}
+    return LatentCache.alloc(**(sizes | kwargs))
+
+
+def bits(x):
+    """Raw bytes of each element, so that NaNs compare."""
+    x = np.asarray(x)
+    return x.view(f"u{x.dtype.itemsize}")
+
+
+@FORMAT
+def test_write_touches_its_slots_only(format, backend, rng):
+    """Slot -1 is skipped, surplus rows are ignored, and the last row of the cache survives."""
+    cache = alloc(format=format)
+    kv, kr = (jnp.asarray(draw(rng, 7, n, dtype="bfloat16")) for n in (TINY.rank, TINY.rope))
+    slots = jnp.array([-1, 5, -1, 18, 20, 1000], jnp.int32)  # 20 slots: the last two are outside
+    before = np.asarray(cache.pages)
+    got = run(write_latent, cache, kv, kr, slots, backend=backend)
+    want = before.reshape(20, -1).copy()
+    stored = np.concatenate([kv, kr], axis=1).astype(before.dtype)
+    want[5], want[18] = stored[1], stored[3]
+    np.testing.assert_array_equal(bits(got.pages).reshape(20, -1), bits(want))
+
+
+def test_plain_write_keeps_every_bit(backend):
+    """All 2**16 bfloat16 patterns, NaNs included."""
+    codes = np.arange(2**16, dtype=np.uint16).reshape(-1, 32).view(ml_dtypes.bfloat16)
+    cache = alloc(num_pages=128, page=16, rank=24, rope=8, format="bf16")
+    x = jnp.asarray(codes)
+    slots = jnp.arange(2048, dtype=jnp.int32)
+    got = run(write_latent, cache, x[:, :24], x[:, 24:], slots, backend=backend)
+    np.testing.assert_array_equal(bits(got.pages).reshape(-1, 32), codes.view(np.uint16))
+
+
+@pytest.mark.parametrize(
+    ("value", "byte"),
+    [
+        (500.0, 0x7E), (-1e30, 0xFE), (448.0, 0x7E), (447.0, 0x7E), (460.0, 0x7E), (17.0, 0x58),
+        (19.0, 0x5A), (336.0, 0x7A), (33.0, 0x60), (2.0**-10, 0x00), (1.5 * 2**-9, 0x02),
+        (np.inf, 0x7E), (17 + 2**-10, 0x59), (0.0, 0x00),
+    ],
+)  # fmt: skip
+def test_fp8_rounds_to_nearest_even_and_saturates(value, byte, backend):
+    cache = alloc(format="fp8_e4m3", num_pages=1, page=1)
+    kv, kr = jnp.full((1, TINY.rank), value), jnp.full((1, TINY.rope), value)
+    got = run(write_latent, cache, kv, kr, jnp.array([0], jnp.int32), backend=backend)
+    assert set(bits(got.pages).ravel()) == {byte}
+
+
+def test_fp8_divides_by_the_scale(backend, rng):
+    """A true float32 division inside jit: multiplying by 1 / scale differs in some bytes."""
+    x = draw(rng, 4096, 32)
+    cache = alloc(format="fp8_e4m3", num_pages=64, page=64, rank=24, rope=8, scale=0.1)
+    slots = jnp.arange(4096, dtype=jnp.int32)
+    f = jax.jit(lambda c, a: write_latent(c, a[:, :24], a[:, 24:], slots, backend=backend))
+    got = bits(f(cache, jnp.asarray(x)).pages).reshape(4096, 32)
+    want = bits(np.clip(x / np.float32(0.1), -448, 448).astype(ml_dtypes.float8_e4m3fn))
+    np.testing.assert_array_equal(got, want)
+    kv = jnp.full((1, 24), 3.3, jnp.bfloat16)
+    one = f(cache, jnp.full((4096, 32), 3.296875)).pages[0, 0, 0]
+    assert bits(one) == 0x60 and kv.dtype == jnp.bfloat16
+
+
+@FORMAT
+def test_write_then_gather_round_trip(format, backend, rng):
+    cache = alloc(format=format, scale=0.5 if format == "fp8_e4m3" else 1.0)
+    kv, kr = (jnp.asarray(draw(rng, 6, n)) for n in (TINY.rank, TINY.rope))
+    table = jnp.array([[3, 1, GARBAGE_PAGE]], jnp.int32)
+    slots = jnp.array([12, 13, 14, 15, 4, 5], jnp.int32)
+    cache = run(write_latent, cache, kv, kr, slots, backend=backend)
+    one = jnp.array([0], jnp.int32)
+    ends = jnp.array([0, 6], jnp.int32)
+    got = gather_latent(cache, table, one, ends, rows=8, dtype=jnp.float32)
+    x = np.concatenate([kv, kr], axis=1)
+    scale = np.float32(cache.scale)
+    want = (x / scale).astype(FORMATS[format].dtype).astype(np.float32) * scale
+    np.testing.assert_array_equal(got[:6], want)
+    assert not np.asarray(got[6:]).any()
+
+
+@FORMAT
+def test_gather_any_start(format, backend, rng):
+    """Unaligned starts, empty requests, padding rows zero, poisoned rest."""
+    scale = 0.3 if format == "fp8_e4m3" else 1.0
+    lens, first, take = [11, 0, 9, 4], [6, 0, 0, 3], [5, 0, 7, 1]
+    cache, table, rows = paged(rng, lens, dims=TINY, page=4, format=format, scale=scale)
+    got = run(
+        gather_latent, cache, table, jnp.asarray(first, jnp.int32), jnp.asarray(starts(take)),
+        rows=16, dtype=jnp.float32, backend=backend,
+    )  # fmt: skip
+    want = [x[f : f + n] for x, f, n in zip(rows, first, take, strict=True)]
+    want = np.concatenate([*want, np.zeros((3, TINY.row))])
+    np.testing.assert_array_equal(np.asarray(got), want.astype(np.float32))
+
+
+def test_gather_outside_the_table_is_zero(backend, rng):
+    cache, table, rows = paged(rng, [8], dims=TINY, page=4, format="fp32")
+    where = jnp.array([6], jnp.int32), jnp.array([0, 4], jnp.int32)
+    got = run(gather_latent, cache, table, *where, rows=4, dtype=jnp.float32, backend=backend)
+    np.testing.assert_array_equal(got[:2], rows[0][6:].astype(np.float32))
+    assert not np.asarray(got[2:]).any()
+
+
+@pytest.mark.parametrize(("requests", "width", "rows"), [(0, 3, 4), (2, 0, 4), (2, 3, 0)])
+def test_gather_nothing(requests, width, rows, backend):
+    zeros = [jnp.zeros(s, jnp.int32) for s in ((requests, width), (requests,), (requests + 1,))]
+    got = run(gather_latent, alloc(), *zeros, rows=rows, dtype=jnp.bfloat16, backend=backend)
+    assert got.shape == (rows, TINY.row) and not np.asarray(got).any()
+
+
+@FORMAT
+def test_copy_blocks_reads_before_it_writes(format, backend, rng):
+    cache, _, _ = paged(rng, [20], dims=TINY, page=4, format=format, spare=0)
+    pairs = jnp.array([[0, 1], [1, 2], [0, 3], [-1, 4], [2, -1]], jnp.int32)
+    old = bits(cache.pages)
+    got = bits(run(copy_blocks, cache, pairs, backend=backend).pages)
+    np.testing.assert_array_equal(got, old[[0, 0, 1, 0, 4]])
+
+
+@FORMAT
+def test_swap_blocks_copies_one_way(format, backend, rng):
+    src, _, _ = paged(rng, [8], dims=TINY, page=4, format=format, spare=1)
+    dst, _, _ = paged(rng, [20], dims=TINY, page=4, format=format, spare=0)
+    pairs = jnp.array([[1, 4], [0, 2], [-1, 0], [7, 1]], jnp.int32)
+    got = bits(run(swap_blocks, src, dst, pairs, backend=backend).pages)
+    want = bits(dst.pages).copy()
+    want[4], want[2] = bits(src.pages)[1], bits(src.pages)[0]
+    np.testing.assert_array_equal(got, want)
+    none = run(copy_blocks, dst, jnp.zeros((0, 2), jnp.int32), backend=backend)
+    np.testing.assert_array_equal(bits(none.pages), bits(dst.pages))
+
+
+@given(seed=st.integers(0, 2**16), page=st.sampled_from([1, 3, 4]))
+def test_gather_splits_anywhere(seed, page):
+    """Gathering a range in two pieces, cut at any position, equals gathering it whole."""
+    rng = np.random.default_rng(seed)
+    lens = rng.integers(0, 13, size=3)
+    cut = [int(rng.integers(0, n + 1)) for n in lens]
+    cache, table, _ = paged(rng, lens, dims=TINY, page=page, format="fp32", width=13)
+    def gather(first, take):
+        first, take = jnp.asarray(first, jnp.int32), jnp.asarray(starts(take))
+        return np.asarray(gather_latent(cache, table, first, take, rows=40, dtype=jnp.float32))
+
+    whole, a, b = gather([0] * 3, lens), gather([0] * 3, cut), gather(cut, lens - cut)
+    at, at_a, at_b = starts(lens), starts(cut), starts(lens - cut)
+    for r in range(3):
+        joined = np.concatenate([a[at_a[r] : at_a[r + 1]], b[at_b[r] : at_b[r + 1]]])
+        np.testing.assert_array_equal(whole[at[r] : at[r + 1]], joined)
+
+
+@pytest.mark.slow
+def test_offsets_past_two_to_the_31(backend):
+    """The last rows of an fp8 cache of more than 2**31 elements (2.1 GB)."""
+    cache = alloc(num_pages=(2**31 // (64 * 576)) + 2, page=64, rank=512, rope=64,
+                  format="fp8_e4m3")  # fmt: skip
+    assert cache.pages.size > 2**31
+    last = cache.num_slots - 1
+    x = jnp.full((2, 576), 2.0, jnp.bfloat16)
+    write = jax.jit(
+        lambda c: write_latent(c, x[:, :512], x[:, 512:], jnp.array([last, -1], jnp.int32)),
+        donate_argnums=0,
+    )
+    cache = write(cache)
+    table = jnp.array([[cache.num_pages - 1]], jnp.int32)
+    where = jnp.array([62], jnp.int32), jnp.array([0, 2], jnp.int32)
+    got = run(gather_latent, cache, table, *where, rows=2, dtype=jnp.float32, backend=backend)
+    np.testing.assert_array_equal(got, np.repeat([[0.0], [2.0]], 576, axis=1))

@@ -1,0 +1,57 @@
+"""The cache pytree, its formats, and the document made from them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mla_jax.cache import FORMATS, LatentCache
+from mla_jax.errors import MetadataError
+
+SIZES = {"num_pages": 3, "page": 4, "rank": 16, "rope": 4}
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"format": "fp4"}, "given 'fp4'; allowed: bf16, fp16, fp32, fp8_e4m3"),
+        ({"num_pages": 2**29, "page": 8}, "below 2**31 slots"),
+        ({"num_pages": 0}, "positive sizes"),
+        ({"rope": -1}, "positive sizes"),
+        ({"scale": 2.0}, "1 (nothing is scaled)"),
+        ({"scale": 0.0, "format": "fp8_e4m3"}, "a positive finite number"),
+        ({"scale": float("nan"), "format": "fp8_e4m3"}, "a positive finite number"),
+    ],
+)
+def test_alloc_refuses(change, text):
+    with pytest.raises(MetadataError) as refusal:
+        LatentCache.alloc(**(SIZES | change))
+    assert text in str(refusal.value)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_record_matches_memory(format):
+    """Fields tile the record, and a record is one row of the allocated array."""
+    cache = LatentCache.alloc(**SIZES, format=format)
+    fmt = FORMATS[format]
+    fields = fmt.fields(16, 4)
+    assert [f.name for f in fields] == ["kv_latent", "k_rope"]
+    assert fields[0].offset == 0 and fields[1].offset == fields[0].end
+    assert fields[1].end == fmt.row_bytes(16, 4) == cache.pages[0, 0].nbytes
+    assert not np.asarray(cache.pages).any()
+    assert (cache.page, cache.rope, cache.num_pages, cache.num_slots) == (4, 4, 3, 12)
+
+
+@pytest.mark.parametrize(
+    ("format", "size"), [("bf16", 1152), ("fp16", 1152), ("fp32", 2304), ("fp8_e4m3", 576)]
+)
+def test_bytes_per_token(format, size):
+    assert FORMATS[format].row_bytes(512, 64) == size
+
+
+def test_cache_is_a_pytree_of_two_arrays():
+    cache = LatentCache.alloc(**SIZES)
+    leaves, tree = jax.tree.flatten(cache)
+    assert len(leaves) == 2 and tree == jax.tree.structure(LatentCache.alloc(**SIZES))
+    assert jax.jit(lambda c: c)(cache).format is cache.format
+    assert jax.eval_shape(lambda: LatentCache.alloc(**SIZES)).pages.dtype == jnp.bfloat16
