@@ -1,4 +1,4 @@
-"""Tiny configurations of every family: true latent widths (``*_dims``) and narrow ones (``*_small``).
+"""Tiny configurations of every family: true latent widths (``_dims``), narrow ones (``_small``).
 
 A case is data: the transformers configuration class by name, its arguments, and the seed of the
 weights and prompts. Seeds were chosen (``python -m tests.parity.scan``) so that no router or

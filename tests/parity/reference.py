@@ -84,7 +84,7 @@ class Reference:
 
 @contextlib.contextmanager
 def _watch_choices(gaps: list[float]) -> Iterator[None]:
-    """Record, for every ``torch.topk``, how far the last chosen value is from the first rejected."""
+    """Record how far the last chosen value of every ``torch.topk`` is from the next."""
     original = torch.topk
 
     def watched(x: torch.Tensor, k: int, *args, **kwargs):
