@@ -6,7 +6,7 @@ from tests.parity import reference
 from tests.parity.families import FAMILIES, VARIATIONS
 
 ROUTER_GAP = 2e-5
-GREEDY_GAP = 2e-3
+GREEDY_GAP = 1e-3
 
 
 def main(names: list[str]) -> None:
