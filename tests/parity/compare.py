@@ -5,11 +5,11 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
+
 from mla_jax.engine import Engine
+from mla_jax.metadata.buckets import Ladder, MLALadder
 from mla_jax.model.sampling import SamplingParams
 from mla_jax.scheduler import Completion
-
-from mla_jax.metadata.buckets import Ladder, MLALadder
 from tests.parity.reference import Reference
 
 PAGE = 16

@@ -2,6 +2,8 @@
 
 import sys
 
+import torch
+
 from tests.parity import reference
 from tests.parity.families import FAMILIES, VARIATIONS
 
@@ -10,20 +12,24 @@ GREEDY_GAP = 1e-3
 
 
 def main(names: list[str]) -> None:
+    torch.set_num_threads(1)
     for case in FAMILIES + VARIATIONS:
         if names and case.name not in names:
             continue
         for seed in range(case.seed, case.seed + 40):
             tried = case.reseed(seed)
-            ref = reference.greedy(reference.build(tried), reference.prompts(tried))
-            good = ref.router_gap >= ROUTER_GAP and ref.greedy_gap >= GREEDY_GAP
-            if good or seed == case.seed:
+            model, prompts = reference.build(tried), reference.prompts(tried)
+            for steps in (1, 32):  # most unfit seeds show it on the prompts alone
+                ref = reference.greedy(model, prompts, steps)
+                good = ref.router_gap >= ROUTER_GAP and ref.greedy_gap >= GREEDY_GAP
+                if not good:
+                    break
+            if good:
                 print(
                     f"{case.name:20s} seed {seed:3d}  router {ref.router_gap:.1e}  "
                     f"greedy {ref.greedy_gap:.1e}",
                     flush=True,
                 )
-            if good:
                 break
 
 
