@@ -1,6 +1,7 @@
 """DeepSeek's multi-head latent attention for JAX. Importing this touches no device."""
 
 import importlib
+from typing import TYPE_CHECKING
 
 from mla_jax.cache import FORMATS, CacheFormat, LatentCache
 from mla_jax.config import MLADims, ModelConfig, MoEConfig, RopeConfig, YarnConfig
@@ -19,24 +20,25 @@ from mla_jax.metadata.mla import (
     PrefillMetadata,
     build_mla,
 )
+from mla_jax.ops import (
+    apply_sinks,
+    copy_blocks,
+    explain,
+    gather_latent,
+    merge_attn_states,
+    mla_decode,
+    mla_prefill,
+    support_matrix,
+    swap_blocks,
+    write_latent,
+)
 from mla_jax.types import AttnState
 
-_LAZY = {
-    "ops": (
-        "apply_sinks",
-        "copy_blocks",
-        "explain",
-        "gather_latent",
-        "merge_attn_states",
-        "mla_decode",
-        "mla_prefill",
-        "support_matrix",
-        "swap_blocks",
-        "write_latent",
-    ),
-    "engine": ("Engine", "SamplingParams"),
-}
-_HOME = {name: module for module, names in _LAZY.items() for name in names}
+if TYPE_CHECKING:
+    from mla_jax.engine import Engine
+    from mla_jax.model.sampling import SamplingParams
+
+_LATER = {"Engine": "engine", "SamplingParams": "model.sampling"}
 
 __all__ = [
     "FORMATS",
@@ -45,6 +47,7 @@ __all__ = [
     "ConfigError",
     "ContextMetadata",
     "DecodeMetadata",
+    "Engine",
     "EngineError",
     "LatentCache",
     "MLABucket",
@@ -56,15 +59,26 @@ __all__ = [
     "ModelConfig",
     "PrefillMetadata",
     "RopeConfig",
+    "SamplingParams",
     "UnsupportedError",
     "WeightsError",
     "YarnConfig",
+    "apply_sinks",
     "build_mla",
+    "copy_blocks",
+    "explain",
+    "gather_latent",
+    "merge_attn_states",
+    "mla_decode",
+    "mla_prefill",
+    "support_matrix",
+    "swap_blocks",
+    "write_latent",
 ]
 
 
 def __getattr__(name: str) -> object:
-    """Operations and the engine are imported on first use: Flax is not needed for a config."""
-    if name not in _HOME:
+    """The engine is imported on first use: operations and metadata do not need Flax."""
+    if name not in _LATER:
         raise AttributeError(f"module 'mla_jax' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"mla_jax.{_HOME[name]}"), name)
+    return getattr(importlib.import_module(f"mla_jax.{_LATER[name]}"), name)

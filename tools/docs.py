@@ -1,11 +1,25 @@
-"""Print the documents that are made from data: ``python docs/generate.py`` rewrites them."""
+"""Write what the documentation derives from the code: ``python tools/docs.py [--check]``.
 
+The support matrix of README.md comes from the registry, docs/cache_formats.md from ``FORMATS``.
+"""
+
+import sys
 from pathlib import Path
 
 from mla_jax.cache import FORMATS
 from mla_jax.ops import support_matrix
 
+ROOT = Path(__file__).parent.parent
+BEGIN = "<!-- support matrix: written by `make docs` -->"
+END = "<!-- end of support matrix -->"
 RANK, ROPE = 512, 64
+
+
+def readme() -> str:
+    """README.md with the current support matrix between its markers."""
+    before, _, rest = (ROOT / "README.md").read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{support_matrix().strip()}\n{END}{after}"
 
 
 def cache_formats() -> str:
@@ -17,7 +31,7 @@ byte `slot * row_bytes`. A record is the latent after its norm, then the rotary 
 rotation. Bytes are given for rank {RANK} and rope {ROPE}; elements are little-endian.
 Rows that no token was written to hold anything and are never used.
 
-This page is printed from `mla_jax.cache.FORMATS` by `docs/generate.py`.
+This page is printed from `mla_jax.cache.FORMATS` by `make docs`.
 """
     for f in FORMATS.values():
         rule = (
@@ -35,18 +49,21 @@ This page is printed from `mla_jax.cache.FORMATS` by `docs/generate.py`.
     return text
 
 
-def support() -> str:
-    """Which backend runs what, from the registry."""
-    return f"""# Support matrix
-
-Of one operation's backends, an earlier row is preferred. `explain` says why for one call.
-This page is printed from the registry by `docs/generate.py`.
-
-{support_matrix()}"""
+GENERATED = {"README.md": readme, "docs/cache_formats.md": cache_formats}
 
 
-PAGES = {"cache_formats.md": cache_formats, "support_matrix.md": support}
+def main(check: bool) -> int:
+    stale = []
+    for name, write in GENERATED.items():
+        path, text = ROOT / name, write()
+        if not path.exists() or path.read_text() != text:
+            stale.append(name)
+            if not check:
+                path.write_text(text)
+    verb = "out of date" if check else "written"
+    print(f"{verb}: {', '.join(stale)}" if stale else "everything generated is up to date")
+    return int(check and bool(stale))
+
 
 if __name__ == "__main__":
-    for name, page in PAGES.items():
-        (Path(__file__).parent / name).write_text(page())
+    sys.exit(main("--check" in sys.argv[1:]))
