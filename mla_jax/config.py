@@ -154,7 +154,9 @@ class MoEConfig:
     def __post_init__(self) -> None:
         _positive(self, "experts", "topk", "width", "groups", "topk_groups")
         if self.experts % self.groups:
-            raise ConfigError("MoEConfig.groups", self.groups, f"a divisor of {self.experts} experts")
+            raise ConfigError(
+                "MoEConfig.groups", self.groups, f"a divisor of {self.experts} experts"
+            )
         if self.topk_groups > self.groups:
             raise ConfigError("MoEConfig.topk_groups", self.topk_groups, f"at most {self.groups}")
         each = self.experts // self.groups

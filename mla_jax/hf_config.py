@@ -11,19 +11,37 @@ from mla_jax.hf_keys import Keys
 
 __all__ = ["FAMILIES", "read", "write"]
 
-_DEEPSEEK_V2 = dict(
-    eps=1e-6, tied=False, bos=1, eos=2, dense=0, groups=None, kept=None, scale=1.0, shared=2, mtp=0
-)
-_DEEPSEEK_V3 = dict(
-    eps=1e-6, tied=False, bos=0, eos=1, dense=3, groups=8, kept=4, scale=2.5, shared=1, mtp=1
-)
+_DEEPSEEK_V2 = {
+    "eps": 1e-6,
+    "tied": False,
+    "bos": 1,
+    "eos": 2,
+    "dense": 0,
+    "groups": None,
+    "kept": None,
+    "scale": 1.0,
+    "shared": 2,
+    "mtp": 0,
+}
+_DEEPSEEK_V3 = {
+    "eps": 1e-6,
+    "tied": False,
+    "bos": 0,
+    "eos": 1,
+    "dense": 3,
+    "groups": 8,
+    "kept": 4,
+    "scale": 2.5,
+    "shared": 1,
+    "mtp": 1,
+}
 
 FAMILIES: Mapping[str, Mapping] = {
     "deepseek_v2": _DEEPSEEK_V2,
     "deepseek_v3": _DEEPSEEK_V3,
     "kimi_k2": _DEEPSEEK_V3,
-    "glm4_moe_lite": _DEEPSEEK_V3 | dict(eps=1e-5, dense=1, groups=1, kept=1, scale=1.8),
-    "youtu": dict(eps=1e-6, tied=True, bos=128000, eos=128001, mtp=0),
+    "glm4_moe_lite": _DEEPSEEK_V3 | {"eps": 1e-5, "dense": 1, "groups": 1, "kept": 1, "scale": 1.8},
+    "youtu": {"eps": 1e-6, "tied": True, "bos": 128000, "eos": 128001, "mtp": 0},
 }
 """What an absent key means, per ``model_type``. Widths have no defaults: absence is an error."""
 
@@ -41,12 +59,13 @@ _INERT = """
     return_dict_in_generate router_aux_loss_coef sep_token_id seq_aux suppress_tokens
     task_specific_params temperature tf_legacy_loss tokenizer_class top_k top_p torch_dtype
     torchscript transformers_version typical_p use_bfloat16 use_cache
-    """.split()
+    """.split()  # noqa: SIM905
 
 _MOE_KEYS = """
     n_routed_experts num_local_experts num_experts num_experts_per_tok moe_intermediate_size
-    n_shared_experts n_group topk_group routed_scaling_factor norm_topk_prob topk_method scoring_func
-    """.split()
+    n_shared_experts n_group topk_group routed_scaling_factor norm_topk_prob topk_method
+    scoring_func
+    """.split()  # noqa: SIM905
 
 
 def read(data: object, where: str = "config.json") -> dict:
@@ -69,29 +88,29 @@ def read(data: object, where: str = "config.json") -> dict:
     sparse = _read_sparse(keys, family, layers)
     if family != "youtu" and not any(sparse):
         keys.ignore(_MOE_KEYS)
-    facts = dict(
-        family=family,
-        vocab=keys.integer("vocab_size"),
-        hidden=keys.integer("hidden_size"),
-        layers=layers,
-        dims=dims,
-        rope=_read_rope(keys, family, dims["rope"], positions),
-        mlp=keys.integer("intermediate_size"),
-        moe=_read_moe(keys, family) if any(sparse) else None,
-        sparse_layers=sparse,
-        eps=keys.number("rms_norm_eps", default["eps"]),
-        tied=keys.flag("tie_word_embeddings", default["tied"]),
-        attention_bias=keys.flag("attention_bias", False),
-        mlp_bias=keys.flag("mlp_bias", False),
-        max_positions=positions,
-        fp8_block=_read_fp8(keys),
-        bos=keys.maybe_integer("bos_token_id", default=default["bos"]),
-        eos=_read_stops(keys, default["eos"]),
-        ignored_layers=keys.maybe_integer(
+    facts = {
+        "family": family,
+        "vocab": keys.integer("vocab_size"),
+        "hidden": keys.integer("hidden_size"),
+        "layers": layers,
+        "dims": dims,
+        "rope": _read_rope(keys, family, dims["rope"], positions),
+        "mlp": keys.integer("intermediate_size"),
+        "moe": _read_moe(keys, family) if any(sparse) else None,
+        "sparse_layers": sparse,
+        "eps": keys.number("rms_norm_eps", default["eps"]),
+        "tied": keys.flag("tie_word_embeddings", default["tied"]),
+        "attention_bias": keys.flag("attention_bias", False),
+        "mlp_bias": keys.flag("mlp_bias", False),
+        "max_positions": positions,
+        "fp8_block": _read_fp8(keys),
+        "bos": keys.maybe_integer("bos_token_id", default=default["bos"]),
+        "eos": _read_stops(keys, default["eos"]),
+        "ignored_layers": keys.maybe_integer(
             "num_nextn_predict_layers", "num_mtp_layers", default=default["mtp"]
         )
         or 0,
-    )
+    }
     if facts["mlp_bias"] and family != "deepseek_v2":
         raise keys.refusal("mlp_bias", True, False, "Only deepseek_v2 has a bias there.")
     keys.finish()
@@ -101,14 +120,14 @@ def read(data: object, where: str = "config.json") -> dict:
 def _read_dims(keys: Keys) -> dict:
     heads = keys.integer("num_attention_heads")
     keys.only("num_key_value_heads", (heads,), "Latent attention expands keys for every head.")
-    dims = dict(
-        heads=heads,
-        rank=keys.integer("kv_lora_rank"),
-        nope=keys.integer("qk_nope_head_dim"),
-        rope=keys.integer("qk_rope_head_dim", low=2),
-        v=keys.integer("v_head_dim"),
-        q_rank=keys.maybe_integer("q_lora_rank", low=1),
-    )
+    dims = {
+        "heads": heads,
+        "rank": keys.integer("kv_lora_rank"),
+        "nope": keys.integer("qk_nope_head_dim"),
+        "rope": keys.integer("qk_rope_head_dim", low=2),
+        "v": keys.integer("v_head_dim"),
+        "q_rank": keys.maybe_integer("q_lora_rank", low=1),
+    }
     keys.only("head_dim", (dims["rope"],), "It counts rotated channels: qk_rope_head_dim.")
     keys.only("qk_head_dim", (dims["nope"] + dims["rope"],))
     return dims
@@ -131,7 +150,7 @@ def _read_rope(keys: Keys, family: str, dim: int, positions: int) -> dict:
     if kind not in ("default", "yarn"):
         raise rope.refusal("rope_type", kind, "default or yarn", "No other kind is implemented.")
     rope.only("partial_rotary_factor", (1,))
-    facts = dict(dim=dim, theta=rope.number("rope_theta", theta), interleaved=interleaved)
+    facts = {"dim": dim, "theta": rope.number("rope_theta", theta), "interleaved": interleaved}
     facts["yarn"] = _read_yarn(rope, outer, positions) if kind == "yarn" else None
     rope.finish()
     return facts
@@ -142,16 +161,16 @@ def _read_yarn(rope: Keys, outer: int | None, positions: int) -> dict:
     inner = rope.integer("original_max_position_embeddings", default=outer or positions)
     original = outer or inner
     factor = rope.maybe_number("factor")
-    return dict(
-        factor=positions / original if factor is None else factor,
-        original=original,
-        beta_fast=rope.maybe_number("beta_fast") or 32.0,
-        beta_slow=rope.maybe_number("beta_slow") or 1.0,
-        mscale=rope.maybe_number("mscale") or 0.0,
-        mscale_all_dim=rope.maybe_number("mscale_all_dim") or 0.0,
-        attention_factor=rope.maybe_number("attention_factor"),
-        truncate=rope.flag("truncate", True),
-    )
+    return {
+        "factor": positions / original if factor is None else factor,
+        "original": original,
+        "beta_fast": rope.maybe_number("beta_fast") or 32.0,
+        "beta_slow": rope.maybe_number("beta_slow") or 1.0,
+        "mscale": rope.maybe_number("mscale") or 0.0,
+        "mscale_all_dim": rope.maybe_number("mscale_all_dim") or 0.0,
+        "attention_factor": rope.maybe_number("attention_factor"),
+        "truncate": rope.flag("truncate", True),
+    }
 
 
 def _read_sparse(keys: Keys, family: str, layers: int) -> tuple[bool, ...]:
@@ -189,17 +208,17 @@ def _read_moe(keys: Keys, family: str) -> dict:
     if method == "greedy":
         keys.ignore(("n_group", "topk_group"))
     grouped = method != "greedy"
-    return dict(
-        experts=keys.integer("n_routed_experts", "num_experts" if v2 else "num_local_experts"),
-        topk=keys.integer("num_experts_per_tok"),
-        width=keys.integer("moe_intermediate_size"),
-        shared=keys.maybe_integer("n_shared_experts", default=default["shared"]) or 0,
-        method=method,
-        groups=keys.integer("n_group", default=default["groups"]) if grouped else 1,
-        topk_groups=keys.integer("topk_group", default=default["kept"]) if grouped else 1,
-        normalise=normalise and not v2,  # transformers' V2 ignores the key
-        scale=keys.number("routed_scaling_factor", default["scale"]),
-    )
+    return {
+        "experts": keys.integer("n_routed_experts", "num_experts" if v2 else "num_local_experts"),
+        "topk": keys.integer("num_experts_per_tok"),
+        "width": keys.integer("moe_intermediate_size"),
+        "shared": keys.maybe_integer("n_shared_experts", default=default["shared"]) or 0,
+        "method": method,
+        "groups": keys.integer("n_group", default=default["groups"]) if grouped else 1,
+        "topk_groups": keys.integer("topk_group", default=default["kept"]) if grouped else 1,
+        "normalise": normalise and not v2,  # transformers' V2 ignores the key
+        "scale": keys.number("routed_scaling_factor", default["scale"]),
+    }
 
 
 def _read_fp8(keys: Keys) -> int | None:
@@ -230,65 +249,68 @@ def _read_stops(keys: Keys, default: int) -> tuple[int, ...]:
 def write(facts: Mapping) -> dict:
     """The released key dialect of what ``read`` returns: ``read(write(facts)) == facts``."""
     dims, rope, eos = facts["dims"], facts["rope"], facts["eos"]
-    data = dict(
-        model_type=facts["family"],
-        vocab_size=facts["vocab"],
-        hidden_size=facts["hidden"],
-        num_hidden_layers=facts["layers"],
-        intermediate_size=facts["mlp"],
-        num_attention_heads=dims["heads"],
-        num_key_value_heads=dims["heads"],
-        kv_lora_rank=dims["rank"],
-        qk_nope_head_dim=dims["nope"],
-        qk_rope_head_dim=dims["rope"],
-        v_head_dim=dims["v"],
-        q_lora_rank=dims["q_rank"],
-        hidden_act="silu",
-        rms_norm_eps=facts["eps"],
-        tie_word_embeddings=facts["tied"],
-        attention_bias=facts["attention_bias"],
-        mlp_bias=facts["mlp_bias"],
-        max_position_embeddings=facts["max_positions"],
-        bos_token_id=facts["bos"],
-        eos_token_id=eos[0] if len(eos) == 1 else list(eos) or None,
-        num_nextn_predict_layers=facts["ignored_layers"],
-        rope_theta=rope["theta"],
-        rope_scaling=_write_yarn(rope["yarn"]),
-        rope_interleave=rope["interleaved"],
-    )
+    data = {
+        "model_type": facts["family"],
+        "vocab_size": facts["vocab"],
+        "hidden_size": facts["hidden"],
+        "num_hidden_layers": facts["layers"],
+        "intermediate_size": facts["mlp"],
+        "num_attention_heads": dims["heads"],
+        "num_key_value_heads": dims["heads"],
+        "kv_lora_rank": dims["rank"],
+        "qk_nope_head_dim": dims["nope"],
+        "qk_rope_head_dim": dims["rope"],
+        "v_head_dim": dims["v"],
+        "q_lora_rank": dims["q_rank"],
+        "hidden_act": "silu",
+        "rms_norm_eps": facts["eps"],
+        "tie_word_embeddings": facts["tied"],
+        "attention_bias": facts["attention_bias"],
+        "mlp_bias": facts["mlp_bias"],
+        "max_position_embeddings": facts["max_positions"],
+        "bos_token_id": facts["bos"],
+        "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None,
+        "num_nextn_predict_layers": facts["ignored_layers"],
+        "rope_theta": rope["theta"],
+        "rope_scaling": _write_yarn(rope["yarn"]),
+        "rope_interleave": rope["interleaved"],
+    }
     if facts["fp8_block"]:
         block = [facts["fp8_block"]] * 2
-        data["quantization_config"] = dict(
-            quant_method="fp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=block
-        )
+        data["quantization_config"] = {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": block,
+        }
     return data | _write_moe(facts["family"], facts["sparse_layers"], facts["moe"])
 
 
 def _write_yarn(yarn: Mapping | None) -> dict | None:
     if yarn is None:
         return None
-    names = dict(original="original_max_position_embeddings")
+    names = {"original": "original_max_position_embeddings"}
     # transformers computes with a present null or 0 as with an absent key
-    return dict(type="yarn") | {names.get(k, k): v for k, v in yarn.items() if v is not None}
+    return {"type": "yarn"} | {names.get(k, k): v for k, v in yarn.items() if v is not None}
 
 
 def _write_moe(family: str, sparse: Sequence[bool], moe: Mapping | None) -> dict:
     if family == "youtu":
         return {}
-    data: dict = dict(first_k_dense_replace=list(sparse).index(True) if moe else len(sparse))
+    data: dict = {"first_k_dense_replace": list(sparse).index(True) if moe else len(sparse)}
     if family == "glm4_moe_lite":
-        data = dict(mlp_layer_types=["sparse" if s else "dense" for s in sparse])
+        data = {"mlp_layer_types": ["sparse" if s else "dense" for s in sparse]}
     if moe is None:
         return data
-    return data | dict(
-        n_routed_experts=moe["experts"],
-        num_experts_per_tok=moe["topk"],
-        moe_intermediate_size=moe["width"],
-        n_shared_experts=moe["shared"],
-        topk_method=moe["method"],
-        scoring_func="softmax" if family == "deepseek_v2" else "sigmoid",
-        n_group=moe["groups"],
-        topk_group=moe["topk_groups"],
-        norm_topk_prob=moe["normalise"],
-        routed_scaling_factor=moe["scale"],
-    )
+    return data | {
+        "n_routed_experts": moe["experts"],
+        "num_experts_per_tok": moe["topk"],
+        "moe_intermediate_size": moe["width"],
+        "n_shared_experts": moe["shared"],
+        "topk_method": moe["method"],
+        "scoring_func": "softmax" if family == "deepseek_v2" else "sigmoid",
+        "n_group": moe["groups"],
+        "topk_group": moe["topk_groups"],
+        "norm_topk_prob": moe["normalise"],
+        "routed_scaling_factor": moe["scale"],
+    }

@@ -49,7 +49,9 @@ class Keys:
             return values[0]
         if default is _ABSENT:
             what = f"{self.where}: {self._prefix}{names[0]}"
-            raise ConfigError(what, "nothing", "a value, it has no default", self._similar(names[0]))
+            raise ConfigError(
+                what, "nothing", "a value, it has no default", self._similar(names[0])
+            )
         return default
 
     def integer(self, *names: str, default: object = _ABSENT, low: int = 1) -> int:
@@ -70,10 +72,11 @@ class Keys:
     def number(self, name: str, default: object = _ABSENT) -> float:
         """A finite number above zero."""
         value = self.take(name, default=default)
-        numeric = isinstance(value, int | float) and not isinstance(value, bool)
-        if not numeric or not math.isfinite(value) or value <= 0:
-            raise self.refusal(name, value, "a finite number > 0")
-        return float(value)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            number = float(value)
+            if math.isfinite(number) and number > 0:
+                return number
+        raise self.refusal(name, value, "a finite number > 0")
 
     def maybe_number(self, name: str) -> float | None:
         """A finite number above zero; None when absent, null or 0."""

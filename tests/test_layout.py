@@ -14,7 +14,7 @@ CORE = {"flax", "jax", "jaxtyping", "ml_dtypes", "numpy", "safetensors"}
 OPTIONAL = {  # package → the only modules that may import it
     "huggingface_hub": {"cli"},
     "jax_triton": {"pallas/triton_lib"},
-    "rich": {"cli", "demo"},
+    "rich": {"cli", "demo", "model/progress"},
     "tokenizers": {"cli"},
     "triton": {"pallas/triton_lib"},
     "typer": {"cli"},

@@ -30,8 +30,6 @@ def plan_memory(
     config: ModelConfig, *, dtype: str | np.dtype | type, format: CacheFormat
 ) -> MemoryPlan:
     """The plan of one device that holds the whole model in ``dtype``."""
-    import jax.numpy as jnp
-
     itemsize = jnp.dtype(dtype).itemsize
     bytes_of = {"float32": 4, "model": itemsize}
     shapes = expected_shapes(config).values()

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import ml_dtypes
@@ -115,16 +116,14 @@ def _files(root: Path, problems: list[str]) -> dict[str, set[str] | None]:
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as e:
         problems.append(f"{index.name}: no weight_map ({type(e).__name__}: {e})")
         return {}
-    files: dict[str, set[str] | None] = {}
+    files: dict[str, set[str]] = {}
     for name, file in pairs:
         if not isinstance(file, str) or not _SHARD_NAME.fullmatch(file):
             text = f"{index.name}: {name} is in {file!r}, not a .safetensors file of this folder"
             problems.append(text)
             continue
-        held = files.setdefault(file, set())
-        assert held is not None
-        held.add(name)
-    return files
+        files.setdefault(file, set()).add(name)
+    return dict(files)
 
 
 def _read_header(path: Path, problems: list[str]) -> dict[str, Tensor] | None:
@@ -136,7 +135,9 @@ def _read_header(path: Path, problems: list[str]) -> dict[str, Tensor] | None:
             size = path.stat().st_size
             length = int.from_bytes(f.read(8), "little")
             if size < 8 or length > min(size - 8, _MAX_HEADER):
-                text = f"{path.name}: truncated or not safetensors: {size} bytes, header of {length}"
+                text = (
+                    f"{path.name}: truncated or not safetensors: {size} bytes, header of {length}"
+                )
                 problems.append(text)
                 return None
             header = json.loads(f.read(length).decode())
@@ -167,7 +168,7 @@ def _check_entries(
             file=path, offset=start + first, dtype=entry["dtype"], shape=tuple(entry["shape"])
         )
     spans.sort()
-    for (_, end, a), (begin, _, b) in zip(spans, spans[1:], strict=False):
+    for (_, end, a), (begin, _, b) in pairwise(spans):
         if begin < end:
             problems.append(f"{path.name}: {a} and {b} overlap")
     return tensors
@@ -177,22 +178,22 @@ def _entry_problem(entry: object, data: int) -> str:
     """What is wrong with one header entry over ``data`` bytes, or nothing."""
     if not isinstance(entry, dict):
         return "entry is not an object"
-    dtype, shape, span = (entry.get(k) for k in ("dtype", "shape", "data_offsets"))
-    if dtype not in _DTYPES if isinstance(dtype, str) else True:
+    dtype, shape, span = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
         return f"unknown dtype {dtype!r}"
-    if not _naturals(shape):
+    if not isinstance(shape, list) or not _are_sizes(shape):
         return f"shape {shape!r} is not a list of sizes"
-    if not _naturals(span) or len(span) != 2 or span[0] > span[1]:
+    if not isinstance(span, list) or not _are_sizes(span) or len(span) != 2 or span[0] > span[1]:
         return f"data_offsets {span!r} are not [begin, end]"
     if span[1] > data:
         return f"truncated: bytes {span[0]} to {span[1]} of {data}"
     if math.prod(shape) * _DTYPES[dtype].itemsize != span[1] - span[0]:
-        return f"{dtype}{shape} does not fill {span[1] - span[0]} bytes"
+        return f"{dtype} {shape} does not fill {span[1] - span[0]} bytes"
     return ""
 
 
-def _naturals(value: object) -> bool:
-    return isinstance(value, list) and all(type(i) is int and i >= 0 for i in value)
+def _are_sizes(values: list) -> bool:
+    return all(type(i) is int and i >= 0 for i in values)
 
 
 def write_safetensors(path: str | Path, tensors: Mapping[str, np.ndarray]) -> None:

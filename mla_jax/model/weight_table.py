@@ -152,10 +152,18 @@ def num_params(config: ModelConfig) -> int:
 
 def _sizes(config: ModelConfig) -> Mapping[str, int]:
     d, moe = config.dims, config.moe
-    sizes = dict(V=config.vocab, D=config.hidden, H=d.heads, F=config.mlp, qk=d.qk, v=d.v, r=d.rank)
-    sizes |= dict(kv=d.nope + d.v, row=d.row, rq=d.q_rank or 0)
+    sizes = {
+        "V": config.vocab,
+        "D": config.hidden,
+        "H": d.heads,
+        "F": config.mlp,
+        "qk": d.qk,
+        "v": d.v,
+        "r": d.rank,
+    }
+    sizes |= {"kv": d.nope + d.v, "row": d.row, "rq": d.q_rank or 0}
     if moe is not None:
-        sizes |= dict(E=moe.experts, I=moe.width, S=moe.shared * moe.width)
+        sizes |= {"E": moe.experts, "I": moe.width, "S": moe.shared * moe.width}
     return sizes
 
 

@@ -96,9 +96,7 @@ class _Reader:
                 leaf[e] = part
         return out
 
-    def _cast(
-        self, weight: Weight, name: str, index: int | None, dtype: np.dtype
-    ) -> np.ndarray:
+    def _cast(self, weight: Weight, name: str, index: int | None, dtype: np.dtype) -> np.ndarray:
         read = [self.tensors[part].read(index) for part in self.parts(name)]
         self.done += sum(x.nbytes for x in read)
         self.progress(self.done, self.total)
@@ -129,7 +127,7 @@ def _choose_layout(config: ModelConfig, tensors: Mapping[str, Tensor]) -> list[W
         if not weight.experts:
             table.append(weight)
             continue
-        layer = int(_LAYER_NAME.match(weight.name)[1])
+        layer = int(weight.name.split(".")[2])
         if layer not in fused:
             rows = fused_experts(config, layer)
             fused[layer] = any(w.name in tensors for w in rows)
@@ -138,9 +136,7 @@ def _choose_layout(config: ModelConfig, tensors: Mapping[str, Tensor]) -> list[W
     return table
 
 
-def _problems(
-    config: ModelConfig, table: list[Weight], tensors: Mapping[str, Tensor]
-) -> list[str]:
+def _problems(config: ModelConfig, table: list[Weight], tensors: Mapping[str, Tensor]) -> list[str]:
     missing: list[str] = []
     wrong: list[str] = []
     used: set[str] = set()
@@ -206,7 +202,7 @@ def place(module: nnx.Module, weights: Mapping[str, Array]) -> None:
     problems = [f"missing: {p}" for p in params if p not in weights]
     problems += [f"unexpected: {p}" for p in weights if p not in params]
     for path in params.keys() & weights.keys():
-        want, have = params[path][...], weights[path]
+        want, have = params[path].get_value(), weights[path]
         if (want.shape, want.dtype) != (have.shape, have.dtype):
             given, asked = f"{have.dtype}{have.shape}", f"{want.dtype}{want.shape}"
             problems.append(f"misshapen: {path} is {given}, the module has {asked}")
