@@ -49,7 +49,7 @@ def model() -> DeepseekV3:
 
 
 @pytest.fixture(scope="module")
-def make():
+def make(model):
     """Engines that share their compiled programs, hence also ladder and cache shape.
 
     A smaller pool is the same pool of which the test holds some pages.
@@ -262,7 +262,7 @@ def test_two_thousand_requests_with_cancellations_and_a_pool_too_small(model):
     engine = Engine(
         model,
         CONFIG,
-        num_pages=24,
+        num_pages=14,
         page=8,
         max_requests=16,
         prefill_chunk=48,
@@ -275,7 +275,7 @@ def test_two_thousand_requests_with_cancellations_and_a_pool_too_small(model):
             length = rng.randrange(300) if rng.random() < 0.03 else rng.randrange(24)
             prompt = [rng.randrange(64) for _ in range(length)]
             params = SamplingParams(
-                max_new_tokens=rng.randrange(1, 24),
+                max_new_tokens=rng.randrange(1, 32),
                 temperature=rng.choice([0.0, 1.0]),
                 seed=rng.randrange(2**32),
             )
