@@ -1,16 +1,46 @@
 """Strictness for every test: shapes checked at run time, no implicit dtype promotion, seeds."""
 
+import dataclasses
 import zlib
 
+import hypothesis
+import jax
 import jaxtyping
+import numpy as np
+import pytest
 
-# Before the first import of the package, so that all its functions and dataclasses are checked.
+
+def _register_dataclass(cls):
+    """A pytree whose unflattening is not construction.
+
+    Transformations fill pytrees with specs and sentinels, which the checked ``__init__`` would
+    refuse; real constructions stay checked.
+    """
+    names = {True: [], False: []}
+    for f in dataclasses.fields(cls):
+        names[bool(f.metadata.get("static"))].append(f.name)
+
+    def flatten(x):
+        key = jax.tree_util.GetAttrKey
+        leaves = [(key(n), getattr(x, n)) for n in names[False]]
+        return leaves, tuple(getattr(x, n) for n in names[True])
+
+    def unflatten(static, leaves):
+        x = object.__new__(cls)
+        for n, value in zip(names[True] + names[False], (*static, *leaves), strict=True):
+            object.__setattr__(x, n, value)
+        return x
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)
+    return cls
+
+
+# Both before the first import of the package, so that all of it is checked.
 jaxtyping.install_import_hook("mla_jax", "beartype.beartype")
-
-import hypothesis  # noqa: E402
-import jax  # noqa: E402
-import numpy as np  # noqa: E402
-import pytest  # noqa: E402
+with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(jax.tree_util, "register_dataclass", _register_dataclass)
+    import mla_jax.metadata.mla
+    import mla_jax.ops  # noqa: F401
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_enable_x64", False)
