@@ -1,7 +1,9 @@
 """Inputs with the dimensions of real models and few tokens, and everything unused poisoned."""
 
+import functools
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -28,11 +30,16 @@ def starts(lens) -> np.ndarray:
 
 
 def run(op, *args, backend, **kwargs):
-    """Call an operation; skip with the registry's reason where the backend refuses it."""
+    """Call a jitted operation; skip with the registry's reason where the backend refuses it."""
     try:
-        return op(*args, backend=backend, **kwargs)
+        return _jitted(op, ("backend", *kwargs))(*args, backend=backend, **kwargs)
     except UnsupportedError as refusal:
         pytest.skip(str(refusal))
+
+
+@functools.cache
+def _jitted(op, static):
+    return jax.jit(op, static_argnames=static)
 
 
 def draw(rng, *shape, dtype="float32", std=1.0):

@@ -122,14 +122,15 @@ def test_gradient(rng):
 
 
 def test_memory_is_linear_in_length():
-    def temp(n, differentiate):
+    """Also of the gradient, which recomputes each tile of queries."""
+
+    def temp(n):
         meta = PrefillMetadata(
             query_starts=jnp.array([0, n], jnp.int32), key_starts=jnp.array([0, n], jnp.int32)
         )
         f = lambda q, kv, kr: mla_prefill(q, kv, kr, meta, scale=1.0).out.sum()  # noqa: E731
-        f = jax.grad(f, argnums=(0, 1, 2)) if differentiate else f
         args = jnp.zeros((n, 2, 12)), jnp.zeros((n, 2, 14)), jnp.zeros((n, 4))
-        return jax.jit(f).lower(*args).compile().memory_analysis().temp_size_in_bytes
+        program = jax.jit(jax.grad(f, argnums=(0, 1, 2))).lower(*args).compile()
+        return program.memory_analysis().temp_size_in_bytes
 
-    for differentiate in (False, True):
-        assert temp(4096, differentiate) < 2.2 * temp(2048, differentiate)
+    assert temp(4096) < 2.2 * temp(2048)

@@ -17,9 +17,7 @@ INF, NAN = np.inf, np.nan
 
 def state(out, lse, dtype="float32"):
     """One token, one head, one channel."""
-    return AttnState(
-        out=jnp.full((1, 1, 1), out, dtype), lse=jnp.full((1, 1), lse, jnp.float32)
-    )
+    return AttnState(out=jnp.full((1, 1, 1), out, dtype), lse=jnp.full((1, 1), lse, jnp.float32))
 
 
 def random_state(rng, tokens=4, heads=3, dim=5, empty=0.3):

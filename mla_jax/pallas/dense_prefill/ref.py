@@ -128,6 +128,6 @@ def dense_prefill(
 
 def _tiles(x: Array, size: int) -> Array:
     """``[n, ...] -> [ceil(n / size), size, ...]``, padded with zeros."""
-    pad = -x.shape[0] % size
-    x = jnp.pad(x, ((0, pad), *((0, 0),) * (x.ndim - 1)))
-    return x.reshape(-1, size, *x.shape[1:])
+    n = cdiv(x.shape[0], size)
+    x = jnp.pad(x, ((0, n * size - x.shape[0]), *((0, 0),) * (x.ndim - 1)))
+    return x.reshape(n, size, *x.shape[1:])

@@ -1,0 +1,165 @@
+"""Public functions: what they refuse, what they choose, and that they live under jit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import TINY, decode_case, prefill_case
+
+from mla_jax import ops
+from mla_jax.cache import LatentCache
+from mla_jax.errors import ArgumentError, UnsupportedError
+from mla_jax.metadata.mla import DecodeMetadata, PrefillMetadata
+from mla_jax.types import AttnState
+
+
+def zeros(*shape, dtype="bfloat16"):
+    return jnp.zeros(shape, dtype)
+
+
+CACHE = {"num_pages": 2, "page": 4, "rank": 16, "rope": 4}
+META = {
+    "max_query_len": 1, "page_table": (2, 3), "seq_lens": (2,), "query_starts": (3,),
+}  # fmt: skip
+STARTS = {"query_starts": (3,), "key_starts": (3,)}
+
+
+def meta(cls, **sizes):
+    return cls(
+        **{k: v if isinstance(v, int) else zeros(*v, dtype="int32") for k, v in sizes.items()}
+    )
+
+
+def decode(q_latent=(2, 3, 16), q_rope=(2, 3, 4), dtype="bfloat16", change=None, **kwargs):
+    cache = LatentCache.alloc(**CACHE)
+    m = meta(DecodeMetadata, **(META | (change or {})))
+    q = zeros(*q_latent, dtype=dtype), zeros(*q_rope)
+    return ops.mla_decode(*q, cache, m, **({"scale": 1.0} | kwargs))
+
+
+def prefill(q=(4, 3, 12), kv=(5, 3, 14), k_rope=(5, 4), change=None, **kwargs):
+    m = meta(PrefillMetadata, **(STARTS | (change or {})))
+    args = zeros(*q), zeros(*kv), zeros(*k_rope), m
+    return ops.mla_prefill(*args, **({"scale": 1.0} | kwargs))
+
+
+def write(kv=(5, 16), kr=(5, 4), slots=(5,), kind="int32"):
+    cache = LatentCache.alloc(**CACHE)
+    return ops.write_latent(cache, zeros(*kv), zeros(*kr), zeros(*slots, dtype=kind))
+
+
+def gather(dtype="bfloat16", rows=4, starts=(3,)):
+    index = [zeros(*s, dtype="int32") for s in ((2, 3), (2,), starts)]
+    return ops.gather_latent(LatentCache.alloc(**CACHE), *index, rows=rows, dtype=dtype)
+
+
+def merge(*shapes):
+    return ops.merge_attn_states(
+        *(AttnState(out=zeros(*s), lse=zeros(*s[:2], dtype="float32")) for s in shapes)
+    )
+
+
+def swap():
+    src, dst = LatentCache.alloc(**CACHE), LatentCache.alloc(**(CACHE | {"format": "fp32"}))
+    return ops.swap_blocks(src, dst, zeros(1, 2, dtype="int32"))
+
+
+REFUSED = [
+    (lambda: decode(q_latent=(2, 3, 8)),
+     "mla_decode: q_latent of shape (2, 3, 8): given rank=8; allowed: rank=16"),
+    (lambda: decode(q_rope=(2, 2, 4)), "given heads=2; allowed: heads=3"),
+    (lambda: decode(q_rope=(2, 4)), "q_rope: given shape (2, 4); allowed: [tokens, heads, rope]"),
+    (lambda: decode(dtype="float32"), "given q_latent float32, q_rope bfloat16; allowed: one dtype"),
+    (lambda: decode(dtype="float8_e4m3fn"), "allowed: bfloat16, float16, float32"),
+    (lambda: decode(out_dtype="int8"), "mla_decode: out_dtype: given dtype int8"),
+    (lambda: decode(change={"seq_lens": (3,)}), "given requests=3; allowed: requests=2"),
+    (lambda: decode(change={"query_starts": (2,)}), "given requests=1; allowed: requests=2"),
+    (lambda: decode(change={"max_query_len": 0}), "max_query_len: given 0; allowed: 1 or more"),
+    (lambda: decode(scale=jnp.float32(1)), "allowed: a finite Python number. It is static"),
+    (lambda: decode(scale=float("nan")), "mla_decode: scale: given nan"),
+    (lambda: decode(tuning=64), "dense_decode[xla]: tuning: given 64; allowed: None"),
+    (lambda: prefill(q=(4, 3, 3)), "mla_prefill: widths: given q 3, k_rope 4, kv 14"),
+    (lambda: prefill(kv=(5, 3, 8)), "Pass kv as the up-projection leaves it"),
+    (lambda: prefill(k_rope=(6, 4)), "given keys=6; allowed: keys=5"),
+    (lambda: prefill(change={"key_starts": (4,)}), "given requests=3; allowed: requests=2"),
+    (lambda: prefill(causal=1), "mla_prefill: causal: given 1; allowed: True or False"),
+    (lambda: write(kv=(4, 16)), "write_latent: rows of kv_latent: given 4; allowed: at least 5"),
+    (lambda: write(kr=(5, 5)), "given rope=5; allowed: rope=4"),
+    (lambda: write(kind="float32"), "slots: given dtype float32; allowed: an integer dtype"),
+    (lambda: gather(dtype="float8_e4m3fn"), "gather_latent: dtype: given dtype float8_e4m3fn"),
+    (lambda: gather(rows=-1), "gather_latent: rows: given -1"),
+    (lambda: gather(starts=(2,)), "given requests=1; allowed: requests=2"),
+    (lambda: merge(), "merge_attn_states: states: given none; allowed: one or more"),
+    (lambda: merge((2, 3, 4), (2, 3, 5)), "states[1].out of shape (2, 3, 5): given dim=5"),
+    (swap, "swap_blocks: src: given {'cache': 'bf16'"),
+    (lambda: ops.copy_blocks(LatentCache.alloc(**CACHE), zeros(2, 3, dtype="int32")),
+     "copy_blocks: pairs of shape (2, 3): given 2=3; allowed: 2=2"),
+    (lambda: ops.explain("mla_deocde"), "explain: op: given 'mla_deocde'; allowed: write_latent"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "text"), REFUSED, ids=[t for _, t in REFUSED])
+def test_refusals_name_what_was_given_and_allowed(call, text, our_errors):
+    with pytest.raises(ArgumentError) as refusal:
+        call()
+    assert text in str(refusal.value)
+
+
+def test_unknown_backend_lists_the_names(our_errors):
+    with pytest.raises(UnsupportedError) as refusal:
+        decode(backend="mosiac")
+    assert str(refusal.value) == (
+        "dense_decode[mosiac]: no backend of this name (registered: xla). Would accept: xla."
+    )
+
+
+def test_pages_of_another_dtype_than_the_format(our_errors):
+    cache = LatentCache.alloc(**CACHE)
+    wrong = LatentCache(
+        pages=cache.pages.astype(jnp.float16), scale=cache.scale, rank=16, format=cache.format
+    )
+    with pytest.raises(ArgumentError, match="given float16; allowed: bfloat16, as format bf16"):
+        ops.copy_blocks(wrong, zeros(1, 2, dtype="int32"))
+
+
+def test_explain_takes_shapes(rng):
+    """Before any array exists: the arguments may be shapes, the device a named one."""
+    case = decode_case(rng, seq_lens=[3, 4], pad_tokens=0, pad_requests=0)
+    args = jax.eval_shape(lambda *a: a, *case.args)
+    text = ops.explain("mla_decode", *args, scale=1.0)
+    assert text.splitlines()[0].startswith(
+        "dense_decode(dtype=bfloat16, out=bfloat16, heads=3, cache=bf16, rank=16, rope=4, page=4, "
+        "max_query_len=1, tokens=2, requests=2, width=1)"
+    )
+    assert text.splitlines()[-1] == "runs xla"
+
+
+def test_tracing_once_per_problem(rng):
+    """Lengths and tables are arrays: other values, same program; and donation reuses the pages."""
+    traces = []
+
+    @jax.jit
+    def step(q_latent, q_rope, cache, m):
+        traces.append(1)
+        return ops.mla_decode(q_latent, q_rope, cache, m, scale=1.0)
+
+    case = decode_case(rng, seq_lens=[3, 4], page=4)
+    *arrays, m = case.args
+    step(*arrays, m)
+    step(*arrays, jax.tree.map(jnp.zeros_like, m))
+    assert len(traces) == 1
+
+    cache = LatentCache.alloc(**CACHE)
+    write = jax.jit(ops.write_latent, donate_argnums=0)
+    kv, kr = zeros(1, 16), zeros(1, 4)
+    text = write.lower(cache, kv, kr, zeros(1, dtype="int32")).compile().as_text()
+    assert "input_output_alias" in text
+
+
+def test_int64_metadata_is_not_needed_but_any_integer_is_taken(rng):
+    case = prefill_case(rng, query_lens=[3, 2], pad=0, dtype="float32")
+    *arrays, m = case.args
+    short = jax.tree.map(lambda x: x.astype(jnp.int16), m)
+    a, b = (ops.mla_prefill(*arrays, x, scale=case.scale) for x in (m, short))
+    np.testing.assert_array_equal(a.out, b.out)
+    assert a.out.shape == (5, TINY.heads, TINY.v)
