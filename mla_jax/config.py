@@ -8,12 +8,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from mla_jax import hf_config
 from mla_jax.errors import ConfigError
+from mla_jax.hf_config import read, write
 from mla_jax.hf_keys import load_json
 
 __all__ = ["MLADims", "MoEConfig", "ModelConfig", "RopeConfig", "YarnConfig"]
@@ -168,6 +168,7 @@ class MoEConfig:
             raise ConfigError("MoEConfig.topk", self.topk, allowed)
 
 
+@runtime_checkable
 class RowFormat(Protocol):
     """What a cache format says about one token: ``CacheFormat`` is one."""
 
@@ -217,7 +218,7 @@ class ModelConfig:
             path = Path(source)
             path = path / "config.json" if path.is_dir() else path
             data, where = load_json(path), str(path)
-        facts = hf_config.read(data, where)
+        facts = read(data, where)
         yarn = facts["rope"]["yarn"]
         facts["rope"]["yarn"] = yarn and YarnConfig(**yarn)
         facts["rope"] = RopeConfig(**facts["rope"])
@@ -227,7 +228,7 @@ class ModelConfig:
 
     def to_hf(self) -> dict:
         """The released key dialect: ``ModelConfig.from_hf(config.to_hf()) == config``."""
-        return hf_config.write(asdict(self))
+        return write(asdict(self))
 
     def cache_bytes_per_token(self, format: RowFormat) -> int:
         """Bytes that one token takes in the caches of all layers."""

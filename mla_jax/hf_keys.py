@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from mla_jax.errors import ConfigError
 
@@ -38,12 +38,12 @@ class Keys:
     def refusal(self, key: str, given: object, allowed: object, hint: str = "") -> ConfigError:
         return ConfigError(f"{self.where}: {self._prefix}{key}", repr(given), allowed, hint)
 
-    def take(self, *names: str, default: object = _ABSENT) -> object:
+    def take(self, *names: str, default: object = _ABSENT) -> Any:
         """The value under any of ``names``, which must agree where several are present."""
         self._known.update(names)
         given = {n: self._data.pop(n) for n in names if n in self._data}
         values = list(given.values())
-        if any(v != values[0] for v in values):
+        if any(v != values[0] for v in values[1:]):
             raise self.refusal(" and ".join(given), values, "equal values, or one of the keys")
         if values:
             return values[0]

@@ -178,20 +178,21 @@ def _flags(config: ModelConfig, layer: int) -> set[str]:
 
 
 def _weight(name: str, paths: str, axes: str, sizes: Mapping[str, int]) -> Weight:
-    def size(symbol: str) -> int:
-        return int(symbol) if symbol.isdigit() else sizes[symbol]
-
     left, right = axes.split(" -> ")
     groups = [tuple(g.split()) for g in _groups(left)]
     symbols = [s for g in groups for s in g]
     return Weight(
         name=name,
         paths=tuple(paths.split()),
-        split=tuple(map(size, symbols)),
-        shape=tuple(math.prod(map(size, g)) for g in groups),
+        split=tuple(_size(s, sizes) for s in symbols),
+        shape=tuple(math.prod(_size(s, sizes) for s in g) for g in groups),
         order=tuple(symbols.index(s) for s in right.split()),
         experts=sizes["E"] if ".mlp.experts." in name else 0,
     )
+
+
+def _size(symbol: str, sizes: Mapping[str, int]) -> int:
+    return int(symbol) if symbol.isdigit() else sizes[symbol]
 
 
 def _groups(axes: str) -> Iterator[str]:

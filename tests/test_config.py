@@ -1,0 +1,237 @@
+"""``ModelConfig.from_hf``: the released configurations, both dialects, and every refusal."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mla_jax.cache import FORMATS
+from mla_jax.config import MLADims, ModelConfig, MoEConfig
+from mla_jax.errors import ConfigError
+from mla_jax.model.memory import plan_memory
+from mla_jax.model.presets import PRESETS, V2, V2_LITE, V3, released
+from mla_jax.model.weight_table import num_params
+
+TINY = sorted((Path(__file__).parent / "data" / "configs").glob("tiny_*.json"))
+
+# name: heads, q rank, nope, rope, v, softmax scale, bytes per token in bf16
+FACTS = {
+    "V2_LITE": (16, None, 128, 64, 128, 0.114721387, 31_104),
+    "V2": (128, 1536, 128, 64, 128, 0.135233779, 69_120),
+    "V3": (128, 1536, 128, 64, 128, 0.135233779, 70_272),
+    "KIMI_K2": (64, 1536, 128, 64, 128, 0.130860800, 70_272),
+    "GLM_4_7_FLASH": (20, 768, 192, 64, 256, 1 / 16, 54_144),
+    "YOUTU_2B": (16, 1536, 128, 64, 128, 192**-0.5, 36_864),
+}
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_released_configurations(name: str):
+    config = PRESETS[name]
+    heads, q_rank, nope, rope, v, scale, token = FACTS[name]
+    assert config.dims == MLADims(heads=heads, rank=512, nope=nope, rope=rope, v=v, q_rank=q_rank)
+    assert config.scale == pytest.approx(scale, abs=1e-9, rel=1e-6)
+    assert config.rope.cos_sin_factor == 1.0
+    assert config.cache_bytes_per_token(FORMATS["bf16"]) == token
+    assert config.latent_eps == 1e-6
+
+
+def test_routing_of_the_released_configurations():
+    assert V2_LITE.moe == MoEConfig(experts=64, topk=6, width=1408, shared=2, method="greedy")
+    assert V2.moe == MoEConfig(
+        experts=160,
+        topk=6,
+        width=1536,
+        shared=2,
+        method="group_limited_greedy",
+        groups=8,
+        topk_groups=3,
+        scale=16.0,
+    )
+    assert V3.moe == MoEConfig(
+        experts=256,
+        topk=8,
+        width=2048,
+        shared=1,
+        method="noaux_tc",
+        groups=8,
+        topk_groups=4,
+        normalise=True,
+        scale=2.5,
+    )
+    assert V3.sparse_layers == (False,) * 3 + (True,) * 58
+    assert PRESETS["YOUTU_2B"].moe is None
+    assert PRESETS["YOUTU_2B"].tied
+    assert PRESETS["GLM_4_7_FLASH"].eos == (154820, 154827, 154829)
+    assert (V3.fp8_block, V3.ignored_layers) == (128, 1)
+
+
+def test_yarn_ramp_of_kimi_is_one_channel_wide():
+    config = PRESETS["KIMI_K2"]
+    plain = dataclasses.replace(config.rope, yarn=None).inv_freq()
+    ratio = config.rope.inv_freq() / plain
+    np.testing.assert_allclose(ratio[:20], 1, rtol=1e-6)
+    np.testing.assert_allclose(ratio[20:], 1 / 32, rtol=1e-6)
+
+
+def test_parameters_and_memory():
+    assert num_params(V3) == 671_026_419_200
+    assert num_params(V2_LITE) == 15_706_484_224
+    plan = plan_memory(V2_LITE, dtype="bfloat16", format=FORMATS["bf16"])
+    router = 26 * 64 * 2048
+    assert plan.weights == 2 * num_params(V2_LITE) + 2 * router
+    assert plan.token == 31_104
+    assert plan.tokens(plan.weights + plan.absorbed + 10 * plan.token + 5) == 10
+    assert plan.tokens(0) == 0
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_released_keys_round_trip(name: str):
+    config = PRESETS[name]
+    assert ModelConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
+
+
+@pytest.mark.parametrize("path", TINY, ids=lambda p: p.stem)
+def test_transformers_5_keys(path: Path):
+    """``to_json_string(use_diff=False)`` of transformers 5.23 for tiny models."""
+    config = ModelConfig.from_hf(path)
+    full = PRESETS[path.stem.removeprefix("tiny_").upper()]
+    assert config.moe is None or config.moe.method == full.moe.method
+    assert (config.rope.yarn is None) == (full.rope.yarn is None)
+    assert ModelConfig.from_hf(config.to_hf()) == config
+
+
+def _v3(**changes: object) -> dict:
+    return released("v3") | changes
+
+
+def _yarn(**changes: object) -> dict:
+    return _v3(rope_scaling=released("v3")["rope_scaling"] | changes)
+
+
+def test_both_dialects_agree():
+    data = released("v3")
+    rope = data.pop("rope_scaling") | {"rope_theta": data.pop("rope_theta")}
+    rope["rope_type"] = rope.pop("type")
+    data["num_mtp_layers"] = data.pop("num_nextn_predict_layers")
+    data["num_local_experts"] = data.pop("n_routed_experts")
+    data["dtype"] = data.pop("torch_dtype")
+    extra = {"head_dim": 64, "qk_head_dim": 192, "rope_interleave": True}
+    assert ModelConfig.from_hf(data | {"rope_parameters": rope} | extra) == V3
+
+
+@pytest.mark.parametrize(
+    ("mscale", "all_dim", "cos_sin", "score"),
+    [
+        (1.0, 1.0, 1.0, 1.368888**2),
+        (0, 1.0, 1.368888, 1.368888**2),
+        (None, None, 1.368888, 1.0),
+        (1.0, 0, 1.368888, 1.0),
+        (0.707, 1.0, 1.260804 / 1.368888, 1.368888**2),
+    ],
+)
+def test_yarn_magnitudes(mscale: object, all_dim: object, cos_sin: float, score: float):
+    rope = ModelConfig.from_hf(_yarn(mscale=mscale, mscale_all_dim=all_dim)).rope
+    assert rope.cos_sin_factor == pytest.approx(cos_sin, rel=1e-6)
+    assert rope.score_factor == pytest.approx(score, rel=1e-6)
+
+
+def test_yarn_details():
+    given = ModelConfig.from_hf(_yarn(attention_factor=1.5, truncate=False, beta_fast=None))
+    assert given.rope.cos_sin_factor == 1.5
+    assert not given.rope.yarn.truncate
+    assert given.rope.yarn.beta_fast == 32.0
+    beside = ModelConfig.from_hf(_yarn() | {"original_max_position_embeddings": 2048})
+    assert beside.rope.yarn.original == 2048
+    assert ModelConfig.from_hf(_yarn(factor=None)).rope.yarn.factor == 40.0
+
+
+def test_what_transformers_ignores_or_keeps():
+    lite = released("v2_lite")
+    assert ModelConfig.from_hf(lite | {"norm_topk_prob": True}) == V2_LITE
+    assert ModelConfig.from_hf(lite | {"n_group": 8, "topk_group": 3}) == V2_LITE
+    assert ModelConfig.from_hf(lite | {"mlp_bias": True}).mlp_bias
+    assert not ModelConfig.from_hf(_v3(rope_interleave=False)).rope.interleaved
+    assert ModelConfig.from_hf(_v3(attention_bias=True)).attention_bias
+    assert ModelConfig.from_hf(_v3(q_lora_rank=None)).dims.q_rank is None
+    assert ModelConfig.from_hf(_v3(first_k_dense_replace=61)).moe is None
+    assert ModelConfig.from_hf(_v3(eos_token_id=None)).eos == ()
+    types = ["sparse", "dense"] + ["sparse"] * 45
+    glm = ModelConfig.from_hf(released("glm_4_7_flash") | {"mlp_layer_types": types})
+    assert glm.sparse_layers[:3] == (True, False, True)
+
+
+REFUSED = [
+    (_v3(rope_teta=1), "unknown key rope_teta", "Nearest known name: rope_theta."),
+    (_yarn(beta_fst=1), "unknown key rope_scaling.beta_fst", "beta_fast"),
+    (_v3(index_topk=2048), "unknown key index_topk", ""),
+    (_v3(model_type="deepseek_v32"), "model_type", "deepseek_v3"),
+    (_v3(hidden_act="gelu"), "hidden_act", "silu"),
+    (_v3(num_key_value_heads=8), "num_key_value_heads", "128"),
+    (_v3(moe_layer_freq=2), "moe_layer_freq", "1"),
+    (_v3(scoring_func="softmax"), "scoring_func", "sigmoid"),
+    (_v3(topk_method="greedy"), "topk_method", "noaux_tc"),
+    (released("v2") | {"topk_method": "noaux_tc"}, "topk_method", "group_limited_greedy"),
+    (released("v2") | {"scoring_func": "sigmoid"}, "scoring_func", "softmax"),
+    (released("v2") | {"rope_interleave": False}, "rope_interleave", "rotates pairs"),
+    (_v3(mlp_bias=True), "mlp_bias", "deepseek_v2"),
+    (_v3(head_dim=128), "head_dim", "64"),
+    (_v3(n_group=7), "MoEConfig.groups", "divisor of 256"),
+    (_v3(topk_group=9), "MoEConfig.topk_groups", "at most 8"),
+    (_v3(topk_group=1, num_experts_per_tok=33), "MoEConfig.topk", "at most 32"),
+    (_v3(n_group=256, topk_group=8), "MoEConfig.groups", "two best"),
+    (_v3(num_local_experts=128), "n_routed_experts and num_local_experts", "equal"),
+    (_v3(qk_rope_head_dim=63, head_dim=None), "MLADims.rope", "even"),
+    (_v3(kv_lora_rank=0), "kv_lora_rank", ">= 1"),
+    (_v3(hidden_size=True), "hidden_size", "integer"),
+    (_v3(rms_norm_eps=float("nan")), "rms_norm_eps", "finite"),
+    (_v3(mlp_layer_types=["dense"] * 61), "mlp_layer_types", "3 dense layers"),
+    (released("glm_4_7_flash") | {"first_k_dense_replace": 2}, "first_k_dense", "mlp_layer_types"),
+    (_yarn(type="longrope"), "rope_type", "default or yarn"),
+    (_v3(rope_scaling={"type": "linear", "factor": 2}), "rope_type", "default or yarn"),
+    (_v3(rope_scaling={"rope_type": "llama3"}), "rope_type", "llama3"),
+    (_v3(rope_parameters={"rope_type": "default"}), "rope_scaling and rope_parameters", "one"),
+    (_v3(partial_rotary_factor=0.5), "partial_rotary_factor", "1"),
+    (_yarn(factor=0.5), "YarnConfig.factor", ">= 1"),
+    (_v3(quantization_config={"quant_method": "awq"}), "quantization_config.quant_method", "fp8"),
+    (
+        _v3(quantization_config={"quant_method": "fp8", "weight_block_size": [64, 64]}),
+        "weight_block_size",
+        "[128, 128]",
+    ),
+    (_v3(eos_token_id="end"), "eos_token_id", "token id"),
+]
+
+
+@pytest.mark.parametrize(("data", "what", "also"), REFUSED, ids=lambda v: str(v)[:24])
+def test_refusals_name_key_and_remedy(data: object, what: str, also: str):
+    with pytest.raises(ConfigError) as error:
+        ModelConfig.from_hf(data)
+    assert what in str(error.value)
+    assert also in str(error.value)
+
+
+def test_a_missing_width_is_named_with_what_is_similar():
+    data = _v3(kv_lora_rnk=512)
+    del data["kv_lora_rank"]
+    with pytest.raises(ConfigError, match=r"kv_lora_rank: given nothing.*kv_lora_rnk"):
+        ModelConfig.from_hf(data)
+
+
+def test_files(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"config\.json: given No such file"):
+        ModelConfig.from_hf(tmp_path / "config.json")
+    file = tmp_path / "config.json"
+    file.write_text("{" * 100_000)
+    with pytest.raises(ConfigError, match="not JSON"):
+        ModelConfig.from_hf(tmp_path)
+    file.write_bytes(b"\xff\xfe{}")
+    with pytest.raises(ConfigError, match="not JSON"):
+        ModelConfig.from_hf(tmp_path)
+    file.write_text("[1, 2]")
+    with pytest.raises(ConfigError, match="a JSON object"):
+        ModelConfig.from_hf(tmp_path)
+    file.write_text(json.dumps(released("v3")))
+    assert ModelConfig.from_hf(tmp_path) == ModelConfig.from_hf(str(file)) == V3
