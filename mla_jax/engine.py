@@ -9,10 +9,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
 
 from mla_jax.cache import LatentCache
 from mla_jax.config import ModelConfig
@@ -21,6 +24,7 @@ from mla_jax.metadata.buckets import MLABucket, MLALadder
 from mla_jax.model.deepseek_v3 import DeepseekV3
 from mla_jax.model.sampling import SamplingBatch, SamplingParams
 from mla_jax.model.step import Step, StepBatch
+from mla_jax.model.weights import Progress, load, place
 from mla_jax.pages import PagePool
 from mla_jax.scheduler import Completion, Event, Plan, Scheduler
 from mla_jax.types import cdiv
@@ -117,10 +121,28 @@ class Engine:
 
     @classmethod
     def from_pretrained(
-        cls, folder: str | Path, *, dtype: jnp.dtype = jnp.bfloat16, **settings: object
+        cls,
+        folder: str | Path,
+        *,
+        dtype: DTypeLike = jnp.bfloat16,
+        progress: Progress | None = None,
+        **settings: Any,
     ) -> "Engine":
-        """Read a Hugging Face folder (config.json, safetensors) and build the engine."""
-        model, config = load_model(folder, dtype=dtype)
+        """An engine for a Hugging Face folder; ``settings`` are those of the constructor.
+
+        Raises:
+            ConfigError: config.json has a key that this library does not implement.
+            WeightsError: the safetensors do not hold that model.
+        """
+        config = ModelConfig.from_hf(folder)
+        leaves = load(folder, config, dtype=dtype, progress=progress)
+
+        def build() -> DeepseekV3:
+            return DeepseekV3(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))
+
+        model = nnx.eval_shape(build)
+        place(model, leaves)
+        model.absorb()
         return cls(model, config, **settings)
 
     def add(

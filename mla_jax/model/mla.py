@@ -67,7 +67,8 @@ class MLA(nnx.Module):
     def absorb(self) -> None:
         """Derive the decode weights from ``kv_up``; call after every change of it."""
         k, v = absorb_weights(self.kv_up.kernel[...], nope=self.dims.nope)
-        self.k_absorb[...], self.v_absorb[...] = k, v
+        self.k_absorb.set_value(k)
+        self.v_absorb.set_value(v)
 
     def queries(
         self, x: Float[Array, "tokens hidden"], angles: tuple[Array, Array]
