@@ -32,8 +32,9 @@ $(CLI) $(DEV) $(PARITY) $(NOTEBOOKS): $(INPUTS)
 demo: $(CLI)
 	@$(BIN)/mla-jax demo
 
+# Hundreds of tiny programs compile here, each runs once: optimising them costs, and shows nothing.
 test: $(DEV)
-	@$(BIN)/python -m pytest -q -n $(WORKERS) $(PYTEST_ARGS)
+	@JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(BIN)/python -m pytest -q -n $(WORKERS) $(PYTEST_ARGS)
 
 lint: $(DEV)
 	@$(BIN)/ruff check .

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -13,6 +12,8 @@ from mla_jax.metadata.buckets import MLABucket
 from mla_jax.model.deepseek_v3 import DeepseekV3
 from mla_jax.model.sampling import SamplingBatch
 from mla_jax.model.step import Step, StepBatch, StepOutput
+from mla_jax.model.weight_table import expected_shapes
+from mla_jax.model.weights import place
 
 MOE = {
     "greedy": MoEConfig(experts=8, topk=3, width=16, shared=2, method="greedy"),
@@ -63,14 +64,22 @@ def config(moe: str | None = "noaux_tc", *, q_rank: int | None = 12, **changes) 
 
 
 def model(cfg: ModelConfig, seed: int = 0) -> DeepseekV3:
-    """A random float32 model; the routing bias is random too, so that it matters."""
-    m = DeepseekV3(cfg, dtype=jnp.float32, rngs=nnx.Rngs(seed))
-    for i, layer in enumerate(m.layers):
-        if cfg.sparse_layers[i] and layer.moe.router.choice_bias is not None:
-            key = jax.random.key(seed + i)
-            layer.moe.router.choice_bias[...] = 0.3 * jax.random.normal(key, (8,), jnp.float32)
-    m.absorb()
-    return m
+    """A random float32 model; norms and routing bias are random too, so that they matter."""
+    rng = np.random.default_rng(seed)
+    module = nnx.eval_shape(lambda: DeepseekV3(cfg, dtype=jnp.float32, rngs=nnx.Rngs(0)))
+    leaves = {}
+    for path, (shape, _) in expected_shapes(cfg).items():
+        x = rng.standard_normal(shape).astype(np.float32)
+        if path.endswith("scale"):
+            x = 1 + 0.1 * x
+        elif path.endswith("bias"):
+            x = 0.3 * x
+        elif not path.startswith("embed"):
+            x = x * shape[-2 if ".experts." in path else 0] ** -0.5
+        leaves[path] = jnp.asarray(x)
+    place(module, leaves)
+    module.absorb()
+    return module
 
 
 def caches(cfg: ModelConfig, *, num_pages: int, page: int, fill: float = 0.0) -> list:
