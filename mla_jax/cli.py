@@ -26,6 +26,7 @@ from mla_jax.errors import (
     WeightsError,
 )
 from mla_jax.metadata.mla import DecodeMetadata, PrefillMetadata
+from mla_jax.model.memory import plan_memory
 from mla_jax.model.sampling import SamplingParams
 from mla_jax.model.weight_table import num_params
 from mla_jax.prompts import Prompt, Reader, ids_of
@@ -134,8 +135,9 @@ def generate(
     rows = [_rows(p, max_new_tokens, limit) for p in prompts]
     max_requests = min(max_requests, len(prompts))
     if num_pages is None:
-        needs = sorted((cdiv(n, page_size) for n in rows), reverse=True) if page_size > 0 else []
-        num_pages = 1 + sum(needs[:max_requests])
+        # Sizes below 1 are refused by the engine.
+        needs = sorted((cdiv(n, max(page_size, 1)) for n in rows), reverse=True)
+        num_pages = 1 + sum(needs[: max(max_requests, 1)])
     engine = _load(
         model_dir,
         dtype=dtype,
@@ -241,11 +243,8 @@ def inspect(
 
 def _facts(config: ModelConfig, dtype: str, memory: float) -> dict[str, Any]:
     d = config.dims
-    absorbed = config.layers * d.heads * d.rank * (d.nope + d.v)  # the decode form of kv_up
-    params = num_params(config)
-    weights = (params + absorbed) * jnp.dtype(dtype).itemsize
-    per_token = {name: config.cache_bytes_per_token(f) for name, f in FORMATS.items()}
-    left = max(0, int(memory * 2**30) - weights)
+    plans = {name: plan_memory(config, dtype=dtype, format=f) for name, f in FORMATS.items()}
+    any_plan = next(iter(plans.values()))
     return {
         "family": config.family,
         "layers": config.layers,
@@ -257,10 +256,12 @@ def _facts(config: ModelConfig, dtype: str, memory: float) -> dict[str, Any]:
         "experts": config.moe.experts if config.moe else 0,
         "softmax_scale": config.scale,
         "max_positions": config.max_positions,
-        "parameters": params,
-        "weight_bytes": {dtype: weights},
-        "cache_bytes_per_token": per_token,
-        f"tokens_in_{memory:g}_gib": {name: left // n for name, n in per_token.items()},
+        "parameters": num_params(config),
+        f"weight_bytes_{dtype}": {"weights": any_plan.weights, "absorbed": any_plan.absorbed},
+        "cache_bytes_per_token": {name: p.token for name, p in plans.items()},
+        f"tokens_in_{memory:g}_gib": {
+            name: p.tokens(int(memory * 2**30)) for name, p in plans.items()
+        },
     }
 
 

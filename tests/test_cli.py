@@ -200,9 +200,9 @@ def test_inspect_counts_bytes(run, folder):
     assert facts["cache_bytes_per_token"] == {
         name: CONFIG.layers * row * f.itemsize for name, f in FORMATS.items()
     }
-    weights = facts["weight_bytes"]["float32"]
-    assert weights > 4 * facts["parameters"]
-    assert facts["tokens_in_1_gib"]["bf16"] == (2**30 - weights) // (2 * row)
+    held = facts["weight_bytes_float32"]
+    assert held["weights"] == 4 * facts["parameters"]
+    assert facts["tokens_in_1_gib"]["bf16"] == (2**30 - sum(held.values())) // (2 * row)
     _, out, _ = run("inspect", folder)
     assert "family: deepseek_v3" in out
     assert "rank=16" in out
