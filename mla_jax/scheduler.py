@@ -21,7 +21,7 @@ from mla_jax.model.sampling import SamplingParams
 from mla_jax.pages import PagePool
 from mla_jax.types import cdiv
 
-__all__ = ["Completion", "Event", "Plan", "Request", "Scheduler", "Work"]
+__all__ = ["Completion", "Event", "Plan", "Request", "Scheduler", "Work", "checked_ids"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +94,24 @@ class Plan:
     num_decodes: int
 
 
+def checked_ids(ids: Sequence[object], *, vocab: int, where: str) -> list[int]:
+    """Token ids as a new list of Python integers.
+
+    Raises:
+        EngineError: one of them is no integer or not in the vocabulary.
+    """
+    tokens = []
+    for i, token in enumerate(ids):
+        try:
+            tokens.append(-1 if isinstance(token, bool) else operator.index(token))
+        except TypeError:
+            tokens.append(-1)
+        if not 0 <= tokens[-1] < vocab:
+            allowed = f"integers from 0 to {vocab - 1} (vocabulary)"
+            raise EngineError(f"{where}: token {i}", repr(token), allowed)
+    return tokens
+
+
 class Scheduler:
     """Owns the queues and lends pages. ``schedule`` a plan, run it, ``commit`` its tokens."""
 
@@ -161,15 +179,7 @@ class Scheduler:
             raise EngineError("request id", repr(id), "an id that no live request has")
         if len(prompt) == 0:
             raise EngineError(f"request {id}: prompt", "no tokens", "1 token or more")
-        tokens = []
-        for i, token in enumerate(prompt):
-            try:
-                tokens.append(operator.index(token))
-            except TypeError:
-                tokens.append(-1)
-            if not 0 <= tokens[-1] < self.vocab:
-                allowed = f"integers from 0 to {self.vocab - 1} (vocabulary)"
-                raise EngineError(f"request {id}: prompt token {i}", repr(token), allowed)
+        tokens = checked_ids(prompt, vocab=self.vocab, where=f"request {id}: prompt")
         new = params.max_new_tokens
         if len(prompt) + new > self.max_model_len:
             raise EngineError(

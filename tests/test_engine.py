@@ -221,7 +221,7 @@ def test_cancelled_requests_are_reported_by_the_next_step(make):
 
 def test_one_bad_prompt_leaves_none_behind(make):
     engine = make()
-    with pytest.raises(EngineError, match="prompt token 1: given 64"):
+    with pytest.raises(EngineError, match="prompt: token 1: given 64"):
         engine.generate([[1, 2], [3, 64]], wish(2))
     with pytest.raises(EngineError, match=r"120 \+ 9 = 129 tokens; allowed: at most 128"):
         engine.generate([[1], [1] * 120], wish(9))

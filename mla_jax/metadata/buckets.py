@@ -86,15 +86,21 @@ class MLALadder:
     def default(
         cls, *, max_requests: int, max_prefill_tokens: int, max_pages: int, context_rows: int
     ) -> "MLALadder":
-        """Powers of two (pages: powers of four), each up to its limit."""
-        smallest = min(16, max_prefill_tokens)
+        """Few programs: rungs grow by four, and the number of prefills has one rung.
+
+        A step below some hundred tokens is bound by reading weights, so padding it costs
+        little; what a prefill costs is its tokens.
+        """
+
+        def by_four(name: str, largest: int, smallest: int) -> Ladder:
+            rungs = powers_of_two(largest, smallest=min(smallest, largest))
+            return Ladder(name, rungs[::-2][::-1])
+
         return cls(
-            decodes=Ladder("decode requests", powers_of_two(max_requests)),
-            prefills=Ladder("prefill requests", powers_of_two(max_requests)),
-            prefill_tokens=Ladder(
-                "prefill tokens", powers_of_two(max_prefill_tokens, smallest=smallest)
-            ),
-            pages=Ladder("pages of one request", powers_of_two(max_pages)[::-2][::-1]),
+            decodes=by_four("decode requests", max_requests, 1),
+            prefills=Ladder("prefill requests", (min(max_requests, max_prefill_tokens),)),
+            prefill_tokens=by_four("prefill tokens", max_prefill_tokens, 16),
+            pages=by_four("pages of one request", max_pages, 16),
             context_rows=context_rows,
         )
 

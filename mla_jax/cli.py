@@ -1,0 +1,349 @@
+"""The command line: ``mla-jax generate | inspect | explain | support-matrix | demo``.
+
+Results go to stdout, progress and messages to stderr. Bad input is one clear message and exit
+code 2.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from mla_jax import ops
+from mla_jax.cache import FORMATS, LatentCache
+from mla_jax.config import ModelConfig
+from mla_jax.engine import Engine
+from mla_jax.errors import (
+    ArgumentError,
+    ConfigError,
+    EngineError,
+    MetadataError,
+    UnsupportedError,
+    WeightsError,
+)
+from mla_jax.metadata.mla import DecodeMetadata, PrefillMetadata
+from mla_jax.model.memory import plan_memory
+from mla_jax.model.sampling import SamplingParams
+from mla_jax.model.weight_table import num_params
+from mla_jax.prompts import Prompt, Reader, ids_of
+from mla_jax.scheduler import Completion, Event
+from mla_jax.types import cdiv
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        TimeElapsedColumn,
+        TransferSpeedColumn,
+    )
+except ModuleNotFoundError as missing:
+    raise SystemExit(f"mla-jax needs {missing.name}: pip install 'mla-jax[cli]'") from None
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    help="Multi-head latent attention for JAX.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+_BAD_INPUT = (
+    ArgumentError,
+    ConfigError,
+    EngineError,
+    MetadataError,
+    UnsupportedError,
+    WeightsError,
+    OSError,
+)
+_USAGE = typer.BadParameter.__bases__[0]
+_CACHE_OF_DTYPE = {"float32": "fp32", "bfloat16": "bf16"}
+
+type Dtype = Literal["float32", "bfloat16"]
+type CacheDtype = Literal["auto", "bf16", "fp16", "fp32", "fp8_e4m3"]
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run a command and exit: 0, or 2 after bad input."""
+    try:
+        code = app(None if args is None else list(args), standalone_mode=False)
+    except _USAGE as error:
+        code = _complain(error.format_message())  # pyright: ignore[reportAttributeAccessIssue]
+    except _BAD_INPUT as error:
+        code = _complain(str(error))
+    except (typer.Abort, KeyboardInterrupt):
+        code = 130
+    raise SystemExit(code if isinstance(code, int) else 0)
+
+
+def _complain(message: str) -> int:
+    print(f"mla-jax: {message}", file=sys.stderr)
+    return 2
+
+
+@app.command()
+def generate(
+    model_dir: Path,
+    prompt_ids: Annotated[str | None, typer.Option(help="Token ids, as 1,2,3.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="Text; needs tokenizer.json.")] = None,
+    prompts_file: Annotated[
+        Path | None,
+        typer.Option(help='One {"prompt_ids": [...]} or {"prompt": "..."} a line.'),
+    ] = None,
+    max_new_tokens: int = 16,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos")] = False,
+    stop_ids: Annotated[str, typer.Option(help="More tokens that end a request.")] = "",
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    dtype: Annotated[Dtype, typer.Option(help="Of weights and activations.")] = "bfloat16",
+    cache_dtype: Annotated[CacheDtype, typer.Option(help="auto: as --dtype.")] = "auto",
+    page_size: int = 64,
+    prefill_chunk: Annotated[int, typer.Option(help="Prompt tokens of one step.")] = 512,
+    max_requests: Annotated[int, typer.Option(help="Requests running at once.")] = 32,
+    num_pages: Annotated[int | None, typer.Option(help="Default: enough for all at once.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Default: the model's limit.")] = None,
+    backend: Annotated[str | None, typer.Option(help="Attention backend.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a request.")] = False,
+) -> None:
+    """Serve prompts together and print what the model says, in the order of the prompts."""
+    config = ModelConfig.from_hf(model_dir)
+    params = SamplingParams(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        max_new_tokens=max_new_tokens,
+        stop_token_ids=tuple(ids_of(stop_ids, vocab=config.vocab, where="--stop-ids")),
+        ignore_eos=ignore_eos,
+    )
+    tokenizer = _tokenizer(model_dir)
+    read = Reader(vocab=config.vocab, encode=tokenizer and (lambda t: tokenizer.encode(t).ids))
+    prompts = read.prompts(ids=prompt_ids, text=prompt, file=prompts_file)
+    limit = config.max_positions if max_model_len is None else max_model_len
+    rows = [_rows(p, max_new_tokens, limit) for p in prompts]
+    max_requests = min(max_requests, len(prompts))
+    if num_pages is None:
+        # Sizes below 1 are refused by the engine.
+        needs = sorted((cdiv(n, max(page_size, 1)) for n in rows), reverse=True)
+        num_pages = 1 + sum(needs[: max(max_requests, 1)])
+    engine = _load(
+        model_dir,
+        dtype=dtype,
+        cache_format=_CACHE_OF_DTYPE[dtype] if cache_dtype == "auto" else cache_dtype,
+        num_pages=num_pages,
+        page=page_size,
+        max_requests=max_requests,
+        prefill_chunk=prefill_chunk,
+        max_model_len=limit if max_model_len is not None else max(rows) + 1,
+        backend=backend,
+    )
+    for i, completion in enumerate(_serve(engine, [p.ids for p in prompts], params)):
+        _print_completion(i, completion, tokenizer, as_json=as_json)
+
+
+def _rows(prompt: Prompt, new: int, limit: int) -> int:
+    """Cache rows of a request; refused here so that the message names where it came from."""
+    n = len(prompt.ids)
+    if n == 0:
+        raise EngineError(prompt.where, "no tokens", "1 token or more")
+    if n + new > limit:
+        given = f"{n} tokens and {new} new ones"
+        raise EngineError(prompt.where, given, f"at most {limit} together")
+    return n + new - 1
+
+
+def _tokenizer(folder: Path) -> Any:
+    """The folder's tokenizer; ``None`` if it has none or the package is not installed."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return None
+    try:
+        from tokenizers import Tokenizer
+    except ModuleNotFoundError:
+        return None
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the package raises nothing narrower
+        raise EngineError(str(path), str(error), "a tokenizer of the tokenizers package") from None
+
+
+def _load(folder: Path, *, dtype: str, **settings: Any) -> Engine:
+    columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("weights", total=None)
+
+        def report(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        return Engine.from_pretrained(folder, dtype=jnp.dtype(dtype), progress=report, **settings)
+
+
+def _serve(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> list[Completion]:
+    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("requests", total=len(prompts))
+
+        def report(event: Event) -> None:
+            if event.completion is not None:
+                bar.advance(task)
+
+        completions = engine.generate(prompts, params, on_progress=report)
+    s = engine.stats()
+    print(
+        f"{s.new_tokens} tokens in {s.steps} steps, {s.compiles} programs compiled, "
+        f"{s.pages_peak} of {s.pages} pages at most, {s.preemptions} preemptions",
+        file=sys.stderr,
+    )
+    return completions
+
+
+def _print_completion(i: int, c: Completion, tokenizer: Any, *, as_json: bool) -> None:
+    text = None if tokenizer is None else tokenizer.decode(list(c.token_ids))
+    if not as_json:
+        ids = ",".join(map(str, c.token_ids))
+        print(f"[{i}] {c.finish_reason}: {ids if text is None else text}")
+        return
+    line = {
+        "prompt_ids": c.prompt_ids,
+        "token_ids": c.token_ids,
+        "logprobs": c.logprobs,
+        "finish_reason": c.finish_reason,
+    }
+    print(json.dumps(line if text is None else line | {"text": text}, allow_nan=False))
+
+
+@app.command()
+def inspect(
+    model_dir: Path,
+    dtype: Dtype = "bfloat16",
+    memory: Annotated[float, typer.Option(help="GiB of the device to plan for.")] = 80.0,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """Print what config.json says: family, widths, cache bytes per token, a memory plan."""
+    facts = _facts(ModelConfig.from_hf(model_dir), dtype, memory)
+    if as_json:
+        print(json.dumps(facts))
+        return
+    for name, value in facts.items():
+        inner = value.items() if isinstance(value, dict) else ()
+        print(f"{name}: {'  '.join(f'{k}={v:,}' for k, v in inner) if inner else value}")
+
+
+def _facts(config: ModelConfig, dtype: str, memory: float) -> dict[str, Any]:
+    d = config.dims
+    plans = {name: plan_memory(config, dtype=dtype, format=f) for name, f in FORMATS.items()}
+    any_plan = next(iter(plans.values()))
+    return {
+        "family": config.family,
+        "layers": config.layers,
+        "sparse_layers": sum(config.sparse_layers),
+        "hidden": config.hidden,
+        "vocab": config.vocab,
+        "heads": d.heads,
+        "dims": {"rank": d.rank, "rope": d.rope, "nope": d.nope, "v": d.v, "q_rank": d.q_rank or 0},
+        "experts": config.moe.experts if config.moe else 0,
+        "softmax_scale": config.scale,
+        "max_positions": config.max_positions,
+        "parameters": num_params(config),
+        f"weight_bytes_{dtype}": {"weights": any_plan.weights, "absorbed": any_plan.absorbed},
+        "cache_bytes_per_token": {name: p.token for name, p in plans.items()},
+        f"tokens_in_{memory:g}_gib": {
+            name: p.tokens(int(memory * 2**30)) for name, p in plans.items()
+        },
+    }
+
+
+@app.command()
+def explain(
+    op: Annotated[str, typer.Argument(help="mla_decode, mla_prefill, write_latent, …")],
+    requests: int = 8,
+    tokens: Annotated[int, typer.Option(help="Query tokens.")] = 8,
+    keys: Annotated[int, typer.Option(help="Key tokens of mla_prefill.")] = 8,
+    heads: int = 128,
+    rank: int = 512,
+    rope: int = 64,
+    nope: int = 128,
+    v: int = 128,
+    page_size: int = 64,
+    pages: Annotated[int, typer.Option(help="Page-table width.")] = 64,
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16",
+    cache_dtype: Literal["bf16", "fp16", "fp32", "fp8_e4m3"] = "bf16",
+    causal: bool = True,
+    backend: str | None = None,
+) -> None:
+    """Say which backend would run an operation on this device, and why not the others."""
+
+    def shape(*sizes: int, of: str = dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, jnp.dtype(of))
+
+    def ints(*sizes: int) -> Any:
+        return shape(*sizes, of="int32")
+
+    starts, table = ints(requests + 1), ints(requests, pages)
+    cache = LatentCache(
+        pages=shape(2, page_size, rank + rope, of=FORMATS[cache_dtype].dtype),  # pyright: ignore
+        scale=shape(of="float32"),  # pyright: ignore[reportArgumentType]
+        rank=rank,
+        format=FORMATS[cache_dtype],
+    )
+    decode = DecodeMetadata(
+        max_query_len=max(1, cdiv(tokens, max(requests, 1))),
+        page_table=table,
+        seq_lens=ints(requests),
+        query_starts=starts,
+    )
+    prefill = PrefillMetadata(query_starts=starts, key_starts=starts)
+    state = ops.AttnState(out=shape(tokens, heads, v), lse=shape(tokens, heads, of="float32"))  # pyright: ignore
+    latent, k_rope = shape(tokens, rank), shape(tokens, rope)
+    problems: dict[str, tuple[tuple, dict[str, Any]]] = {
+        "write_latent": ((cache, latent, k_rope, ints(tokens)), {}),
+        "gather_latent": (
+            (cache, table, ints(requests), starts),
+            {"rows": keys, "dtype": jnp.dtype(dtype)},
+        ),
+        "copy_blocks": ((cache, ints(pages, 2)), {}),
+        "swap_blocks": ((cache, cache, ints(pages, 2)), {}),
+        "mla_decode": (
+            (shape(tokens, heads, rank), shape(tokens, heads, rope), cache, decode),
+            {"scale": 1.0},
+        ),
+        "mla_prefill": (
+            (
+                shape(tokens, heads, nope + rope),
+                shape(keys, heads, nope + v),
+                shape(keys, rope),
+                prefill,
+            ),
+            {"scale": 1.0, "causal": causal},
+        ),
+        "merge_attn_states": ((state, state), {}),
+        "apply_sinks": ((state, shape(heads)), {}),
+    }
+    args, kwargs = problems.get(op, ((), {}))
+    print(ops.explain(op, *args, backend=backend, **kwargs))
+
+
+@app.command("support-matrix")
+def support_matrix() -> None:
+    """Print every backend and what it requires, as a Markdown table."""
+    print(ops.support_matrix())
+
+
+@app.command()
+def demo() -> None:
+    """Serve the small trained model of the package and check its answers."""
+    from mla_jax.demo import main as run
+
+    run()
