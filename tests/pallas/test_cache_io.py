@@ -156,6 +156,7 @@ def test_gather_splits_anywhere(seed, page):
     lens = rng.integers(0, 13, size=3)
     cut = [int(rng.integers(0, n + 1)) for n in lens]
     cache, table, _ = paged(rng, lens, dims=TINY, page=page, format="fp32", width=13)
+
     def gather(first, take):
         first, take = jnp.asarray(first, jnp.int32), jnp.asarray(starts(take))
         return np.asarray(gather_latent(cache, table, first, take, rows=40, dtype=jnp.float32))

@@ -126,6 +126,7 @@ def test_nothing_to_do(tokens, requests, width, backend):
 
 def test_no_copy_per_head_and_no_whole_sequence():
     """Scratch grows with one block of keys, not with the length of the page table."""
+
     def temp(width, heads):
         cache = LatentCache.alloc(num_pages=width, page=16, rank=64, rope=8)
         meta = DecodeMetadata(

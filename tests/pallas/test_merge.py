@@ -17,9 +17,7 @@ INF, NAN = np.inf, np.nan
 
 def state(out, lse, dtype="float32"):
     """One token, one head, one channel."""
-    return AttnState(
-        out=jnp.full((1, 1, 1), out, dtype), lse=jnp.full((1, 1), lse, jnp.float32)
-    )
+    return AttnState(out=jnp.full((1, 1, 1), out, dtype), lse=jnp.full((1, 1), lse, jnp.float32))
 
 
 def random_state(rng, tokens=4, heads=3, dim=5, empty=0.3):
@@ -82,7 +80,8 @@ def test_output_dtype(backend):
 @pytest.mark.parametrize(
     ("lse", "sink", "factor"),
     [
-        (np.log(2), 0, 2 / 3), (np.log(2), -INF, 1), (np.log(2), INF, 0), (np.log(2), np.log(2), 0.5),
+        (np.log(2), 0, 2 / 3), (np.log(2), -INF, 1), (np.log(2), INF, 0),
+        (np.log(2), np.log(2), 0.5),
         (-INF, 0, 0), (-INF, -INF, 0), (-INF, INF, 0), (INF, 0, 0), (1000, 0, 1), (-1000, 0, 0),
     ],
 )  # fmt: skip
