@@ -89,9 +89,7 @@ def caches(cfg: ModelConfig, *, num_pages: int, page: int, fill: float = 0.0) ->
             pages=jnp.full((num_pages, page, cfg.dims.row), fill, jnp.float32),
             scale=jnp.ones((), jnp.float32),
             rank=cfg.dims.rank,
-            format=LatentCache.alloc(
-                num_pages=1, page=page, rank=1, rope=0, format="fp32"
-            ).format,
+            format=LatentCache.alloc(num_pages=1, page=page, rank=1, rope=0, format="fp32").format,
         )
         for _ in range(cfg.layers)
     ]
