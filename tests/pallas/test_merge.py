@@ -80,8 +80,10 @@ def test_output_dtype(backend):
 @pytest.mark.parametrize(
     ("lse", "sink", "factor"),
     [
-        (np.log(2), 0, 2 / 3), (np.log(2), -INF, 1), (np.log(2), INF, 0), (np.log(2), np.log(2), 0.5),
-        (-INF, 0, 0), (-INF, -INF, 0), (-INF, INF, 0), (INF, 0, 0), (1000, 0, 1), (-1000, 0, 0),
+        (np.log(2), 0, 2 / 3), (np.log(2), -INF, 1), (np.log(2), INF, 0),
+        (np.log(2), np.log(2), 0.5),
+        (-INF, 0, 0), (-INF, -INF, 0), (-INF, INF, 0), (INF, 0, 0), (1000, 0, 1),
+        (-1000, 0, 0),
     ],
 )  # fmt: skip
 def test_sinks(lse, sink, factor):
