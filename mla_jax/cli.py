@@ -66,7 +66,7 @@ _BAD_INPUT = (
     WeightsError,
     OSError,
 )
-_USAGE = typer.BadParameter.__bases__[0]
+_USAGE: type[Exception] = typer.BadParameter.__bases__[0]
 _CACHE_OF_DTYPE = {"float32": "fp32", "bfloat16": "bf16"}
 
 type Dtype = Literal["float32", "bfloat16"]

@@ -135,10 +135,11 @@ class Engine:
             WeightsError: the safetensors do not hold that model.
         """
         config = ModelConfig.from_hf(folder)
+        dtype = jnp.dtype(dtype)
         leaves = load(folder, config, dtype=dtype, progress=progress)
 
         def build() -> DeepseekV3:
-            return DeepseekV3(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))
+            return DeepseekV3(config, dtype=dtype, rngs=nnx.Rngs(0))
 
         model = nnx.eval_shape(build)
         place(model, leaves)
@@ -252,7 +253,7 @@ class Engine:
         if not plan.work:
             return
         bucket = self._bucket(plan)
-        batch = jax.device_put(pack(plan, bucket))
+        batch = pack(plan, bucket)
         out, self._caches = self._step.run(
             self._step.leaves,
             self._caches,
@@ -304,7 +305,7 @@ class Engine:
 
 
 def pack(plan: Plan, bucket: MLABucket) -> StepBatch:
-    """A plan as host arrays of the bucket's sizes, padding last."""
+    """A plan as arrays of the bucket's sizes, padding last, in one move to the device."""
     n, work = len(plan.work), plan.work
     token_ids = np.zeros(bucket.tokens, np.int32)
     query_starts = np.zeros(bucket.requests + 1, np.int32)
@@ -325,18 +326,19 @@ def pack(plan: Plan, bucket: MLABucket) -> StepBatch:
         a[:n] = [getattr(w.request.params, name) for w in work]
         return a
 
-    sampling = SamplingBatch(
-        temperature=column("temperature", np.float32),
-        top_k=column("top_k", np.int32),
-        top_p=column("top_p", np.float32, pad=1),
-        seed=column("seed", np.uint32),
-        position=seq_lens,
-    )
-    return StepBatch(
-        token_ids=token_ids,
-        query_starts=query_starts,
-        seq_lens=seq_lens,
-        page_table=page_table,
-        num_decodes=np.asarray(plan.num_decodes, np.int32),
-        sampling=sampling,
-    )
+    step = {
+        "token_ids": token_ids,
+        "query_starts": query_starts,
+        "seq_lens": seq_lens,
+        "page_table": page_table,
+        "num_decodes": np.asarray(plan.num_decodes, np.int32),
+    }
+    sampling = {
+        "temperature": column("temperature", np.float32),
+        "top_k": column("top_k", np.int32),
+        "top_p": column("top_p", np.float32, pad=1),
+        "seed": column("seed", np.uint32),
+        "position": seq_lens,
+    }
+    step, sampling = jax.device_put((step, sampling))
+    return StepBatch(**step, sampling=SamplingBatch(**sampling))

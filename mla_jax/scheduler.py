@@ -13,6 +13,7 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -94,7 +95,7 @@ class Plan:
     num_decodes: int
 
 
-def checked_ids(ids: Sequence[object], *, vocab: int, where: str) -> list[int]:
+def checked_ids(ids: Sequence[Any], *, vocab: int, where: str) -> list[int]:
     """Token ids as a new list of Python integers.
 
     Raises:
