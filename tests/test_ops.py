@@ -69,7 +69,7 @@ REFUSED = [
      "mla_decode: q_latent of shape (2, 3, 8): given rank=8; allowed: rank=16"),
     (lambda: decode(q_rope=(2, 2, 4)), "given heads=2; allowed: heads=3"),
     (lambda: decode(q_rope=(2, 4)), "q_rope: given shape (2, 4); allowed: [tokens, heads, rope]"),
-    (lambda: decode(dtype="float32"), "given q_latent float32, q_rope bfloat16; allowed: one dtype"),
+    (lambda: decode(dtype="float32"), "q_latent float32, q_rope bfloat16; allowed: one dtype"),
     (lambda: decode(dtype="float8_e4m3fn"), "allowed: bfloat16, float16, float32"),
     (lambda: decode(out_dtype="int8"), "mla_decode: out_dtype: given dtype int8"),
     (lambda: decode(change={"seq_lens": (3,)}), "given requests=3; allowed: requests=2"),

@@ -1,6 +1,7 @@
 """What a kernel may use of a device, from a real device or from its name alone."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
@@ -32,8 +33,8 @@ class DeviceInfo:
         return f"sm{self.sm}" if self.sm else self.platform
 
     @classmethod
-    def of(cls, device: "jax.Device | jax.sharding.AbstractDevice") -> "DeviceInfo":
-        """Read a device; an abstract one is looked up by its kind."""
+    def of(cls, device: Any) -> "DeviceInfo":
+        """Read a ``jax.Device``, or look up an ``AbstractDevice`` by its kind."""
         platform = "gpu" if device.platform in ("gpu", "cuda", "rocm") else device.platform
         kind = device.device_kind
         sm, sms, shared, l2 = _KINDS.get(kind, (0, 0, 0, 0))
