@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import TINY, decode_case, prefill_case
 
 from mla_jax import ops
 from mla_jax.cache import LatentCache
 from mla_jax.errors import ArgumentError, UnsupportedError
 from mla_jax.metadata.mla import DecodeMetadata, PrefillMetadata
 from mla_jax.types import AttnState
+from tests.cases import TINY, decode_case, prefill_case
 
 
 def zeros(*shape, dtype="bfloat16"):

@@ -13,6 +13,7 @@ from cases import run
 from mla_jax.cache import FORMATS, LatentCache
 from mla_jax.ops import gather_latent, merge_attn_states, write_latent
 from mla_jax.types import AttnState
+from tests.cases import run
 
 DATA = Path(__file__).parent / "data"
 

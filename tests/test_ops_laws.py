@@ -3,14 +3,14 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from cases import TINY, draw, paged, run, starts
-from compare import close_states
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mla_jax.metadata.mla import ContextMetadata, DecodeMetadata, PrefillMetadata
 from mla_jax.ops import gather_latent, merge_attn_states, mla_decode, mla_prefill, write_latent
 from mla_jax.types import AttnState
+from tests.cases import TINY, draw, paged, run, starts
+from tests.compare import close_states
 
 D = TINY
 SCALE = D.qk**-0.5

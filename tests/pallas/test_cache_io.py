@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import GARBAGE_PAGE, TINY, draw, paged, run, starts
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mla_jax.cache import FORMATS, LatentCache
 from mla_jax.ops import copy_blocks, gather_latent, swap_blocks, write_latent
+from tests.cases import GARBAGE_PAGE, TINY, draw, paged, run, starts
 
 OP = "write_latent"
 FORMAT = pytest.mark.parametrize("format", FORMATS)

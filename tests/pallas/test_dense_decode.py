@@ -1,16 +1,16 @@
 """Absorbed decode over pages, every registered backend."""
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import GLM, TINY, V2_LITE, V3, decode_case, run
-from compare import judge, same_bits
 
 from mla_jax.cache import LatentCache
 from mla_jax.metadata.mla import DecodeMetadata
 from mla_jax.ops import mla_decode
+from tests import cases
+from tests.cases import GLM, TINY, V2_LITE, V3, decode_case, run
+from tests.compare import judge, same_bits
 
 OP = "dense_decode"
 

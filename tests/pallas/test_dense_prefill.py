@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import GLM, TINY, V2_LITE, V3, prefill_case, run
-from compare import close_states, judge, same_bits
 
 from mla_jax.metadata.mla import PrefillMetadata
 from mla_jax.ops import mla_prefill
+from tests.cases import GLM, TINY, V2_LITE, V3, prefill_case, run
+from tests.compare import close_states, judge, same_bits
 
 OP = "dense_prefill"
 NO_ROPE = dataclasses.replace(TINY, rope=0)

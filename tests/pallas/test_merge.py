@@ -3,13 +3,13 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import draw, run
-from compare import close_states, same_bits
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mla_jax.ops import apply_sinks, merge_attn_states
 from mla_jax.types import AttnState
+from tests.cases import draw, run
+from tests.compare import close_states, same_bits
 
 OP = "merge_attn_states"
 INF, NAN = np.inf, np.nan
