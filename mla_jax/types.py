@@ -20,9 +20,9 @@ Axes (one word per thing, used in every signature of the library):
 from dataclasses import dataclass
 
 import jax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt8
 
-__all__ = ["Array", "AttnState", "Bool", "Float", "Int", "cdiv", "round_up"]
+__all__ = ["Array", "AttnState", "Bool", "Float", "Int", "UInt8", "cdiv", "round_up"]
 
 PAD_SLOT = -1
 """The slot of a token that must not write the cache."""
