@@ -1,0 +1,1 @@
+"""One module per group of golden files; each exports ``CHECKS = {stem: check of one case}``."""
