@@ -67,14 +67,13 @@ def from_bytes(raw: UInt8[Array, "..."], dtype: DTypeLike) -> Array:
     return lax.bitcast_convert_type(raw.reshape(*raw.shape[:-1], -1, size), dtype)
 
 
-def _divide(x: Array, scale: Array) -> Array:
-    """A true division: compilers may multiply by the reciprocal of a broadcast scalar."""
-    return x / lax.optimization_barrier(jnp.broadcast_to(scale, x.shape))
+def _divide(x: Array, divisor: Array | float) -> Array:
+    """A true division: compilers multiply by the reciprocal of a constant or a scalar."""
+    divisor = jnp.broadcast_to(jnp.asarray(divisor, jnp.float32), x.shape)
+    return x / lax.optimization_barrier(divisor)
 
 
-def scatter_rows(
-    rows: Array, values: Array, slots: Int[Array, "tokens"]
-) -> Array:
+def scatter_rows(rows: Array, values: Array, slots: Int[Array, "tokens"]) -> Array:
     """``rows[slots] = values``; a negative slot stores nothing."""
     place = jnp.where(slots < 0, rows.shape[0], slots)
     return rows.at[place].set(values, mode="drop")
@@ -92,7 +91,7 @@ def pack_ds_mla(
     ``max(amax / 448, 2^-126)``.
     """
     x = kv_latent.astype(jnp.float32).reshape(-1, 4, 128)
-    ratio = jnp.max(jnp.abs(x), axis=-1) / E4M3_MAX
+    ratio = _divide(jnp.max(jnp.abs(x), axis=-1), E4M3_MAX)
     if power_of_two_scales:
         scale = power_of_two(ceil_exponent(jnp.maximum(ratio, 1e-4)))
     else:
@@ -127,9 +126,9 @@ def pack_v4(
     x = k[..., :448].astype(jnp.float32).reshape(*k.shape[:-1], 7, 64)
     amax = jnp.max(jnp.abs(x), axis=-1)
     ratio = (
-        jnp.maximum(amax / E4M3_MAX, 1e-4)
+        jnp.maximum(_divide(amax, E4M3_MAX), 1e-4)
         if floor_of_scale
-        else jnp.maximum(amax, 1e-4) / E4M3_MAX
+        else _divide(jnp.maximum(amax, 1e-4), E4M3_MAX)
     )
     e = ceil_exponent(ratio)
     codes = to_e4m3(x * power_of_two(-e)[..., None]).reshape(*k.shape[:-1], 448)
@@ -165,7 +164,7 @@ def quantise_index_keys(
 ) -> tuple[UInt8[Array, "tokens dim"], Float[Array, "tokens"]]:
     """``(codes, scales)`` of index keys, one scale a token: ``max(amax, 1e-4) / 448``."""
     x = k.astype(jnp.float32)
-    scale = jnp.maximum(jnp.max(jnp.abs(x), axis=-1), 1e-4) / E4M3_MAX
+    scale = _divide(jnp.maximum(jnp.max(jnp.abs(x), axis=-1), 1e-4), E4M3_MAX)
     if power_of_two_scales:
         scale = power_of_two(ceil_exponent(scale))
     return to_e4m3(_divide(x, scale[:, None])), scale
