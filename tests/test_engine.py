@@ -257,6 +257,7 @@ def test_logits_that_are_not_finite_are_reported(make):
     assert completion.logits.shape == (0, 64)
 
 
+@pytest.mark.slow
 def test_two_thousand_requests_with_cancellations_and_a_pool_too_small(model):
     rng = random.Random(0)
     engine = Engine(
