@@ -3,7 +3,7 @@
 | record | bytes of one token | scales |
 |---|---|---|
 | ``ds_mla`` (V3.2) | 512 e4m3, 4 float32 scales, 64 bfloat16 rotary, interleaved: 656 | per 128 |
-| ``v4`` | 448 e4m3, 64 bfloat16 rotary; then 7 exponent bytes and a 0 behind the page: 584 | per 64 |
+| ``v4`` | 448 e4m3, 64 bfloat16 rotary; 7 exponent bytes and a 0 behind the page: 584 | per 64 |
 | ``index_key`` | 128 e4m3; then one float32 scale behind the page: 132 | per token |
 
 A code is ``e4m3(x / scale)``, rounded to nearest even and saturating; its value is
