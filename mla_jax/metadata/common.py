@@ -33,8 +33,9 @@ def token_to_request(
     """
     t = jnp.arange(tokens, dtype=jnp.int32)
     real = t < query_starts[-1]
-    request = jnp.searchsorted(query_starts[1:], t, side="right").astype(jnp.int32)
-    return jnp.where(real, request, 0), real
+    # one fused compare-and-sum; a binary search would be a chain of dependent gathers
+    request = jnp.searchsorted(query_starts[1:], t, side="right", method="compare_all")
+    return jnp.where(real, request.astype(jnp.int32), 0), real
 
 
 def token_positions(

@@ -85,11 +85,11 @@ def _virtual(xp, query_starts, seq_lens, block_table, *, chunk: int, page: int, 
     and the keys from ``k c`` on.
     """
     first, count = _chunks_of(xp, query_starts, seq_lens, chunk)
-    ends = xp.cumsum(count)
+    ends = xp.cumsum(count, dtype=xp.int32)
     v = xp.arange(size, dtype=xp.int32)
     total = ends[-1] if len(ends) else xp.zeros((), xp.int32)
     real = v < total
-    i = xp.where(real, xp.searchsorted(ends, v, side="right"), 0).astype(xp.int32)
+    i = xp.where(real, (ends <= v[:, None]).sum(axis=1), 0).astype(xp.int32)
     k = xp.where(real, first[i] + v - (ends - count)[i], 0).astype(xp.int32)
     context = (seq_lens - xp.diff(query_starts))[i]
     low = xp.maximum(context, k * chunk)
@@ -99,7 +99,7 @@ def _virtual(xp, query_starts, seq_lens, block_table, *, chunk: int, page: int, 
     batch = LocalAttentionBatch(
         pages_per_chunk=chunk // page,
         query_lens=query_lens,
-        query_starts=xp.concatenate([zero, xp.cumsum(query_lens)]).astype(xp.int32),
+        query_starts=xp.concatenate([zero, xp.cumsum(query_lens, dtype=xp.int32)]),
         seq_lens=xp.where(real, high - k * chunk, 0).astype(xp.int32),
         page_table=zero,
         request=i,

@@ -5,8 +5,10 @@ Where a case carries the answers of two revisions (``out`` and ``out_doc``, or `
 not reproduced: ``split_decodes_and_prefills`` follows the later rule (see there).
 """
 
+from functools import partial
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -39,6 +41,7 @@ from mla_jax.metadata.legacy_builder import (
     sequence_slots,
 )
 from mla_jax.metadata.local_attention import (
+    LocalAttentionBatch,
     build_local_attention,
     make_local_attention_virtual_batches,
 )
@@ -55,6 +58,43 @@ from mla_jax.metadata.workspace import (
 from tests.golden.common import REFUSALS, Case, Check, compare, judge
 
 RAISES = {"raises": "refusal"}
+
+
+_build_common = jax.jit(build_common, static_argnames=("bucket", "page", "shard"))
+_build_local = jax.jit(build_local_attention, static_argnames=("chunk", "page"))
+_slot_mapping = jax.jit(slot_mapping, static_argnames=("page", "shard"))
+_token_to_request = jax.jit(token_to_request, static_argnames="tokens")
+_advance_step = jax.jit(advance_step, static_argnames="block_size")
+
+
+@partial(jax.jit, static_argnames=("ranks", "interleave"))
+def _local_lens(lens, rank, *, ranks: int, interleave: int):
+    return dcp_local_seq_lens(lens, ContextShard(ranks=ranks, rank=rank, interleave=interleave))
+
+
+def _rung(n: int) -> int:
+    """A power of four, so that the cases of a file share programs and padding is exercised."""
+    return max(16, 4 ** ((n - 1).bit_length() + 1 >> 1))
+
+
+def _padded(array, *shape: int, mode: str = "constant"):
+    """On the device as int32, grown to ``shape``."""
+    array = np.asarray(array)
+    width = [(0, n - have) for n, have in zip(shape, array.shape, strict=True)]
+    return jnp.asarray(np.pad(array, width, mode=mode).astype(np.int32))
+
+
+def _common(starts, lens, table, *, page: int):
+    """The batch in the bucket that holds it."""
+    r, t, w = _rung(len(lens)), _rung(int(starts[-1])), _rung(table.shape[1])
+    return _build_common(
+        _padded(starts, r + 1, mode="edge"),
+        _padded(lens, r),
+        _padded(table, r, w),
+        jnp.asarray(len(lens), jnp.int32),
+        bucket=CommonBucket(requests=r, tokens=t, pages=w),
+        page=page,
+    )
 
 
 def _first(*found: str | None) -> str | None:
@@ -120,15 +160,17 @@ def local_attention(case: Case) -> str | None:
     given = case["in"]
     starts, lens, table = given["query_start_loc"], given["seq_lens"], given["block_table"]
     chunk, page = given["attn_chunk_size"], given["block_size"]
-    bucket = CommonBucket(requests=len(lens), tokens=int(starts[-1]), pages=table.shape[1])
 
-    def run(device: bool):
-        if device:
-            arrays = map(jnp.asarray, (starts, lens, table, np.int32(len(lens))))
-            common = build_common(*arrays, bucket=bucket, page=page)
-            b = build_local_attention(common, chunk=chunk, page=page)
-        else:
-            b = make_local_attention_virtual_batches(chunk, starts, lens, table, page)
+    def on_host():
+        return make_local_attention_virtual_batches(chunk, starts, lens, table, page)
+
+    def on_device():
+        # the table's last page stands in every column that padding adds: clipping lands there
+        wide = np.pad(table, ((0, 0), (0, _rung(table.shape[1]) - table.shape[1])), mode="edge")
+        return _build_local(_common(starts, lens, wide, page=page), chunk=chunk, page=page)
+
+    def entries(b: LocalAttentionBatch) -> dict:
+        b = jax.tree.map(np.asarray, b)
         n = int(b.num_virtual)
         return {
             "seqlens_q_local": b.query_lens[:n],
@@ -140,30 +182,31 @@ def local_attention(case: Case) -> str | None:
             "num_virtual_batches": n,
         }
 
-    return _first(*(judge(case["out"], lambda device=d: run(device)) for d in (False, True)))
+    return _first(
+        judge(case["out"], lambda: entries(on_host())),
+        judge(case["out"], lambda: entries(on_device()), where="out (device)"),
+    )
 
 
 def slots(case: Case) -> str | None:
     given = case["in"]
+    tokens, starts, table = given["max_num_tokens"], given["query_start_loc"], given["block_table"]
 
     def run():
         shard = ContextShard(
             ranks=given["cp_world_size"], rank=given["cp_rank"], interleave=given["cp_interleave"]
         )
-        tokens = given["max_num_tokens"]
-        request, real = token_to_request(jnp.asarray(given["query_start_loc"]), tokens)
-        positions = np.zeros(tokens, np.int32)
-        known = given["positions"][:tokens]
-        positions[: len(known)] = known
-        got = slot_mapping(
-            jnp.asarray(given["block_table"]),
+        r, t = _rung(len(starts)), _rung(tokens)
+        request, real = _token_to_request(_padded(starts, r, mode="edge"), tokens=t)
+        got = _slot_mapping(
+            _padded(table, r - 1, _rung(table.shape[1])),
             request,
-            jnp.asarray(positions),
+            _padded(given["positions"][:tokens], t),
             real,
             page=given["block_size"],
             shard=shard,
         )
-        return {"slot_mapping": got}
+        return {"slot_mapping": np.asarray(got)[:tokens]}
 
     return judge(case["out"], run)
 
@@ -243,12 +286,13 @@ def dcp(case: Case) -> str | None:
     asked = given["dcp_rank"]
 
     def run():
-        lens = jnp.asarray(given["seq_lens"])
+        n = len(given["seq_lens"])
+        lens = _padded(given["seq_lens"], _rung(n))
         each = [
-            dcp_local_seq_lens(lens, ContextShard(ranks=ranks, rank=k, interleave=interleave))
+            np.asarray(_local_lens(lens, jnp.int32(k), ranks=ranks, interleave=interleave))[:n]
             for k in (range(ranks) if asked is None else [asked])
         ]
-        return {"local_seq_lens": jnp.stack(each, axis=1) if asked is None else each[0]}
+        return {"local_seq_lens": np.stack(each, axis=1) if asked is None else each[0]}
 
     return judge(case["out"], run)
 
@@ -257,9 +301,11 @@ def token_to_req(case: Case) -> str | None:
     given = case["in"]
 
     def run():
+        tokens = given["num_tokens"]
         starts = np.minimum(given["query_start_loc"], given["num_mapped_tokens"])
-        request, _ = token_to_request(jnp.asarray(starts), given["num_tokens"])
-        return {"token_to_req_indices": request}
+        padded = _padded(starts, _rung(len(starts)), mode="edge")
+        request, _ = _token_to_request(padded, tokens=_rung(tokens))
+        return {"token_to_req_indices": np.asarray(request)[:tokens]}
 
     return judge(case["out"], run)
 
@@ -300,16 +346,15 @@ def advance(case: Case) -> str | None:
         )
         arrays = {k: given[k] for k in ("input_tokens", "input_positions")}
         arrays |= {"seq_lens": given["seq_lens_tensor"], "slot_mapping": given["slot_mapping"]}
-        inputs = DecodeInputs(**{k: _int32(a)[:seqs] for k, a in arrays.items()})
-        sampled = np.zeros(seqs, np.int32)
-        sampled[:queries] = given["sampled_token_ids"]
-        step = advance_step(
-            inputs,
-            jnp.asarray(sampled),
-            _int32(given["block_tables"]),
+        rows, table = _rung(seqs), given["block_tables"]
+        step = _advance_step(
+            DecodeInputs(**{k: _padded(a[:seqs], rows) for k, a in arrays.items()}),
+            _padded(given["sampled_token_ids"], rows),
+            _padded(table, rows, _rung(table.shape[1])),
             jnp.asarray(queries, jnp.int32),
             block_size=given["block_size"],
         )
+        step = jax.tree.map(lambda a: np.asarray(a)[:seqs], step)
         if not np.array_equal(step.seq_lens, meta.seq_lens_tensor):
             return {"seq_lens_tensor": f"host {meta.seq_lens_tensor}, device {step.seq_lens}"}
         return {
@@ -331,10 +376,6 @@ _ADVANCED = (
     "max_prefill_seq_len",
     "max_query_len",
 )
-
-
-def _int32(a: np.ndarray):
-    return jnp.asarray(a.astype(np.int32))
 
 
 def _equal_chunks(plan: EqualChunks | None) -> dict:
@@ -461,30 +502,25 @@ def metadata_v0(case: Case) -> str | None:
 
 
 def _device_slots(case: Case, meta: MLACommonMetadata) -> str | None:
-    """Slots of the converted step, back in the old order, where the table holds every page."""
+    """Slots of the converted step, back in the old order, where the table holds the pages.
+
+    The old table lacks the pages of prompts that see only themselves, and the old slots lack
+    positions outside a window; a captured table may be cut.
+    """
     page = case["in"]["block_size"]
     host, table, order = to_decodes_first(meta)
-    bucket = CommonBucket(
-        requests=host.num_reqs + 1, tokens=host.num_actual_tokens + 3, pages=table.shape[1] + 1
-    )
-    padded = host.pad_to(bucket)
-    common = build_common(
-        jnp.asarray(padded.query_start_loc_cpu),
-        jnp.asarray(padded.seq_lens_cpu_upper_bound),
-        jnp.asarray(np.pad(table, ((0, 1), (0, 1)))),
-        jnp.asarray(host.num_reqs, jnp.int32),
-        bucket=bucket,
-        page=page,
-    )
+    common = _common(host.query_start_loc_cpu, host.seq_lens_cpu, table, page=page)
+    back = order.inverse()
     real = len(order.tokens)
-    got = order.inverse().per_token(np.asarray(common.slot_mapping)[:real])
+    got, positions, request = (
+        back.per_token(np.asarray(a)[:real])
+        for a in (common.slot_mapping, common.positions, common.token_to_req())
+    )
     want = np.asarray(case["out"]["slot_mapping"])[:real]
-    complete = np.repeat((table > 0).any(axis=1), np.diff(order.query_start_loc))
-    complete = order.inverse().per_token(complete) & (want >= 0)
-    pages = np.asarray(common.block_table_tensor).shape[1] - 1
-    positions = order.inverse().per_token(np.asarray(common.positions)[:real])
-    complete &= positions < pages * page
-    return compare(want[complete], got[complete], where="converted.slot_mapping")
+    held = positions < table.shape[1] * page
+    held &= table.any(axis=1)[request] if table.size else False
+    held &= want >= 0
+    return compare(want[held], got[held], where="converted.slot_mapping")
 
 
 def workspace(case: Case) -> str | None:
