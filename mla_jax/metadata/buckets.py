@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from mla_jax.errors import MetadataError
 
-__all__ = ["Ladder", "MLABucket", "MLALadder", "powers_of_two"]
+__all__ = ["CommonBucket", "Ladder", "MLABucket", "MLALadder", "powers_of_two"]
 
 
 def powers_of_two(largest: int, *, smallest: int = 1) -> tuple[int, ...]:
@@ -51,6 +51,24 @@ class Ladder:
                 f"Schedule fewer {self.name} in one step, or build a taller ladder.",
             )
         return 0 if n == 0 else self.rungs[bisect_left(self.rungs, n)]
+
+
+@dataclass(frozen=True, order=True, kw_only=True)
+class CommonBucket:
+    """Static half of the metadata that all builders share: its array sizes."""
+
+    requests: int
+    tokens: int
+    pages: int  # page-table width
+
+    def check_holds(self, *, requests: int, tokens: int, pages: int) -> None:
+        """Refuse a batch that is larger in any dimension."""
+        given = {"requests": requests, "tokens": tokens, "pages": pages}
+        for name, n in given.items():
+            if n > getattr(self, name):
+                raise MetadataError(
+                    f"{name} of a batch", n, f"at most {getattr(self, name)}, as in {self}"
+                )
 
 
 @dataclass(frozen=True, order=True, kw_only=True)

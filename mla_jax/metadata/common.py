@@ -4,11 +4,24 @@ Requests are in batch order, tokens of one request contiguous and in position or
 ``query_starts`` is the exclusive sum of query lengths; padding repeats its last value.
 """
 
-import jax.numpy as jnp
+from dataclasses import dataclass, field, replace
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mla_jax.metadata.buckets import CommonBucket
+from mla_jax.metadata.context_parallel import WHOLE, ContextShard, dcp_local_seq_lens
 from mla_jax.types import PAD_SLOT, Array, Bool, Int
 
-__all__ = ["slot_mapping", "token_positions", "token_to_request"]
+__all__ = [
+    "CommonAttentionHost",
+    "CommonAttentionMetadata",
+    "build_common",
+    "slot_mapping",
+    "token_positions",
+    "token_to_request",
+]
 
 
 def token_to_request(
@@ -20,8 +33,9 @@ def token_to_request(
     """
     t = jnp.arange(tokens, dtype=jnp.int32)
     real = t < query_starts[-1]
-    request = jnp.searchsorted(query_starts[1:], t, side="right").astype(jnp.int32)
-    return jnp.where(real, request, 0), real
+    # one fused compare-and-sum; a binary search would be a chain of dependent gathers
+    request = jnp.searchsorted(query_starts[1:], t, side="right", method="compare_all")
+    return jnp.where(real, request.astype(jnp.int32), 0), real
 
 
 def token_positions(
@@ -43,13 +57,211 @@ def slot_mapping(
     real: Bool[Array, "tokens"],
     *,
     page: int,
+    shard: ContextShard = WHOLE,
 ) -> Int[Array, "tokens"]:
     """``page_table[request, p // page] * page + p % page``; ``PAD_SLOT`` where not real.
 
     A position outside the table has no slot either, so a wrong length can lose a token but
-    never write another request's page.
+    never write another request's page. Under context parallelism a table entry covers
+    ``page * ranks`` positions, of which a rank holds every ``ranks``-th run of ``interleave``;
+    tokens of other ranks have no slot here.
     """
-    column = positions // page
-    inside = real & (positions >= 0) & (column < page_table.shape[1])
+    shard.check_page(page)
+    column, offset = positions // (page * shard.ranks), positions % (page * shard.ranks)
+    run = offset // shard.interleave
+    local = run % shard.ranks == shard.rank
+    inside = real & local & (positions >= 0) & (column < page_table.shape[1])
     page_id = page_table[request, jnp.where(inside, column, 0)]
-    return jnp.where(inside, page_id * page + positions % page, PAD_SLOT)
+    row = run // shard.ranks * shard.interleave + offset % shard.interleave
+    return jnp.where(inside, page_id * page + row, PAD_SLOT)
+
+
+def _pad(array, size: int, mode: str = "constant"):
+    """Grow axis 0 to ``size`` with zeros (or the last entry), on the host or the device."""
+    module = np if isinstance(array, np.ndarray) else jnp
+    width = [(0, size - array.shape[0])] + [(0, 0)] * (array.ndim - 1)
+    return module.pad(array, width, mode=mode)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommonAttentionHost:
+    """What the host knows about a step: every decision about shapes is made from this.
+
+    With asynchronous speculation the host assumes that all drafts are accepted: bounds then
+    exceed the true lengths, which only the device has. Bounds size buffers and loops; they are
+    never lengths of an attention.
+    """
+
+    query_start_loc_cpu: Int[np.ndarray, "starts"]
+    seq_lens_cpu_upper_bound: Int[np.ndarray, "requests"]  # exact on prefills
+    seq_lens_cpu: Int[np.ndarray, "requests"] | None  # None = the host does not know
+    is_prefilling: Bool[np.ndarray, "requests"] | None  # computed < prompt; None = not tracked
+    encoder_seq_lens_cpu: Int[np.ndarray, "requests"] | None  # None = no cross attention
+    num_reqs: int  # real requests; padding is behind them
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int  # of the upper bounds
+
+    @classmethod
+    def of(
+        cls,
+        query_lens: Int[np.ndarray, "requests"],
+        seq_lens: Int[np.ndarray, "requests"],
+        *,
+        is_prefilling: Bool[np.ndarray, "requests"] | None = None,
+        exact: bool = True,
+    ) -> "CommonAttentionHost":
+        """From real requests; ``exact=False``: ``seq_lens`` are upper bounds."""
+        starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
+        bounds = np.asarray(seq_lens, np.int32)
+        return cls(
+            query_start_loc_cpu=starts,
+            seq_lens_cpu_upper_bound=bounds,
+            seq_lens_cpu=bounds if exact else None,
+            is_prefilling=is_prefilling,
+            encoder_seq_lens_cpu=None,
+            num_reqs=len(bounds),
+            num_actual_tokens=int(starts[-1]),
+            max_query_len=int(max(query_lens, default=0)),
+            max_seq_len=int(max(bounds, default=0)),
+        )
+
+    @property
+    def num_computed_tokens_cpu(self) -> Int[np.ndarray, "requests"]:
+        """Cached tokens before this step, an upper bound where the lengths are."""
+        return self.seq_lens_cpu_upper_bound - np.diff(self.query_start_loc_cpu)
+
+    def pad_to(self, bucket: CommonBucket) -> "CommonAttentionHost":
+        """Padded requests have length 0; the counts stay those of the real ones."""
+        r = bucket.requests
+        bucket.check_holds(requests=self.num_reqs, tokens=self.num_actual_tokens, pages=0)
+        return replace(
+            self,
+            query_start_loc_cpu=_pad(self.query_start_loc_cpu, r + 1, "edge"),
+            seq_lens_cpu_upper_bound=_pad(self.seq_lens_cpu_upper_bound, r),
+            **{
+                name: None if (value := getattr(self, name)) is None else _pad(value, r)
+                for name in ("seq_lens_cpu", "is_prefilling", "encoder_seq_lens_cpu")
+            },
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class CommonAttentionMetadata:
+    """One step's facts shared by all layers and all builders.
+
+    Only ``block_table_tensor`` and ``slot_mapping`` differ between groups of a cache. Counts are
+    those of real requests and tokens, as arrays: padding never compiles a new program.
+    """
+
+    bucket: CommonBucket = field(metadata={"static": True})
+    causal: bool = field(metadata={"static": True})
+    query_start_loc: Int[Array, "starts"]  # exclusive sum of query lengths
+    seq_lens: Int[Array, "requests"]  # including this step's tokens; 0 = padding
+    block_table_tensor: Int[Array, "requests pages"]  # page ids; 0 where unused
+    slot_mapping: Int[Array, "tokens"]  # cache row each token writes; -1 = none
+    positions: Int[Array, "tokens"]  # absolute; 0 on padding, so test is_valid_token first
+    num_reqs: Int[Array, ""]
+    num_actual_tokens: Int[Array, ""]
+    max_query_len: Int[Array, ""]
+    max_seq_len: Int[Array, ""]  # exact; the host's may be a bound
+    dcp_local_seq_lens: Int[Array, "requests"] | None  # None = no context parallelism
+    encoder_seq_lens: Int[Array, "requests"] | None  # None = no cross attention
+    logits_indices_padded: Int[Array, "logits"] | None  # None = every token may have logits
+    num_logits_indices: Int[Array, ""] | None  # None exactly with the indices
+    max_logits_per_req: Int[Array, ""] | None  # None exactly with the indices
+
+    @property
+    def batch_size(self) -> int:
+        """Requests of the bucket, padding included."""
+        return self.seq_lens.shape[0]
+
+    def query_lens(self) -> Int[Array, "requests"]:
+        """Tokens of each request; 0 = padding."""
+        return jnp.diff(self.query_start_loc)
+
+    def num_computed_tokens(self) -> Int[Array, "requests"]:
+        """Cached tokens before this step."""
+        return self.seq_lens - self.query_lens()
+
+    def token_to_req(self) -> Int[Array, "tokens"]:
+        """Request of each token; 0 on padding."""
+        return token_to_request(self.query_start_loc, self.bucket.tokens)[0]
+
+    def is_valid_token(self) -> Bool[Array, "tokens"]:
+        """Not padding."""
+        return jnp.arange(self.bucket.tokens, dtype=jnp.int32) < self.num_actual_tokens
+
+    def with_block_table(
+        self, block_table: Int[Array, "requests pages"], slots: Int[Array, "tokens"]
+    ) -> "CommonAttentionMetadata":
+        """The same step for another group of the cache."""
+        bucket = replace(self.bucket, pages=block_table.shape[1])
+        return replace(self, bucket=bucket, block_table_tensor=block_table, slot_mapping=slots)
+
+    def unpadded(self, host: CommonAttentionHost) -> "CommonAttentionMetadata":
+        """The real rows only. Host side: its shapes differ from step to step."""
+        r, t = host.num_reqs, host.num_actual_tokens
+        return self._resized(replace(self.bucket, requests=r, tokens=t), lambda x, n, _: x[:n])
+
+    def pad_to(self, bucket: CommonBucket) -> "CommonAttentionMetadata":
+        """A larger bucket by the padding rules: repeated starts, lengths 0, page 0, slot -1."""
+        have = self.bucket
+        bucket.check_holds(requests=have.requests, tokens=have.tokens, pages=have.pages)
+        padded = self._resized(bucket, _pad)
+        slots = jnp.pad(
+            self.slot_mapping, (0, bucket.tokens - have.tokens), constant_values=PAD_SLOT
+        )
+        table = jnp.pad(padded.block_table_tensor, ((0, 0), (0, bucket.pages - have.pages)))
+        return replace(padded, slot_mapping=slots, block_table_tensor=table)
+
+    def _resized(self, bucket: CommonBucket, resize) -> "CommonAttentionMetadata":
+        """Apply ``resize(array, size, mode)`` to the array of every request and token."""
+        per_request = ("seq_lens", "block_table_tensor", "dcp_local_seq_lens", "encoder_seq_lens")
+        sizes = dict.fromkeys(per_request, bucket.requests) | {
+            "slot_mapping": bucket.tokens,
+            "positions": bucket.tokens,
+        }
+        arrays = {n: getattr(self, n) for n in sizes}
+        changed = {n: resize(a, sizes[n], "constant") for n, a in arrays.items() if a is not None}
+        starts = resize(self.query_start_loc, bucket.requests + 1, "edge")
+        return replace(self, bucket=bucket, query_start_loc=starts, **changed)
+
+
+def build_common(
+    query_start_loc: Int[Array, "starts"],
+    seq_lens: Int[Array, "requests"],
+    block_table: Int[Array, "requests pages"],
+    num_reqs: Int[Array, ""],
+    *,
+    bucket: CommonBucket,
+    page: int,
+    shard: ContextShard = WHOLE,
+    causal: bool = True,
+) -> CommonAttentionMetadata:
+    """Derive positions, slots and counts on the device, inside the compiled step.
+
+    Arrays have the bucket's shapes; padded requests repeat the last start and have length 0.
+    """
+    request, real = token_to_request(query_start_loc, bucket.tokens)
+    positions = token_positions(query_start_loc, seq_lens, request, real)
+    zero = jnp.zeros((), jnp.int32)
+    return CommonAttentionMetadata(
+        bucket=bucket,
+        causal=causal,
+        query_start_loc=query_start_loc,
+        seq_lens=seq_lens,
+        block_table_tensor=block_table,
+        slot_mapping=slot_mapping(block_table, request, positions, real, page=page, shard=shard),
+        positions=positions,
+        num_reqs=num_reqs,
+        num_actual_tokens=query_start_loc[-1],
+        max_query_len=jnp.max(jnp.diff(query_start_loc), initial=zero),
+        max_seq_len=jnp.max(seq_lens, initial=zero),
+        dcp_local_seq_lens=None if shard is WHOLE else dcp_local_seq_lens(seq_lens, shard),
+        encoder_seq_lens=None,
+        logits_indices_padded=None,
+        num_logits_indices=None,
+        max_logits_per_req=None,
+    )

@@ -5,7 +5,7 @@ so one program serves every batch of its bucket. Padded tokens have slot -1, pad
 length 0, and no consumer needs a special case.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -78,10 +78,23 @@ class MLAMetadata:
     positions: Int[Array, "tokens"]  # absolute; 0 on padding
     slots: Int[Array, "tokens"]  # cache row each token writes; -1 = none
     real: Bool[Array, "tokens"]  # not padding
+    num_decodes: Int[Array, ""]  # prefill requests start here
     num_decode_tokens: Int[Array, ""]  # prefill tokens start here
     decode: DecodeMetadata | None  # None iff the bucket has no decodes
     prefill: PrefillMetadata | None  # new tokens among themselves; None iff no prefills
     context: ContextMetadata | None  # None iff the bucket has no context rows
+
+    def with_page_table(
+        self, page_table: Int[Array, "requests pages"], slots: Int[Array, "tokens"]
+    ) -> "MLAMetadata":
+        """The same step for another group of the cache, whose pages and slots are these."""
+        decode, context = self.decode, self.context
+        if decode is not None:
+            decode = replace(decode, page_table=page_table[: self.bucket.decodes])
+        if context is not None:
+            rows = self.num_decodes + jnp.arange(self.bucket.prefills, dtype=jnp.int32)
+            context = replace(context, page_table=page_table[rows])
+        return replace(self, slots=slots, decode=decode, context=context)
 
 
 def build_mla(
@@ -129,6 +142,7 @@ def build_mla(
         positions=positions,
         slots=slots,
         real=real,
+        num_decodes=num_decodes,
         num_decode_tokens=num_decode_tokens,
         decode=decode,
         prefill=prefill,

@@ -64,6 +64,7 @@ def compare(want, got, *, where: str = "out", rtol: float = 0.0, atol: float = 0
     if isinstance(want, str) or isinstance(got, str):
         return None if want == got else f"{where}: given {got!r}, expected {want!r}"
     if isinstance(want, Sequence) and any(isinstance(x, Mapping | Sequence) for x in want):
+        got = list(got) if isinstance(got, np.ndarray) else got
         if not isinstance(got, Sequence) or len(got) != len(want):
             return f"{where}: given {_show(got)}, expected {len(want)} entries"
         pairs = enumerate(zip(want, got, strict=True))
