@@ -307,6 +307,4 @@ class DeepseekV32IndexerMetadataBuilder:
     def warmup_decision(self, decision: IndexerDecision) -> IndexerDecision:
         """The same bucket with nothing in it."""
         empty = np.array([NO_CHUNK] * decision.bucket.chunks, np.int32).reshape(-1, 6)
-        return IndexerDecision(
-            bucket=decision.bucket, counts=np.zeros((5,), np.int32), plan=empty
-        )
+        return IndexerDecision(bucket=decision.bucket, counts=np.zeros((5,), np.int32), plan=empty)

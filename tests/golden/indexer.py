@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mla_jax.metadata.buckets import CommonBucket, Ladder, powers_of_two
-from mla_jax.metadata.common import CommonAttentionHost, token_positions, token_to_request
+from mla_jax.metadata.buckets import Ladder
+from mla_jax.metadata.common import token_positions, token_to_request
 from mla_jax.metadata.indexer import DeepseekV32IndexerMetadataBuilder, build_decode_tensors
 from mla_jax.metadata.indexer_chunks import (
     build_prefill_chunk_metadata,

@@ -32,9 +32,7 @@ def flashmla_sched_meta(case: Case) -> str | None:
     parts = given["num_sm_parts"]
     if "config" in given:
         c = given["config"]
-        ours = dense_sm_parts(
-            c["num_sms"], queries=c["s_q"], heads=c["h_q"], kv_heads=c["h_kv"]
-        )
+        ours = dense_sm_parts(c["num_sms"], queries=c["s_q"], heads=c["h_q"], kv_heads=c["h_kv"])
         if ours != parts:
             return f"{ours} SM parts, expected {parts}"
     plan = _plan(
