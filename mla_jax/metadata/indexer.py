@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mla_jax.errors import ConfigError
+from mla_jax.metadata.builder import AttentionMetadataBuilder
 from mla_jax.metadata.common import (
     CommonAttentionHost,
     CommonAttentionMetadata,
@@ -182,7 +183,9 @@ class IndexerDecision:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepseekV32IndexerMetadataBuilder:
+class DeepseekV32IndexerMetadataBuilder(
+    AttentionMetadataBuilder[IndexerDecision, DeepseekV32IndexerMetadata]
+):
     """Builds ``DeepseekV32IndexerMetadata``; ``next_n`` is one more than the drafted tokens."""
 
     ladder: IndexerLadder

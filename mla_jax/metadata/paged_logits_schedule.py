@@ -25,7 +25,7 @@ def paged_mqa_logits_schedule(
     item: Literal["atom", "token"] = "atom",
     request: Int[Array, "rows"] | None = None,
 ) -> Int[Array, "sms 2"]:
-    """``[num_sms + 1, 2]``: row ``s`` is the start of multiprocessor ``s`` and the end of ``s - 1``.
+    """``[num_sms + 1, 2]``: row ``s`` starts multiprocessor ``s`` and ends ``s - 1``.
 
     A row is (query item, key segment); only the last column of ``seq_lens`` counts. With
     ``item="atom"`` (SM90) a request has ``ceil(queries / 2)`` items per segment, ordered item

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mla_jax.errors import ConfigError
+from mla_jax.metadata.builder import AttentionMetadataBuilder
 from mla_jax.metadata.common import (
     CommonAttentionHost,
     CommonAttentionMetadata,
@@ -96,7 +97,9 @@ class DeepseekSparseSWAMetadata:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepseekSparseSWAMetadataBuilder:
+class DeepseekSparseSWAMetadataBuilder(
+    AttentionMetadataBuilder[SWADecision, DeepseekSparseSWAMetadata]
+):
     """Builds ``DeepseekSparseSWAMetadata`` for the layer types among ``compress_ratios``."""
 
     ladder: SWALadder
