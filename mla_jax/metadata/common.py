@@ -33,8 +33,8 @@ def token_to_request(
     """
     t = jnp.arange(tokens, dtype=jnp.int32)
     real = t < query_starts[-1]
-    request = jnp.searchsorted(query_starts[1:], t, side="right").astype(jnp.int32)
-    return jnp.where(real, request, 0), real
+    request = jnp.searchsorted(query_starts[1:], t, side="right", method="scan_unrolled")
+    return jnp.where(real, request.astype(jnp.int32), 0), real
 
 
 def token_positions(

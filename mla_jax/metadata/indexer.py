@@ -26,19 +26,20 @@ from mla_jax.metadata.indexer_chunks import (
     build_prefill_chunk_metadata,
     plan_indexer_chunks,
 )
-from mla_jax.metadata.paged_logits_schedule import paged_mqa_logits_schedule
+from mla_jax.metadata.indexer_decode import (
+    DeepSeekV32IndexerDecodeMetadata,
+    build_decode_tensors,
+)
 from mla_jax.metadata.sparse import get_compressed_slot_mapping
 from mla_jax.metadata.sparse_buckets import IndexerBucket, IndexerLadder
 from mla_jax.metadata.split import split_decodes_and_prefills
-from mla_jax.types import Array, Bool, Int
+from mla_jax.types import Array, Int
 
 __all__ = [
-    "DeepSeekV32IndexerDecodeMetadata",
     "DeepseekV32IndexerMetadata",
     "DeepseekV32IndexerMetadataBuilder",
     "DeepseekV32IndexerPrefillMetadata",
     "IndexerDecision",
-    "build_decode_tensors",
     "get_max_prefill_buffer_size",
     "use_flattening",
 ]
@@ -67,79 +68,20 @@ def use_flattening(*, next_n: int, sm100: bool, fp4_cache: bool = False) -> bool
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class DeepSeekV32IndexerDecodeMetadata:
-    """Rows of the paged scoring kernel."""
-
-    block_table: Int[Array, "rows pages"]  # 0 on padding
-    seq_lens: Int[Array, "rows queries"]  # compressed keys each query sees; 0 = none
-    decode_lens: Int[Array, "rows"]  # queries of a row
-    token_index: Int[Array, "rows queries"]  # token of each query, -1 = none: packs and unpacks
-    requires_padding: Bool[Array, ""]  # rows have different numbers of queries
-    schedule_metadata: Int[Array, "sms 2"]
-
-
-def build_decode_tensors(
-    query_starts: Int[Array, "starts"],
-    seq_lens: Int[Array, "requests"],
-    page_table: Int[Array, "requests pages"],
-    num_decodes: Int[Array, ""],
-    *,
-    rows: int,
-    decode_len: int,
-    flatten: bool,
-    ratio: int,
-    num_sms: int,
-    remainder: Literal["first", "last"] = "first",
-) -> DeepSeekV32IndexerDecodeMetadata:
-    """Decode rows of the leading ``num_decodes`` requests.
-
-    Native: row ``i`` is request ``i``, ``decode_len`` queries seeing
-    ``max(L - decode_len + 1 + j, 0) // ratio`` keys (all decodes have ``decode_len`` queries or
-    none). Flattened: row ``t`` is token ``t``, seeing ``(p + 1) // ratio``.
-    """
-    lane = jnp.arange(rows, dtype=jnp.int32)
-    if flatten:
-        request, real = token_to_request(query_starts, rows)
-        real = real & (lane < query_starts[num_decodes])
-        request = jnp.where(real, request, 0)
-        positions = token_positions(query_starts, seq_lens, request, real)
-        lens = jnp.where(real, jnp.maximum(positions + 1, 0), 0)[:, None]
-        decode_lens = jnp.ones((rows,), jnp.int32)
-        token = jnp.where(real, lane, -1)[:, None]
-        requires_padding = jnp.zeros((), bool)
-    else:
-        real = lane < num_decodes
-        request = jnp.where(real, lane, 0)
-        decode_lens = jnp.where(real, jnp.diff(query_starts)[request], 0)
-        j = jnp.arange(decode_len, dtype=jnp.int32)
-        lens = seq_lens[request][:, None] - decode_len + 1 + j
-        lens = jnp.where(real[:, None], jnp.maximum(lens, 0), 0)
-        there = j < decode_lens[:, None]
-        token = jnp.where(there, query_starts[request][:, None] + j, -1)
-        requires_padding = jnp.any(real & (decode_lens != decode_len))
-    lens = lens // ratio
-    return DeepSeekV32IndexerDecodeMetadata(
-        block_table=jnp.where(real[:, None], page_table[request], 0),
-        seq_lens=lens,
-        decode_lens=decode_lens,
-        token_index=token,
-        requires_padding=requires_padding,
-        schedule_metadata=paged_mqa_logits_schedule(lens, num_sms=num_sms, remainder=remainder),
-    )
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
 class DeepseekV32IndexerPrefillMetadata:
     """The chunks of a step. A chunk's arrays are derived where they are used, in its loop."""
 
     bucket: IndexerBucket = field(metadata={"static": True})
     compress_ratio: int = field(metadata={"static": True})
     plan: Int[Array, "chunks 6"]  # an IndexerChunk per row
-    num_chunks: Int[Array, ""]
+    counts: Int[Array, "5"]  # of the whole step
     query_start_loc: Int[Array, "starts"]
     seq_lens: Int[Array, "requests"]
     block_table: Int[Array, "requests pages"]
+
+    @property
+    def num_chunks(self) -> Int[Array, ""]:
+        return self.counts[4]
 
     def chunk(self, i: Int[Array, ""] | int) -> DeepseekV32IndexerPrefillChunkMetadata:
         """Chunk ``i``; past ``num_chunks`` an inert one."""
@@ -164,12 +106,25 @@ class DeepseekV32IndexerMetadata:
     seq_lens: Int[Array, "requests"]  # in tokens, not compressed
     max_seq_len: Int[Array, ""]
     slot_mapping: Int[Array, "tokens"]  # key row each token writes; -1 = none
-    num_decodes: Int[Array, ""]
-    num_decode_tokens: Int[Array, ""]
-    num_prefills: Int[Array, ""]
-    num_prefill_tokens: Int[Array, ""]
+    counts: Int[Array, "5"]  # one array, so that counts cost no kernels: see the properties
     prefill: DeepseekV32IndexerPrefillMetadata | None  # None iff the bucket has no chunks
     decode: DeepSeekV32IndexerDecodeMetadata | None  # None iff the bucket has no decode rows
+
+    @property
+    def num_decodes(self) -> Int[Array, ""]:
+        return self.counts[0]
+
+    @property
+    def num_prefills(self) -> Int[Array, ""]:
+        return self.counts[1]
+
+    @property
+    def num_decode_tokens(self) -> Int[Array, ""]:
+        return self.counts[2]
+
+    @property
+    def num_prefill_tokens(self) -> Int[Array, ""]:
+        return self.counts[3]
 
 
 @jax.tree_util.register_dataclass
@@ -289,7 +244,7 @@ class DeepseekV32IndexerMetadataBuilder(
                 bucket=bucket,
                 compress_ratio=self.compress_ratio,
                 plan=jnp.asarray(decision.plan),
-                num_chunks=counts[4],
+                counts=counts,
                 query_start_loc=starts,
                 seq_lens=lens,
                 block_table=table,
@@ -299,10 +254,7 @@ class DeepseekV32IndexerMetadataBuilder(
             seq_lens=lens,
             max_seq_len=common.max_seq_len,
             slot_mapping=slots,
-            num_decodes=counts[0],
-            num_prefills=counts[1],
-            num_decode_tokens=counts[2],
-            num_prefill_tokens=counts[3],
+            counts=counts,
             prefill=prefill,
             decode=decode,
         )

@@ -61,9 +61,8 @@ class SWADecision:
     """What the host decides: bucket, counts and the workspace chunks of each layer type."""
 
     bucket: SWABucket = field(metadata={"static": True})
-    counts: Int[Array | np.ndarray, "4"]  # decodes, prefills, their tokens
-    chunks: dict[str, Int[Array | np.ndarray, "chunks 4"]]  # a WindowChunk per row, then zeros
-    num_chunks: dict[str, Int[Array | np.ndarray, ""]]
+    counts: Int[Array | np.ndarray, "counts"]  # decodes, prefills, their tokens; chunks per type
+    chunks: Int[Array | np.ndarray, "types chunks 4"]  # a WindowChunk per row, then zeros
 
 
 @jax.tree_util.register_dataclass
@@ -73,27 +72,45 @@ class DeepseekSparseSWAMetadata:
 
     bucket: SWABucket = field(metadata={"static": True})
     block_size: int = field(metadata={"static": True})
+    layer_types: tuple[str, ...] = field(metadata={"static": True})
     block_table: Int[Array, "requests pages"]
     slot_mapping: Int[Array, "tokens"]
     seq_lens: Int[Array, "requests"]
     query_start_loc: Int[Array, "starts"]
     is_valid_token: Bool[Array, "tokens"]  # has a slot
     token_to_req_indices: Int[Array, "tokens"]  # 0 on padding
-    num_decodes: Int[Array, ""]
-    num_decode_tokens: Int[Array, ""]
-    num_prefills: Int[Array, ""]
-    num_prefill_tokens: Int[Array, ""]
+    counts: Int[Array, "counts"]  # one array, so that counts cost no kernels: see the properties
     decode_swa_indices: Int[Array, "decode_tokens 1 window"]  # cache rows, oldest first; then -1
     decode_swa_lens: Int[Array, "decode_tokens"]
     prefill_swa_indices: Int[Array, "prefill_tokens window"]  # row i is token num_decode_tokens+i
     prefill_swa_lens: Int[Array, "prefill_tokens"]
     prefill_seq_lens: Int[Array, "prefills"] | None  # None iff the bucket has no prefills
     prefill_gather_lens: Int[Array, "prefills"] | None  # trailing rows to gather; None likewise
-    prefill_chunks: dict[str, Int[Array, "chunks 4"]]  # per layer type; requests from 0
-    num_prefill_chunks: dict[str, Int[Array, ""]]
+    prefill_chunks: Int[Array, "types chunks 4"]  # of each layer type; requests from 0
     tile_sched_swaonly: WorkPlan | None  # None: no such layer, or no decode tokens
     tile_sched_c4a: WorkPlan | None
     tile_sched_c128a: WorkPlan | None
+
+    @property
+    def num_decodes(self) -> Int[Array, ""]:
+        return self.counts[0]
+
+    @property
+    def num_prefills(self) -> Int[Array, ""]:
+        return self.counts[1]
+
+    @property
+    def num_decode_tokens(self) -> Int[Array, ""]:
+        return self.counts[2]
+
+    @property
+    def num_prefill_tokens(self) -> Int[Array, ""]:
+        return self.counts[3]
+
+    def chunks_of(self, name: str) -> tuple[Int[Array, "chunks 4"], Int[Array, ""]]:
+        """Workspace chunks of a layer type, a ``WindowChunk`` per row, and how many there are."""
+        at = self.layer_types.index(name)
+        return self.prefill_chunks[at], self.counts[4 + at]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,15 +172,11 @@ class DeepseekSparseSWAMetadataBuilder(
             chunks=self.ladder.chunks.rung(max(map(len, plans.values()))),
             c128a_width=width,
         )
-        chunks = {
-            name: np.array([*plan, *[(0,) * 4] * (bucket.chunks - len(plan))], np.int32)
-            for name, plan in plans.items()
-        }
+        padded = [[*plan, *[(0,) * 4] * (bucket.chunks - len(plan))] for plan in plans.values()]
         return SWADecision(
             bucket=bucket,
-            counts=np.array(split, np.int32),
-            chunks={name: plan.reshape(-1, 4) for name, plan in chunks.items()},
-            num_chunks={name: np.asarray(len(plan), np.int32) for name, plan in plans.items()},
+            counts=np.array([*split, *map(len, plans.values())], np.int32),
+            chunks=np.array(padded, np.int32).reshape(len(plans), bucket.chunks, 4),
         )
 
     def build(
@@ -207,24 +220,21 @@ class DeepseekSparseSWAMetadataBuilder(
         return DeepseekSparseSWAMetadata(
             bucket=bucket,
             block_size=self.page,
+            layer_types=self.layer_types,
             block_table=common.block_table_tensor,
             slot_mapping=slots,
             seq_lens=lens,
             query_start_loc=starts,
             is_valid_token=valid,
             token_to_req_indices=request,
-            num_decodes=decodes,
-            num_prefills=prefills,
-            num_decode_tokens=decode_tokens,
-            num_prefill_tokens=prefill_tokens,
+            counts=counts,
             decode_swa_indices=decode_indices[:, None],
             decode_swa_lens=decode_lens,
             prefill_swa_indices=prefill_indices,
             prefill_swa_lens=prefill_lens,
             prefill_seq_lens=prefill_seq_lens,
             prefill_gather_lens=gather_lens,
-            prefill_chunks=jax.tree.map(jnp.asarray, decision.chunks),
-            num_prefill_chunks=jax.tree.map(jnp.asarray, decision.num_chunks),
+            prefill_chunks=jnp.asarray(decision.chunks),
             tile_sched_swaonly=plans.get("swaonly"),
             tile_sched_c4a=plans.get("c4a"),
             tile_sched_c128a=plans.get("c128a"),
@@ -247,18 +257,27 @@ class DeepseekSparseSWAMetadataBuilder(
             return {}
         _, positions, valid = decode
         widths = {"c4a": self.index_topk, "c128a": bucket.c128a_width}
-        plans = {}
+        rows = []
         for name in self.layer_types:
             extra = None
             if name in widths:
                 extra = compressed_lens(positions, valid, ratio=RATIOS[name], width=widths[name])
-            plans[name] = balanced_plan(
-                sparse_row_lens(window_lens, extra),
+            rows.append(sparse_row_lens(window_lens, extra))
+
+        def plan(lens):
+            return balanced_plan(
+                lens,
                 parts=sparse_sm_parts(self.num_sms, queries=1, heads=self.heads),
                 overhead=self.overhead,
                 num_rows=None if self.plan_padding else num_decode_tokens,
             )
-        return plans
+
+        # All plans in one batch: as many kernels as for one.
+        plans = jax.vmap(plan)(jnp.stack(rows))
+        return {
+            name: jax.tree.map(lambda x, i=i: x[i], plans)
+            for i, name in enumerate(self.layer_types)
+        }
 
     def warmup_decision(self, decision: SWADecision) -> SWADecision:
         """The same bucket with nothing in it."""

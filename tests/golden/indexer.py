@@ -1,5 +1,6 @@
 """Golden checks of the indexer's metadata, in padded buckets: valid lanes are compared."""
 
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -8,12 +9,13 @@ import numpy as np
 
 from mla_jax.metadata.buckets import Ladder
 from mla_jax.metadata.common import token_positions, token_to_request
-from mla_jax.metadata.indexer import DeepseekV32IndexerMetadataBuilder, build_decode_tensors
+from mla_jax.metadata.indexer import DeepseekV32IndexerMetadataBuilder
 from mla_jax.metadata.indexer_chunks import (
     build_prefill_chunk_metadata,
     plan_indexer_chunks,
     split_indexer_prefill_chunks,
 )
+from mla_jax.metadata.indexer_decode import build_decode_tensors
 from mla_jax.metadata.paged_logits_schedule import paged_mqa_logits_schedule
 from mla_jax.metadata.sparse import get_compressed_slot_mapping
 from mla_jax.metadata.sparse_buckets import IndexerLadder
@@ -42,8 +44,13 @@ def _ladder() -> IndexerLadder:
 
 
 @cache
-def _build(builder: DeepseekV32IndexerMetadataBuilder):
+def _program(builder: DeepseekV32IndexerMetadataBuilder):
     return jax.jit(builder.build)
+
+
+def _build(builder: DeepseekV32IndexerMetadataBuilder):
+    """The device half, shared by builders that differ in host limits only."""
+    return _program(replace(builder, max_prefill_buffer_size=1, max_logits_bytes=4))
 
 
 _chunk = jax.jit(lambda prefill, i: prefill.chunk(i))
@@ -230,14 +237,16 @@ def compressed_slot_mapping(case: Case) -> str | None:
     return compare(case["out"], {"slot_mapping": got[:tokens]})
 
 
+_schedule = jax.jit(
+    paged_mqa_logits_schedule, static_argnames=("num_sms", "split", "remainder", "item")
+)
+
+
 def paged_mqa_logits_metadata(case: Case) -> str | None:
     given = case["in"]
     request = given["indices"]
-    schedule = jax.jit(
-        paged_mqa_logits_schedule, static_argnames=("num_sms", "split", "remainder", "item")
-    )
     got = {
-        name: schedule(
+        name: _schedule(
             jnp.asarray(given["context_lens"]),
             num_sms=given["num_sms"],
             split=given["split_kv"],

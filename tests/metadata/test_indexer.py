@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from mla_jax.errors import ConfigError, MetadataError
 from mla_jax.metadata.indexer import (
-    build_decode_tensors,
     get_max_prefill_buffer_size,
     use_flattening,
 )
+from mla_jax.metadata.indexer_decode import build_decode_tensors
 from mla_jax.metadata.sparse import get_compressed_slot_mapping
 from tests.metadata.sparse_batches import (
     LARGE,

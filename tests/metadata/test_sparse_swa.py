@@ -170,8 +170,10 @@ def test_all_prefill_has_no_plans():
     meta = built([3, 2], [5, 6])
     assert meta.tile_sched_swaonly is meta.tile_sched_c4a is meta.tile_sched_c128a is None
     assert meta.decode_swa_indices.shape == (0, 1, 4)
-    assert int(meta.num_prefill_chunks["c4a"]) == 1
-    assert meta.prefill_chunks["c4a"][0].tolist() == [0, 2, 1, 6]
+    chunks, count = meta.chunks_of("c4a")
+    assert int(count) == 1
+    assert chunks[0].tolist() == [0, 2, 1, 6]
+    assert not chunks[1:].any()
 
 
 def test_one_plan_per_layer_type():
@@ -203,8 +205,9 @@ def valid_lanes(meta, queries):
     }
     if prefills:
         out["lens"] = (meta.prefill_seq_lens[:prefills], meta.prefill_gather_lens[:prefills])
-        for name, n in meta.num_prefill_chunks.items():
-            out[name] = meta.prefill_chunks[name][: int(n)]
+        for name in meta.layer_types:
+            chunks, n = meta.chunks_of(name)
+            out[name] = chunks[: int(n)]
     if decodes:
         for name in ("swaonly", "c4a", "c128a"):
             plan = getattr(meta, f"tile_sched_{name}")
