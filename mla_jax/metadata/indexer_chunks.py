@@ -1,0 +1,164 @@
+"""Prefill of the sparse indexer in chunks: keys gathered end to end, queries scored against them.
+
+The host packs requests under two limits, gathered rows and logits elements; the device derives
+one chunk from one row of that plan.
+"""
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mla_jax.types import Array, Bool, Int
+
+__all__ = [
+    "DeepseekV32IndexerPrefillChunkMetadata",
+    "IndexerChunk",
+    "build_prefill_chunk_metadata",
+    "plan_indexer_chunks",
+    "split_indexer_prefill_chunks",
+]
+
+
+class IndexerChunk(NamedTuple):
+    """One chunk: requests ``[start, stop)``, and of their queries ``[query_start, query_stop)``."""
+
+    start: int
+    stop: int
+    query_start: int
+    query_stop: int
+    total_seq_lens: int  # gathered rows, by the host's bound
+    skip_kv_gather: int  # 1: the previous chunk gathered the same requests
+
+
+NO_CHUNK = IndexerChunk(0, 0, 0, 0, 0, 1)
+"""A padding chunk: no requests, no queries, no gather."""
+
+
+def split_indexer_prefill_chunks(
+    compressed_seq_lens: Int[np.ndarray, "requests"],
+    query_lens: Int[np.ndarray, "requests"],
+    *,
+    workspace: int,
+    max_logits: int,
+    offset: int = 0,
+) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Pieces ``((request start, stop), (query start, stop))`` in order.
+
+    Consecutive requests are taken while their keys sum to at most ``workspace`` rows and
+    keys times queries to at most ``max_logits`` elements. A request that fits neither stands
+    alone and is cut along its queries into pieces of ``max(1, max_logits // keys)`` rows. Queries
+    count from the group's first token; ``offset`` is added to requests.
+    """
+    keys = np.concatenate([[0], np.cumsum(compressed_seq_lens, dtype=np.int64)]).tolist()
+    queries = np.concatenate([[0], np.cumsum(query_lens, dtype=np.int64)]).tolist()
+    pieces = []
+    start, total = 0, len(keys) - 1
+    while start < total:
+
+        def overflows(last: int, start=start) -> bool:
+            n = keys[last + 1] - keys[start]
+            return n > workspace or (queries[last + 1] - queries[start]) * n > max_logits
+
+        stop = max(bisect_left(range(total), True, lo=start, key=overflows), start + 1)
+        n, m = keys[stop] - keys[start], queries[stop] - queries[start]
+        step = max(1, max_logits // n) if n else max(1, m)
+        group = (start + offset, stop + offset)
+        pieces += [(group, (a, min(a + step, m))) for a in range(0, m, step)]
+        start = stop
+    return pieces
+
+
+def plan_indexer_chunks(
+    compressed_seq_lens: Int[np.ndarray, "requests"],
+    query_lens: Int[np.ndarray, "requests"],
+    *,
+    workspace: int,
+    max_logits: int,
+    offset: int = 0,
+) -> list[IndexerChunk]:
+    """The pieces that have keys, with what the host knows of each."""
+    pieces = split_indexer_prefill_chunks(
+        compressed_seq_lens, query_lens, workspace=workspace, max_logits=max_logits, offset=offset
+    )
+    chunks = []
+    for (start, stop), (first, last) in pieces:
+        keys = int(compressed_seq_lens[start - offset : stop - offset].sum())
+        if keys:
+            chunks.append(IndexerChunk(start, stop, first, last, keys, int(first > 0)))
+    return chunks
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class DeepseekV32IndexerPrefillChunkMetadata:
+    """Keys to gather and the columns each query may see, for one chunk.
+
+    Top-k positions of a query are relative to its ``cu_seqlen_ks``.
+    """
+
+    block_table: Int[Array, "requests pages"]  # 0 on padding
+    cu_seq_lens: Int[Array, "starts"]  # exclusive sum of compressed lengths
+    token_to_seq: Int[Array, "keys"]  # request of each gathered row; ``requests`` = no row
+    cu_seqlen_ks: Int[Array, "queries"]  # first visible column
+    cu_seqlen_ke: Int[Array, "queries"]  # one past the last; equal = sees nothing
+    token_start: Int[Array, ""]  # query rows are tokens [token_start, token_end)
+    token_end: Int[Array, ""]
+    num_reqs: Int[Array, ""]
+    total_seq_lens: Int[Array, ""]  # the host's bound, at least ``cu_seq_lens[-1]``
+    skip_kv_gather: Bool[Array, ""]  # the keys of the previous chunk are these
+
+
+def build_prefill_chunk_metadata(
+    query_starts: Int[Array, "starts"],
+    seq_lens: Int[Array, "requests"],
+    page_table: Int[Array, "requests pages"],
+    chunk: Int[Array, "6"],
+    *,
+    requests: int,
+    queries: int,
+    keys: int,
+    ratio: int,
+) -> DeepseekV32IndexerPrefillChunkMetadata:
+    """One chunk of a batch from its ``IndexerChunk``, in arrays of the given sizes.
+
+    A query at position ``p`` of chunk-local request ``g`` sees columns
+    ``[cu[g], cu[g] + (p + 1) // ratio)``.
+    """
+    start, stop, first, last, total, skip = (chunk[i] for i in range(6))
+    batch = seq_lens.shape[0]
+    local = jnp.arange(requests, dtype=jnp.int32)
+    inside = local < stop - start
+    rows = jnp.where(inside, start + local, 0)
+    lens = jnp.where(inside, seq_lens[rows] // ratio, 0)
+    ends = jnp.cumsum(lens, dtype=jnp.int32)
+    cu = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
+    key = jnp.arange(keys, dtype=jnp.int32)
+    owner = jnp.searchsorted(ends, key, side="right", method="scan_unrolled")
+
+    # A slice that reaches past the chunk's tokens ends with them.
+    last = jnp.minimum(last, query_starts[stop] - query_starts[start])
+    token_start = query_starts[start] + first
+    token = token_start + jnp.arange(queries, dtype=jnp.int32)
+    token_end = token_start + jnp.maximum(last - first, 0)
+    request = jnp.searchsorted(query_starts[1:], token, side="right", method="scan_unrolled")
+    request = jnp.minimum(request.astype(jnp.int32), batch - 1)
+    is_query = token < token_end
+    position = token + (seq_lens - query_starts[1:])[request]
+    ks = cu[jnp.clip(request - start, 0, requests)]
+    ke = ks + jnp.maximum(position + 1, 0) // ratio
+    return DeepseekV32IndexerPrefillChunkMetadata(
+        block_table=jnp.where(inside[:, None], page_table[rows], 0),
+        cu_seq_lens=cu,
+        token_to_seq=owner.astype(jnp.int32),
+        cu_seqlen_ks=jnp.where(is_query, ks, 0),
+        cu_seqlen_ke=jnp.where(is_query, ke, 0),
+        token_start=token_start,
+        token_end=token_end,
+        num_reqs=stop - start,
+        total_seq_lens=total,
+        skip_kv_gather=skip > 0,
+    )

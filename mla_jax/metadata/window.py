@@ -1,0 +1,132 @@
+"""Sliding windows: which raw tokens a query sees, in cache rows and in a prefill workspace."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from mla_jax.metadata.common import token_positions, token_to_request
+from mla_jax.metadata.sparse import convert_req_index_to_global_index
+from mla_jax.types import PAD_SLOT, Array, Bool, Int, cdiv, round_up
+
+__all__ = [
+    "WindowChunk",
+    "combine_topk_swa_indices",
+    "compute_prefill_gather_lens",
+    "plan_window_chunks",
+    "sliding_window_indices",
+]
+
+
+def sliding_window_indices(
+    page_table: Int[Array, "requests pages"],
+    request: Int[Array, "tokens"],
+    positions: Int[Array, "tokens"],
+    is_valid_token: Bool[Array, "tokens"],
+    *,
+    window: int,
+    page: int,
+) -> tuple[Int[Array, "tokens window"], Int[Array, "tokens"]]:
+    """Cache rows of the last ``window`` positions up to the token itself, oldest first.
+
+    ``len = min(p + 1, window)``; a token that is not valid sees nothing: all -1, length 0.
+    """
+    lens = jnp.where(is_valid_token, jnp.clip(positions + 1, 0, window), 0)
+    oldest = positions + 1 - lens
+    column = jnp.arange(window, dtype=jnp.int32)
+    local = jnp.where(column < lens[:, None], oldest[:, None] + column, PAD_SLOT)
+    return convert_req_index_to_global_index(page_table, request, local, page=page), lens
+
+
+def compute_prefill_gather_lens[A: (Array, np.ndarray)](
+    query_lens: A, seq_lens: A, *, window: int
+) -> A:
+    """Trailing positions of a request that its queries may see.
+
+    ``query_len + clip(seq_len - query_len, 0, window - 1)``.
+    """
+    return query_lens + (seq_lens - query_lens).clip(0, window - 1)
+
+
+class WindowChunk(NamedTuple):
+    """Prefills ``[start, stop)`` gathered together, one workspace row range per request.
+
+    A request's range is ``stride`` long: ``compressed`` states, then its window's tail.
+    """
+
+    start: int
+    stop: int
+    compressed: int
+    stride: int
+
+
+def plan_window_chunks(
+    query_lens: Int[np.ndarray, "requests"],
+    seq_lens: Int[np.ndarray, "requests"],
+    *,
+    ratio: int,
+    window: int,
+    chunk_requests: int,
+    max_model_len: int,
+    max_batched_tokens: int,
+) -> list[WindowChunk]:
+    """Greedy groups of prefills that fit a workspace of ``chunk_requests`` of the largest ones.
+
+    Rows: ``chunk_requests * (ceil(max_model_len / ratio) + window + max_batched_tokens)``,
+    without the first term for ``ratio <= 1`` (no compressed states). A prefill that fits no
+    workspace stands alone.
+    """
+    states = seq_lens // ratio if ratio > 1 else np.zeros_like(seq_lens)
+    tails = compute_prefill_gather_lens(query_lens, seq_lens, window=window)
+    most = cdiv(max_model_len, ratio) if ratio > 1 else 0
+    rows = chunk_requests * (most + window + max_batched_tokens)
+    chunks: list[WindowChunk] = []
+    start, total = 0, len(seq_lens)
+    while start < total:
+        widest = np.maximum.accumulate(states[start:])
+        strides = widest + np.maximum.accumulate(tails[start:])
+        needed = np.arange(1, total - start + 1, dtype=np.int64) * strides
+        count = max(int(np.searchsorted(needed, rows, side="right")), 1)
+        stride = int(strides[count - 1])
+        chunks.append(WindowChunk(start, start + count, int(widest[count - 1]), stride))
+        start += count
+    return chunks
+
+
+def combine_topk_swa_indices(
+    topk_indices: Int[Array, "tokens keys"],
+    query_starts: Int[Array, "starts"],
+    seq_lens: Int[Array, "requests"],
+    gather_lens: Int[Array, "requests"],
+    stride: Int[Array, ""],
+    compressed: Int[Array, ""],
+    *,
+    topk: int,
+    ratio: int,
+    window: int,
+) -> tuple[Int[Array, "tokens row"], Int[Array, "tokens"]]:
+    """Workspace rows of a chunk's queries: selected states, then the window; -1 behind.
+
+    Request ``g`` of the chunk owns rows from ``stride * g``: ``compressed`` states, then
+    positions ``seq_len - gather_len …``. Of a token at ``p`` the first
+    ``min((p + 1) // ratio, topk)`` entries of its list count. ``query_starts`` may start above 0;
+    padded requests have length 0. The row width is ``round_up(topk + window, 128)``.
+    """
+    tokens = topk_indices.shape[0]
+    starts = query_starts - query_starts[0]
+    g, real = token_to_request(starts, tokens)
+    p = token_positions(starts, seq_lens, g, real)
+    selected = jnp.where(real, jnp.clip((p + 1) // ratio, 0, topk), 0)[:, None]
+    seen = jnp.where(real, jnp.clip(p + 1, 0, window), 0)[:, None]
+    base = (stride * g)[:, None]
+    tail = (p + 1)[:, None] - seen - (seq_lens - gather_lens)[g][:, None]
+
+    column = jnp.arange(round_up(topk + window, 128), dtype=jnp.int32)
+    behind = column - selected
+    width = topk_indices.shape[1]
+    padded = jnp.pad(topk_indices, ((0, 0), (0, max(column.size - width, 0))))
+    chosen = base + padded[:, : column.size]
+    window_rows = base + compressed + tail + behind
+    row = jnp.where(column < selected, chosen, window_rows)
+    lens = selected + seen
+    return jnp.where(column < lens, row, PAD_SLOT), lens[:, 0]
