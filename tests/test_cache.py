@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -55,3 +56,15 @@ def test_cache_is_a_pytree_of_two_arrays():
     assert len(leaves) == 2 and tree == jax.tree.structure(LatentCache.alloc(**SIZES))
     assert jax.jit(lambda c: c)(cache).format is cache.format
     assert jax.eval_shape(lambda: LatentCache.alloc(**SIZES)).pages.dtype == jnp.bfloat16
+
+
+def test_fp8_divides_by_the_scale():
+    """A true float32 division inside jit: multiplying by 1 / scale differs next to ties."""
+    codes = np.arange(1, 0x7E, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    ties = (codes[1:] + codes[:-1]) / 2
+    scale = np.float32(0.1)
+    near = (ties * scale).view(np.int32)[:, None] + np.arange(-4, 4, dtype=np.int32)
+    x = near.view(np.float32)
+    got = jax.jit(FORMATS["fp8_e4m3"].encode)(jnp.asarray(x), jnp.asarray(scale))
+    want = (x / scale).astype(ml_dtypes.float8_e4m3fn)
+    np.testing.assert_array_equal(np.asarray(got).view(np.uint8), want.view(np.uint8))
