@@ -213,6 +213,6 @@ VARIATIONS = [
     _variation("v3_rope_factor", "v3_small", 22, rope_parameters=_yarn(mscale=0.5)),
     _variation("v3_unnormalised", "v3_small", 18, norm_topk_prob=False),
     _variation("v2_attention_bias", "v2_small", 19, attention_bias=True, mlp_bias=True),
-    _variation("glm_halves", "glm_flash_small", 20, rope_interleave=False),
+    _variation("glm_halves", "glm_flash_small", 34, rope_interleave=False),
     _variation("youtu_untied", "youtu_small", 21, tie_word_embeddings=False),
 ]
