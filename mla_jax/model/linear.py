@@ -19,9 +19,16 @@ def precision_of(dtype: jnp.dtype) -> lax.Precision:
 
 def contract(spec: str, x: Array, y: Array, *, out_dtype: jnp.dtype | None = None) -> Array:
     """``einsum(spec, x, y)`` accumulated in float32, rounded once to ``out_dtype`` (x's)."""
-    out = jnp.einsum(
-        spec, x, y, precision=precision_of(x.dtype), preferred_element_type=jnp.float32
-    )
+
+    def product(x: Array, y: Array) -> Array:
+        precision = precision_of(x.dtype)
+        return jnp.einsum(spec, x, y, precision=precision, preferred_element_type=jnp.float32)
+
+    def widened(x: Array, y: Array) -> Array:
+        return product(x.astype(jnp.float32), y.astype(jnp.float32))
+
+    # XLA's CPU backend has no batched product of 16-bit operands into float32.
+    out = lax.platform_dependent(x, y, cpu=widened, default=product)
     return out.astype(x.dtype if out_dtype is None else out_dtype)
 
 

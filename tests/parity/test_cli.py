@@ -23,9 +23,10 @@ def test_generate_json(case, tmp_path):
     folder = checkpoint.save_released(model, case, tmp_path / "model", shards=2)
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"prompt_ids": p}) + "\n" for p in ref.prompts))
-    command = [sys.executable, "-m", "mla_jax.cli", "generate", str(folder)]
+    entry = "from mla_jax.cli import main; main()"
+    command = [sys.executable, "-c", entry, "generate", str(folder)]
     command += ["--prompts-file", str(file), "--max-new-tokens", "12", "--ignore-eos"]
-    command += ["--dtype", "float32", "--cache-dtype", "float32", "--json"]
+    command += ["--dtype", "float32", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
