@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from mla_jax.types import Array, Int, cdiv, round_up
+from mla_jax.types import Array, Int, cdiv
 
 __all__ = [
     "WorkPlan",
@@ -68,7 +68,7 @@ def sparse_row_lens(
     ``y = max(len, 1)``; with a second list ``round_up(y, 64) + extra_len``.
     """
     y = jnp.maximum(lens, 1)
-    return y if extra_lens is None else round_up(y, BLOCK) + extra_lens
+    return y if extra_lens is None else (y + BLOCK - 1) // BLOCK * BLOCK + extra_lens
 
 
 def balanced_plan(

@@ -32,11 +32,10 @@ def convert_req_index_to_global_index(
     page: int,
 ) -> Int[Array, "tokens keys"]:
     """``page_table[request, x // page] * page + x % page``; -1 for x < 0 or beyond the table."""
-    keys = local.shape[1]
     flat = local.reshape(-1)
     owner = jnp.broadcast_to(request[:, None], local.shape).reshape(-1)
     slots = slot_mapping(page_table, owner, flat, flat >= 0, page=page)
-    return slots.reshape(-1, keys)
+    return slots.reshape(local.shape)
 
 
 def compact_indices(

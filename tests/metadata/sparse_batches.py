@@ -40,8 +40,8 @@ def common(
     lens[:n] = seq_lens
     pages = np.full((bucket.requests, bucket.pages), 77 if junk else 0, np.int32)
     if table is None:
-        table = 1 + np.arange(n * bucket.pages, dtype=np.int32).reshape(n, -1)[:, ::-1]
-    table = np.asarray(table, np.int32).reshape(n, -1)
+        table = 1 + np.arange(n * bucket.pages).reshape(n, bucket.pages)[:, ::-1]
+    table = np.asarray(table, np.int32)
     used = np.arange(table.shape[1]) * page < np.asarray(lens[:n])[:, None]
     pages[:n, : table.shape[1]] = np.where(used, table, pages[:n, : table.shape[1]])
     return _common(

@@ -234,9 +234,9 @@ def valid_lanes(meta, queries, lens):
         owner = np.searchsorted(np.cumsum(queries), d.token_index[:rows, 0], side="right")
         used = -(-np.asarray(lens)[owner] // 4)
         pages = np.arange(d.block_table.shape[1]) < used[:, None]
-        schedule = np.where(
-            d.schedule_metadata == (d.seq_lens.shape[0], 0), -1, d.schedule_metadata
-        )
+        schedule = np.asarray(d.schedule_metadata)
+        past = (schedule == (d.seq_lens.shape[0], 0)).all(axis=1, keepdims=True)
+        schedule = np.where(past, -1, schedule)
         out |= {
             "decode": d.seq_lens[:rows],
             "lens_of_rows": d.decode_lens[:rows],

@@ -61,12 +61,13 @@ def covered(table, num_splits, lens):
     return seen, pieces
 
 
-PARTS = st.sampled_from([1, 2, 5, 33])
+PARTS = st.sampled_from([2, 33])
 LENS = st.lists(st.integers(0, 700), min_size=8, max_size=8)
 
 
-@given(LENS, PARTS, st.sampled_from([3, 5]))
-def test_the_closed_form_is_the_walk(lens, parts, overhead):
+@given(LENS, st.sampled_from([(2, 5), (33, 5), (5, 3)]))
+def test_the_closed_form_is_the_walk(lens, size):
+    parts, overhead = size
     table, splits = plan_of(jnp.array(lens, jnp.int32), parts=parts, overhead=overhead)
     rows, num_splits = walk(lens, parts, overhead)
     np.testing.assert_array_equal(table, rows)
@@ -83,8 +84,9 @@ def test_every_block_once_in_order_and_every_piece_named(lens, parts):
     assert int(splits[-1]) <= len(lens) + parts
 
 
-@given(LENS, st.integers(0, 8), PARTS)
-def test_rows_left_out_change_nothing(lens, rows, parts):
+@given(LENS, st.integers(0, 8))
+def test_rows_left_out_change_nothing(lens, rows):
+    parts = 5
     table, splits = plan_of(jnp.array(lens, jnp.int32), jnp.int32(rows), parts=parts)
     splits = np.asarray(splits)
     assert (splits[rows:] == splits[rows]).all()
@@ -141,10 +143,12 @@ def test_sm_parts():
     assert sparse_sm_parts(132, queries=1, heads=16) == 132
 
 
+invariant = jax.jit(partial(invariant_plan, blocks_per_piece=3, max_len=700))
+
+
 @given(LENS, st.permutations(range(8)))
 def test_invariant_plan_cuts_a_row_by_its_own_length(lens, order):
-    plan = partial(invariant_plan, blocks_per_piece=3, max_len=700)
-    here = plan(jnp.array(lens, jnp.int32))
+    here = invariant(jnp.array(lens, jnp.int32))
     table, splits = np.asarray(here.tile_scheduler_metadata), np.asarray(here.num_splits)
     seen, pieces = covered(table, splits, lens)
     assert seen == [(i, b) for i, n in enumerate(lens) for b in range(-(-n // 64))]
@@ -152,7 +156,7 @@ def test_invariant_plan_cuts_a_row_by_its_own_length(lens, order):
     idle = table[:, 0] == len(lens)
     assert (table[~idle, 0] == table[~idle, 1]).all()
 
-    there = plan(jnp.array([lens[i] for i in order], jnp.int32))
+    there = invariant(jnp.array([lens[i] for i in order], jnp.int32))
     other = np.asarray(there.tile_scheduler_metadata)
     for at, row in enumerate(order):
         np.testing.assert_array_equal(other[other[:, 0] == at, 2:], table[table[:, 0] == row, 2:])
