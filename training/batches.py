@@ -86,7 +86,7 @@ def _spell(kind: Array, a: Array, b: Array, x: Array, y: Array) -> tuple[Array, 
         ]
 
     def row(*parts: list[Array]) -> Array:
-        line = sum(parts, [])
+        line = [token for part in parts for token in part]
         return jnp.stack(line + [jnp.zeros_like(kind)] * (LONGEST - len(line)), axis=-1)
 
     ask, eq, plus = marks("?"), marks("="), marks("+")

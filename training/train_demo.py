@@ -22,18 +22,20 @@ import optax
 from flax import nnx
 
 from mla_jax.config import MLADims, ModelConfig, MoEConfig, RopeConfig, YarnConfig
-from mla_jax.demo_task import CHARACTERS, EOS, KINDS, PAD, ask, encode
+from mla_jax.demo_task import CHARACTERS, EOS, KINDS, PAD, Question, ask, encode, longest_answer
+from mla_jax.model import weights
 from mla_jax.model.deepseek_v3 import DeepseekV3
+from mla_jax.pallas.dense_prefill import ref as dense_prefill
 from mla_jax.types import Array, Float, Int
 from training.batches import Batch, sample_batch
 
-__all__ = ["CONFIG", "Recipe", "Stage", "Trainer", "accuracy"]
+__all__ = ["CONFIG", "LENGTHS", "Recipe", "Stage", "Trainer", "accuracy"]
 
 CONFIG = ModelConfig(
     family="deepseek_v3",
     vocab=len(CHARACTERS) + 1,
     hidden=128,
-    layers=4,
+    layers=3,
     dims=MLADims(heads=4, rank=64, nope=32, rope=16, v=32, q_rank=64),
     rope=RopeConfig(
         dim=16,
@@ -52,12 +54,16 @@ CONFIG = ModelConfig(
         normalise=True,
         scale=2.5,
     ),
-    sparse_layers=(False, True, True, True),
+    sparse_layers=(False, True, True),
     eps=1e-6,
     max_positions=4096,
     bos=None,
     eos=(EOS,),
 )
+
+
+LENGTHS = (24, 128, 512, 1024, 2048, 3060)
+"""Prompt lengths at which a trained model is measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,13 +79,17 @@ class Stage:
 class Recipe:
     """Everything that decides the weights, besides the hardware's rounding."""
 
-    stages: Sequence[Stage]
+    stages: Sequence[Stage] = (
+        Stage(length=128, sequences=256, steps=1200),
+        Stage(length=512, sequences=64, steps=1200),
+        Stage(length=3072, sequences=10, steps=800),
+    )
     peak: float = 2e-3  # learning rate after warm-up; cosine to a hundredth of it
     warmup: int = 200
     decay: float = 0.01  # of matrices
     clip: float = 1.0  # global norm of a gradient
-    balance: float = 0.01  # step of the routers' choice bias, once per chunk
-    chunk: int = 50  # steps between host visits
+    balance: float = 0.02  # largest change of a router's choice bias in one chunk
+    chunk: int = 20  # steps between host visits
     seed: int = 0
 
     @property
@@ -102,7 +112,7 @@ class Trainer:
     def __init__(self, config: ModelConfig, recipe: Recipe):
         model = DeepseekV3(config, dtype=jnp.float32, rngs=nnx.Rngs(recipe.seed))
         self.graph, self.params, self.rest = nnx.split(model, nnx.Param, ...)
-        self.recipe = recipe
+        self.config, self.recipe = config, recipe
         rate = optax.warmup_cosine_decay_schedule(
             0.0, recipe.peak, recipe.warmup, recipe.steps, recipe.peak / 100
         )
@@ -124,9 +134,7 @@ class Trainer:
         target, kind = batch.tokens[:, 1:], batch.kind[:, 1:]
         each = optax.softmax_cross_entropy_with_integer_labels(logits, target)
         right = jnp.argmax(logits, axis=-1) == target
-        share = jnp.stack(
-            [jnp.mean(right, where=kind == k, dtype=jnp.float32) for k in (1, 2, 3)]
-        )
+        share = jnp.stack([jnp.mean(right, where=kind == k, dtype=jnp.float32) for k in (1, 2, 3)])
         return jnp.mean(each, where=kind > 0), share
 
     @partial(jax.jit, static_argnums=(0, 4, 5), donate_argnums=(1, 2))
@@ -165,8 +173,8 @@ class Trainer:
         blocks = [block for block in self.params["layers"].values() if "moe" in block]
         for block, load in zip(blocks, loads, strict=True):
             bias = block["moe"]["router"]["choice_bias"]
-            step = self.recipe.balance * jnp.sign(load.mean() - load)
-            bias[...] = bias[...] + step.astype(jnp.float32)
+            excess = jnp.clip(load / load.mean() - 1, -1, 1)
+            bias[...] = bias[...] - self.recipe.balance * excess.astype(jnp.float32)
 
     def run(self) -> Iterator[dict]:
         """Train through all stages; a record after every chunk."""
@@ -179,46 +187,98 @@ class Trainer:
                 self.params, self.moments, (loss, share) = self.advance(
                     self.params, self.moments, now, stage, steps
                 )
-                batch = sample_batch(probe, sequences=max(4096 // stage.length, 1),
-                                     length=stage.length)  # fmt: skip
+                few = max(4096 // stage.length, 1)
+                batch = sample_batch(probe, sequences=few, length=stage.length)
                 loads = self.loads(self.params, batch.tokens)
                 self.balance(loads)
                 done += steps
                 yield {
                     "step": done,
                     "length": stage.length,
-                    "loss": float(loss[-10:].mean()),
-                    "right": dict(zip(KINDS, np.round(share[-10:].mean(0), 4).tolist(), strict=True)),
+                    "loss": round(float(loss.mean()), 5),
+                    "right": dict(zip(KINDS, np.asarray(share.mean(0)).tolist(), strict=True)),
                     "load": [round(float(x), 3) for x in (loads.min(), loads.max())],
                     "ms": round(1e3 * (time.perf_counter() - began) / steps, 2),
                 }
 
+    def save(self, folder: Path) -> None:
+        """Write ``config.json`` and bfloat16 ``model.safetensors`` (routers in float32)."""
+        leaves = {}
+        for path, leaf in nnx.to_flat_state(nnx.state(self.model(), nnx.Param)):
+            router = "router" in path
+            leaves[".".join(map(str, path))] = leaf[...] if router else leaf[...].astype("bfloat16")
+        weights.save(folder, self.config, leaves)
+
 
 def accuracy(
-    model: DeepseekV3, *, tokens: int, questions: int, seed: int, group: int = 64
-) -> dict[str, float]:
-    """Share of wholly right greedy answers to prompts of ``tokens`` tokens, by kind.
+    model: DeepseekV3, *, lengths: Sequence[int], questions: int, seed: int, group: int = 32
+) -> dict[int, dict[str, float]]:
+    """Share of wholly right greedy answers to prompts of each length, by kind.
 
     One causal pass over prompt and answer: greedy decoding gives the answer exactly if the
     likeliest token is the answer's at every one of its positions.
     """
+    width = max(lengths) + max(map(longest_answer, KINDS))
 
     @nnx.jit
     def likeliest(model: DeepseekV3, ids: Array) -> Array:
         return jnp.argmax(model.logits(model.full(ids)), axis=-1)
 
-    rng, result = random.Random(seed), {}
-    for kind in KINDS:
-        asked = [ask(rng, kind, tokens=tokens) for _ in range(questions)]
-        right = 0
-        for at in range(0, questions, group):
-            part = asked[at : at + group]
-            ids = np.full((group, tokens + 16), PAD, np.int32)
-            for row, q in zip(ids, part, strict=False):
-                row[: len(q.prompt + q.answer)] = encode(q.prompt + q.answer)
-            best = np.asarray(likeliest(model, ids))
-            for row, q in zip(best, part, strict=False):
-                first = len(q.prompt) - 1
-                right += row[first : first + len(q.answer)].tolist() == encode(q.answer)
-        result[kind] = right / questions
-    return result
+    def right(asked: Sequence[Question]) -> int:
+        ids = np.full((group, width), PAD, np.int32)
+        for row, q in zip(ids, asked, strict=False):
+            row[: len(q.prompt + q.answer)] = encode(q.prompt + q.answer)
+        best = np.asarray(likeliest(model, ids))
+        first = [len(q.prompt) - 1 for q in asked]
+        spans = [slice(at, at + len(q.answer)) for at, q in zip(first, asked, strict=True)]
+        return sum(
+            best[i, span].tolist() == encode(q.answer)
+            for i, (span, q) in enumerate(zip(spans, asked, strict=True))
+        )
+
+    rng, shares = random.Random(seed), {}
+    for tokens in lengths:
+        shares[tokens] = {}
+        for kind in KINDS:
+            asked = [ask(rng, kind, tokens=tokens) for _ in range(questions)]
+            groups = [asked[i : i + group] for i in range(0, questions, group)]
+            shares[tokens][kind] = sum(map(right, groups)) / questions
+    return shares
+
+
+def main() -> None:
+    """Train, save the model folder, measure it and write ``training.json`` beside it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--questions", type=int, default=512, help="per length and kind")
+    args = parser.parse_args()
+    dense_prefill.TILE = 4096  # one tile: nothing to skip, but a GPU stays busy
+    recipe = Recipe(seed=args.seed)
+    trainer, log, began = Trainer(CONFIG, recipe), [], time.perf_counter()
+    device = jax.devices()[0]
+    for record in trainer.run():
+        log.append(record)
+        if record["step"] % (10 * recipe.chunk) == 0 or len(log) < 3:
+            print(f"{time.perf_counter() - began:6.1f} s  {json.dumps(record)}", flush=True)
+            trainer.save(args.out)  # an interrupted run leaves a model
+    seconds = time.perf_counter() - began
+    trainer.save(args.out)
+    shares = accuracy(
+        trainer.model(), lengths=LENGTHS, questions=args.questions, seed=10_000 + args.seed
+    )
+    print(json.dumps(shares, indent=1), flush=True)
+    report = {
+        "device": f"{device.device_kind}, jax {jax.__version__}",
+        "seconds": round(seconds, 1),
+        "parameters": sum(x.size for x in jax.tree.leaves(trainer.params)),
+        "recipe": asdict(recipe),
+        "questions": args.questions,
+        "accuracy": shares,
+        "log": log,
+    }
+    (args.out / "training.json").write_text(json.dumps(report) + "\n")
+
+
+if __name__ == "__main__":
+    main()
