@@ -38,8 +38,8 @@ __all__ = ["FOLDER", "build_engine", "load_model", "main", "questions", "recompu
 FOLDER = Path(__file__).parent / "demo_model"
 """The embedded checkpoint; ``docs/demo.md`` says how it was trained."""
 
-SHORTEST, LONGEST = 24, 3000
-PAGE, PAGES = 16, 400
+SHORTEST, LONGEST = 24, 480
+PAGE, PAGES = 16, 140
 REQUESTS, CHUNK = 12, 512
 
 

@@ -51,7 +51,8 @@ def sample_batch(key: Array, *, sequences: int, length: int) -> Batch:
 
     keys = jnp.argsort(uniform(4, (sequences, KEYS)), axis=1)[:, :items].astype(jnp.int32)
     values = jax.random.randint(k[5], shape, 10, 100)
-    a, b = (jnp.floor(uniform(i, shape) * known).astype(jnp.int32) for i in (6, 7))
+    span = known.astype(jnp.float32)
+    a, b = (jnp.floor(uniform(i, shape) * span).astype(jnp.int32) for i in (6, 7))
     a = jnp.where(is_fact, known, a)
 
     def of(table: Array, index: Array) -> Array:

@@ -8,7 +8,7 @@ The routers' choice bias follows the load, without an auxiliary loss (arXiv:2408
 
 import argparse
 import json
-import random
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -20,22 +20,24 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from mla_jax.config import MLADims, ModelConfig, MoEConfig, RopeConfig, YarnConfig
-from mla_jax.demo_task import CHARACTERS, EOS, KINDS, PAD, Question, ask, encode, longest_answer
+from mla_jax.demo_task import CHARACTERS, EOS, KINDS, PAD
 from mla_jax.model import weights
 from mla_jax.model.deepseek_v3 import DeepseekV3
 from mla_jax.pallas.dense_prefill import ref as dense_prefill
 from mla_jax.types import Array, Float, Int
+from training.accuracy import LENGTHS, accuracy
 from training.batches import Batch, sample_batch
 
-__all__ = ["CONFIG", "LENGTHS", "Recipe", "Stage", "Trainer", "accuracy"]
+__all__ = ["CONFIG", "Recipe", "Stage", "Trainer", "tokenizer"]
 
 CONFIG = ModelConfig(
     family="deepseek_v3",
     vocab=len(CHARACTERS) + 1,
     hidden=128,
-    layers=3,
+    layers=4,
     dims=MLADims(heads=4, rank=64, nope=32, rope=16, v=32, q_rank=64),
     rope=RopeConfig(
         dim=16,
@@ -54,7 +56,7 @@ CONFIG = ModelConfig(
         normalise=True,
         scale=2.5,
     ),
-    sparse_layers=(False, True, True),
+    sparse_layers=(False, True, True, True),
     eps=1e-6,
     max_positions=4096,
     bos=None,
@@ -62,17 +64,20 @@ CONFIG = ModelConfig(
 )
 
 
-LENGTHS = (24, 128, 512, 1024, 2048, 3060)
-"""Prompt lengths at which a trained model is measured."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """Some steps at one shape."""
+    """At most ``steps`` steps at one shape; fewer once a chunk's loss is below ``enough``."""
 
     length: int
     sequences: int
     steps: int
+    enough: float = 0.0
+
+    @classmethod
+    def of(cls, text: str) -> "Stage":
+        """``LENGTHxSEQUENCESxSTEPS``, as the command line writes it."""
+        length, sequences, steps = map(int, text.split("x"))
+        return cls(length=length, sequences=sequences, steps=steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,11 +85,11 @@ class Recipe:
     """Everything that decides the weights, besides the hardware's rounding."""
 
     stages: Sequence[Stage] = (
-        Stage(length=128, sequences=256, steps=1200),
-        Stage(length=512, sequences=64, steps=1200),
-        Stage(length=3072, sequences=10, steps=800),
+        Stage(length=128, sequences=256, steps=4000, enough=0.01),
+        Stage(length=512, sequences=64, steps=2000, enough=0.003),
+        Stage(length=3072, sequences=10, steps=500),
     )
-    peak: float = 2e-3  # learning rate after warm-up; cosine to a hundredth of it
+    peak: float = 2e-3  # learning rate after warm-up; in the last stage it falls, by a cosine
     warmup: int = 200
     decay: float = 0.01  # of matrices
     clip: float = 1.0  # global norm of a gradient
@@ -92,9 +97,22 @@ class Recipe:
     chunk: int = 20  # steps between host visits
     seed: int = 0
 
-    @property
-    def steps(self) -> int:
-        return sum(stage.steps for stage in self.stages)
+    def rate(self, step: int, *, first: int, stage: Stage) -> float:
+        """Learning rate of a step; ``first`` is the first one of its stage."""
+        warm = min((step + 1) / self.warmup, 1.0)
+        if stage is not self.stages[-1]:
+            return self.peak * warm
+        done = (step - first) / stage.steps
+        return self.peak * warm * (0.01 + 0.99 * (1 + math.cos(math.pi * done)) / 2)
+
+
+def tokenizer() -> Tokenizer:
+    """``demo_task.encode`` and ``decode`` in the form that ``mla-jax generate --prompt`` reads."""
+    vocab = {"<pad>": PAD} | {c: i + 1 for i, c in enumerate(CHARACTERS)}
+    made = Tokenizer(models.WordLevel(vocab))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    made.decoder = decoders.Fuse()
+    return made
 
 
 def rounded(params: nnx.State) -> nnx.State:
@@ -113,13 +131,11 @@ class Trainer:
         model = DeepseekV3(config, dtype=jnp.float32, rngs=nnx.Rngs(recipe.seed))
         self.graph, self.params, self.rest = nnx.split(model, nnx.Param, ...)
         self.config, self.recipe = config, recipe
-        rate = optax.warmup_cosine_decay_schedule(
-            0.0, recipe.peak, recipe.warmup, recipe.steps, recipe.peak / 100
-        )
         matrices = jax.tree.map(lambda w: w.ndim > 1, self.params)
         self.optimiser = optax.chain(
             optax.clip_by_global_norm(recipe.clip),
-            optax.adamw(rate, b2=0.98, weight_decay=recipe.decay, mask=matrices),
+            optax.scale_by_adam(b2=0.98),
+            optax.add_decayed_weights(recipe.decay, mask=matrices),
         )
         self.moments = self.optimiser.init(self.params)
 
@@ -137,21 +153,28 @@ class Trainer:
         share = jnp.stack([jnp.mean(right, where=kind == k, dtype=jnp.float32) for k in (1, 2, 3)])
         return jnp.mean(each, where=kind > 0), share
 
-    @partial(jax.jit, static_argnums=(0, 4, 5), donate_argnums=(1, 2))
+    @partial(jax.jit, static_argnums=(0, 5), donate_argnums=(1, 2))
     def advance(
-        self, params: nnx.State, moments: optax.OptState, key: Array, stage: Stage, steps: int
+        self,
+        params: nnx.State,
+        moments: optax.OptState,
+        key: Array,
+        rates: Float[Array, "steps"],
+        stage: Stage,
     ) -> tuple[nnx.State, optax.OptState, tuple[Array, Array]]:
-        """Some optimiser steps, each on a fresh batch; losses and shares of every step."""
+        """An optimiser step for every rate, on fresh batches; losses and shares of every step."""
 
-        def step(carry: tuple, key: Array) -> tuple[tuple, tuple[Array, Array]]:
-            params, moments = carry
+        def step(carry: tuple, now: tuple[Array, Array]) -> tuple[tuple, tuple[Array, Array]]:
+            (params, moments), (key, rate) = carry, now
             batch = sample_batch(key, sequences=stage.sequences, length=stage.length + 1)
             grad = jax.value_and_grad(self.loss, has_aux=True)
             (loss, share), slope = grad(params, batch)
             change, moments = self.optimiser.update(slope, moments, params)
+            change = jax.tree.map(lambda x: -rate * x, change)
             return (optax.apply_updates(params, change), moments), (loss, share)
 
-        carry, log = jax.lax.scan(step, (params, moments), jax.random.split(key, steps))
+        keys = jax.random.split(key, rates.shape[0])
+        carry, log = jax.lax.scan(step, (params, moments), (keys, rates))
         return *carry, log
 
     @partial(jax.jit, static_argnums=0)
@@ -178,72 +201,49 @@ class Trainer:
 
     def run(self) -> Iterator[dict]:
         """Train through all stages; a record after every chunk."""
-        key, done = jax.random.key(self.recipe.seed + 1), 0
-        for stage in self.recipe.stages:
-            for first in range(0, stage.steps, self.recipe.chunk):
+        recipe, done = self.recipe, 0
+        key = jax.random.key(recipe.seed + 1)
+        for stage in recipe.stages:
+            first = done
+            while done < first + stage.steps:
                 began = time.perf_counter()
-                steps = min(self.recipe.chunk, stage.steps - first)
+                end = min(done + recipe.chunk, first + stage.steps)
+                rates = [recipe.rate(i, first=first, stage=stage) for i in range(done, end)]
                 key, now, probe = jax.random.split(key, 3)
                 self.params, self.moments, (loss, share) = self.advance(
-                    self.params, self.moments, now, stage, steps
+                    self.params, self.moments, now, jnp.asarray(rates, jnp.float32), stage
                 )
                 few = max(4096 // stage.length, 1)
                 batch = sample_batch(probe, sequences=few, length=stage.length)
                 loads = self.loads(self.params, batch.tokens)
                 self.balance(loads)
-                done += steps
-                yield {
-                    "step": done,
+                record = {
+                    "step": end,
                     "length": stage.length,
                     "loss": round(float(loss.mean()), 5),
                     "right": dict(zip(KINDS, np.asarray(share.mean(0)).tolist(), strict=True)),
                     "load": [round(float(x), 3) for x in (loads.min(), loads.max())],
-                    "ms": round(1e3 * (time.perf_counter() - began) / steps, 2),
+                    "ms": round(1e3 * (time.perf_counter() - began) / (end - done), 2),
                 }
+                done = end
+                yield record
+                if record["loss"] < stage.enough:
+                    break
+
+    def resume(self, folder: Path) -> None:
+        """Take the weights of a saved model; moments and schedule start anew."""
+        model = self.model()
+        weights.place(model, weights.load(folder, self.config, dtype=np.float32))
+        self.params = nnx.state(model, nnx.Param)
 
     def save(self, folder: Path) -> None:
-        """Write ``config.json`` and bfloat16 ``model.safetensors`` (routers in float32)."""
+        """Write config.json, bfloat16 model.safetensors (routers float32) and tokenizer.json."""
         leaves = {}
         for path, leaf in nnx.to_flat_state(nnx.state(self.model(), nnx.Param)):
             router = "router" in path
             leaves[".".join(map(str, path))] = leaf[...] if router else leaf[...].astype("bfloat16")
         weights.save(folder, self.config, leaves)
-
-
-def accuracy(
-    model: DeepseekV3, *, lengths: Sequence[int], questions: int, seed: int, group: int = 32
-) -> dict[int, dict[str, float]]:
-    """Share of wholly right greedy answers to prompts of each length, by kind.
-
-    One causal pass over prompt and answer: greedy decoding gives the answer exactly if the
-    likeliest token is the answer's at every one of its positions.
-    """
-    width = max(lengths) + max(map(longest_answer, KINDS))
-
-    @nnx.jit
-    def likeliest(model: DeepseekV3, ids: Array) -> Array:
-        return jnp.argmax(model.logits(model.full(ids)), axis=-1)
-
-    def right(asked: Sequence[Question]) -> int:
-        ids = np.full((group, width), PAD, np.int32)
-        for row, q in zip(ids, asked, strict=False):
-            row[: len(q.prompt + q.answer)] = encode(q.prompt + q.answer)
-        best = np.asarray(likeliest(model, ids))
-        first = [len(q.prompt) - 1 for q in asked]
-        spans = [slice(at, at + len(q.answer)) for at, q in zip(first, asked, strict=True)]
-        return sum(
-            best[i, span].tolist() == encode(q.answer)
-            for i, (span, q) in enumerate(zip(spans, asked, strict=True))
-        )
-
-    rng, shares = random.Random(seed), {}
-    for tokens in lengths:
-        shares[tokens] = {}
-        for kind in KINDS:
-            asked = [ask(rng, kind, tokens=tokens) for _ in range(questions)]
-            groups = [asked[i : i + group] for i in range(0, questions, group)]
-            shares[tokens][kind] = sum(map(right, groups)) / questions
-    return shares
+        tokenizer().save(str(folder / "tokenizer.json"))
 
 
 def main() -> None:
@@ -251,11 +251,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--resume", type=Path, help="a folder that this script has saved")
+    parser.add_argument("--stages", type=Stage.of, nargs="+", metavar="LENGTHxSEQUENCESxSTEPS")
+    parser.add_argument("--peak", type=float, default=Recipe.peak)
+    parser.add_argument("--warmup", type=int, default=Recipe.warmup)
     parser.add_argument("--questions", type=int, default=512, help="per length and kind")
     args = parser.parse_args()
     dense_prefill.TILE = 4096  # one tile: nothing to skip, but a GPU stays busy
-    recipe = Recipe(seed=args.seed)
+    recipe = Recipe(
+        stages=args.stages or Recipe.stages, peak=args.peak, warmup=args.warmup, seed=args.seed
+    )
     trainer, log, began = Trainer(CONFIG, recipe), [], time.perf_counter()
+    if args.resume:
+        trainer.resume(args.resume)
     device = jax.devices()[0]
     for record in trainer.run():
         log.append(record)
@@ -272,6 +280,7 @@ def main() -> None:
         "device": f"{device.device_kind}, jax {jax.__version__}",
         "seconds": round(seconds, 1),
         "parameters": sum(x.size for x in jax.tree.leaves(trainer.params)),
+        "resumed": args.resume is not None,
         "recipe": asdict(recipe),
         "questions": args.questions,
         "accuracy": shares,
