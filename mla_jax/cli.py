@@ -346,4 +346,4 @@ def demo() -> None:
     """Serve the small trained model of the package and check its answers."""
     from mla_jax.demo import main as run
 
-    run()
+    raise typer.Exit(run())

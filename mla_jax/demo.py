@@ -1,0 +1,189 @@
+"""``mla-jax demo``: serve a small trained model, check its answers, then recompute them.
+
+A few dozen questions of ``demo_task``, from a line to thousands of tokens, are served together
+over a page pool that cannot hold them all: prompts enter in chunks, requests queue for pages,
+and the youngest gives its pages up when an older one needs them. Every greedy answer is then
+computed again without engine, cache or batch.
+"""
+
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from mla_jax.config import ModelConfig
+from mla_jax.demo_task import EOS, KINDS, PAD, Question, ask, decode, encode, longest_answer
+from mla_jax.engine import Engine
+from mla_jax.metadata.buckets import Ladder, MLALadder
+from mla_jax.model.deepseek_v3 import DeepseekV3
+from mla_jax.model.sampling import SamplingParams
+from mla_jax.model.weights import load, place
+from mla_jax.scheduler import Completion, Event
+from mla_jax.types import Array, cdiv
+
+try:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+except ImportError:
+    Progress = None
+
+__all__ = ["FOLDER", "build_engine", "load_model", "main", "questions", "recompute"]
+
+FOLDER = Path(__file__).parent / "demo_model"
+"""The embedded checkpoint; ``docs/demo.md`` says how it was trained."""
+
+SHORTEST, LONGEST = 24, 480
+PAGE, PAGES = 16, 140
+REQUESTS, CHUNK = 12, 512
+
+
+def questions(count: int, *, seed: int) -> list[Question]:
+    """Questions of all kinds, lengths evenly spread on a logarithmic scale, shuffled."""
+    rng = random.Random(seed)
+    span = np.geomspace(SHORTEST, LONGEST, count).round().astype(int).tolist()
+    asked = [ask(rng, KINDS[i % len(KINDS)], tokens=n) for i, n in enumerate(span)]
+    rng.shuffle(asked)
+    return asked
+
+
+def load_model() -> tuple[DeepseekV3, ModelConfig]:
+    """The embedded checkpoint in float32, ready to decode."""
+    config = ModelConfig.from_hf(FOLDER)
+    model = nnx.eval_shape(lambda: DeepseekV3(config, dtype=jnp.float32, rngs=nnx.Rngs(0)))
+    place(model, load(FOLDER, config, dtype=jnp.float32))
+    model.absorb()
+    return model, config
+
+
+def build_engine(model: DeepseekV3, config: ModelConfig) -> Engine:
+    """An engine over a page pool too small for all requests at once."""
+    longest = LONGEST + max(map(longest_answer, KINDS))
+    ladder = MLALadder(  # one rung each: five programs serve everything
+        decodes=Ladder("decode requests", (REQUESTS,)),
+        prefills=Ladder("prefill requests", (REQUESTS,)),
+        prefill_tokens=Ladder("prefill tokens", (CHUNK,)),
+        pages=Ladder("pages of one request", (cdiv(longest, PAGE),)),
+        context_rows=1024,
+    )
+    return Engine(
+        model,
+        config,
+        cache_format="fp32",
+        page=PAGE,
+        num_pages=PAGES,
+        max_requests=REQUESTS,
+        prefill_chunk=CHUNK,
+        max_model_len=longest,
+        ladder=ladder,
+    )
+
+
+def recompute(
+    model: DeepseekV3, asked: Sequence[Question], *, done: Callable[[], None]
+) -> list[tuple[int, ...]]:
+    """Greedy answers from whole sequences: every token costs a pass over everything before it.
+
+    Sequences are padded to a few lengths, so that few programs are compiled.
+    """
+    graph, state = nnx.split(model)
+
+    @jax.jit
+    def next_token(state: nnx.State, ids: Array, last: Array) -> Array:
+        model = nnx.merge(graph, state)
+        return jnp.argmax(model.logits(model.full(ids[None])[0, last]))
+
+    answers = []
+    for q in asked:
+        ids = encode(q.prompt)
+        start, limit = len(ids), len(ids) + longest_answer(q.kind)
+        width = next(n for n in (128, 512, 1024, 2048, 4096) if n >= limit)
+        while len(ids) < limit and (len(ids) == start or ids[-1] != EOS):
+            row = np.full(width, PAD, np.int32)
+            row[: len(ids)] = ids
+            ids.append(int(next_token(state, row, np.int32(len(ids) - 1))))
+        answers.append(tuple(ids[start:]))
+        done()
+    return answers
+
+
+@contextmanager
+def progress(label: str, total: int) -> Iterator[Callable[[], None]]:
+    """Yields what to call after each of ``total`` things; shown on stderr."""
+    if Progress is not None and sys.stderr.isatty():
+        from rich.console import Console
+
+        columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=Console(stderr=True)) as bar:
+            task = bar.add_task(label, total=total)
+            yield lambda: bar.advance(task)
+        return
+    count, began = 0, time.perf_counter()
+
+    def advance() -> None:
+        nonlocal count
+        count += 1
+        if count % max(total // 8, 1) == 0 or count == total:
+            seconds = time.perf_counter() - began
+            print(f"{label} {count}/{total}  {seconds:.0f} s", file=sys.stderr, flush=True)
+
+    yield advance
+
+
+def _show(q: Question, completion: Completion) -> str:
+    got = decode(completion.token_ids)
+    tail = q.prompt if len(q.prompt) <= 40 else "…" + q.prompt[-39:]
+    verdict = "right" if got == q.answer else f"WRONG, not {q.answer}"
+    return f"  {q.kind:<6} {len(q.prompt):>5} tokens  {tail:>40} {got:<10} {verdict}"
+
+
+def main(*, requests: int = 32, seed: int = 0) -> int:
+    """Run the demo and print its findings; 0 if every answer is right and recomputed alike."""
+    began = time.perf_counter()
+    model, config = load_model()
+    engine, asked = build_engine(model, config), questions(requests, seed=seed)
+    wishes = [SamplingParams(max_new_tokens=longest_answer(q.kind)) for q in asked]
+    prompts = [encode(q.prompt) for q in asked]
+    needed = sum(cdiv(len(p), PAGE) for p in prompts)
+    print(
+        f"{requests} requests of {min(map(len, prompts))} to {max(map(len, prompts))} tokens, "
+        f"{sum(map(len, prompts))} in all: {needed} pages of {PAGE} tokens, the pool has "
+        f"{engine.stats().pages}.",
+        flush=True,
+    )
+    served = time.perf_counter()
+    with progress("serving    ", requests) as done:
+
+        def watch(event: Event) -> None:
+            if event.completion is not None:
+                done()
+
+        completions = engine.generate(prompts, wishes, on_progress=watch)
+    seconds, stats = time.perf_counter() - served, engine.stats()
+
+    by_length = sorted(zip(asked, completions, strict=True), key=lambda pair: len(pair[0].prompt))
+    right = [decode(c.token_ids) == q.answer for q, c in by_length]
+    for i, pair in enumerate(by_length):
+        if i % max(requests // 8, 1) == 0 or not right[i]:
+            print(_show(*pair))
+    with progress("recomputing", requests) as done:
+        again = recompute(model, asked, done=done)
+    same = sum(c.token_ids == a for c, a in zip(completions, again, strict=True))
+
+    fed, drawn = stats.prompt_tokens, stats.new_tokens
+    print(
+        f"""answers      {sum(right)} right, {requests - sum(right)} wrong
+recomputed   {same} of {requests} equal token for token to plain full passes
+speed        {fed + drawn} tokens in {seconds:.1f} s = {(fed + drawn) / seconds:.0f} tokens/s
+             ({fed} fed, {drawn} drawn, {stats.steps} steps; compilation included)
+pages        {stats.pages} in the pool, {stats.pages_peak} at the peak, {stats.pages_used} now
+preemptions  {stats.preemptions}
+programs     {stats.compiles} compiled for {len(stats.buckets)} step sizes
+total        {time.perf_counter() - began:.1f} s on {jax.devices()[0].device_kind}"""
+    )
+    return 0 if all(right) and same == requests else 1
