@@ -5,9 +5,11 @@ after question (and may state more facts between them), and every answer is supe
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mla_jax.demo_task import CHARACTERS, FACT, KEYS, KINDS
 from mla_jax.types import Array, Int, cdiv
@@ -31,36 +33,35 @@ class Batch:
     kind: Int[Array, "sequences length"]  # 0 = no part of an answer, else 1 + index in KINDS
 
 
+@partial(jax.jit, static_argnames=("sequences", "length"))
 def sample_batch(key: Array, *, sequences: int, length: int) -> Batch:
     """Independent sequences: 0 to 95 % facts first, then questions about any earlier fact."""
     items = cdiv(length, FACT)
     assert items <= KEYS, f"{length} tokens need {items} facts, but there are {KEYS} keys"
-    shape = (sequences, items)
-    k = jax.random.split(key, 9)
+    # One draw, cut into columns: a generator costs seconds to compile, and one is enough.
+    cuts = np.cumsum([1, 1, KEYS, *[items] * 6])
+    draw = jax.random.uniform(key, (sequences, int(cuts[-1]) + items), jnp.float32)
+    first, later, order, fact, die, value, which_a, which_b, x, y = jnp.split(draw, cuts, axis=1)
 
-    def uniform(i: int, shape: tuple[int, ...]) -> Array:
-        return jax.random.uniform(k[i], shape, jnp.float32)
-
-    first = uniform(0, (sequences, 1)) * 0.95 * items
-    later = jnp.maximum(uniform(1, (sequences, 1)) - 0.5, 0) * 0.6  # half of them have none
-    is_fact = (jnp.arange(items, dtype=jnp.float32) < first) | (uniform(2, shape) < later)
+    first = first * 0.95 * items
+    later = jnp.maximum(later - 0.5, 0) * 0.6  # half of the sequences have none
+    is_fact = (jnp.arange(items, dtype=jnp.float32) < first) | (fact < later)
     known = jnp.cumsum(is_fact, axis=1, dtype=jnp.int32) - is_fact.astype(jnp.int32)
-    die = uniform(3, shape)
     question = jnp.where((die < 0.2) | (known == 0), _SUM, jnp.where(die < 0.6, _RECALL, _CHAIN))
     kind = jnp.where(is_fact, _FACT, question)
 
-    keys = jnp.argsort(uniform(4, (sequences, KEYS)), axis=1)[:, :items].astype(jnp.int32)
-    values = jax.random.randint(k[5], shape, 10, 100)
-    span = known.astype(jnp.float32)
-    a, b = (jnp.floor(uniform(i, shape) * span).astype(jnp.int32) for i in (6, 7))
-    a = jnp.where(is_fact, known, a)
+    def below(n: Array | float, share: Array) -> Array:
+        return jnp.floor(n * share).astype(jnp.int32)
 
     def of(table: Array, index: Array) -> Array:
         return jnp.take_along_axis(table, index, axis=1)
 
-    free = jax.random.randint(k[8], (2, *shape), 10, 100)
-    x = jnp.where(kind == _SUM, free[0], of(values, a))
-    y = jnp.where(kind == _SUM, free[1], of(values, b))
+    keys = jnp.argsort(order, axis=1)[:, :items].astype(jnp.int32)
+    value, x, y = (10 + below(90.0, share) for share in (value, x, y))
+    span = known.astype(jnp.float32)
+    a = jnp.where(is_fact, known, below(span, which_a))
+    b = below(span, which_b)
+    x, y = jnp.where(kind == _SUM, x, of(value, a)), jnp.where(kind == _SUM, y, of(value, b))
     return _lay_out(*_spell(kind, of(keys, a), of(keys, b), x, y), length=length)
 
 

@@ -20,8 +20,8 @@ from training.train_demo import CONFIG, Recipe, Stage, Trainer
 TINY = replace(
     CONFIG,
     hidden=32,
-    layers=2,
-    sparse_layers=(False, True),
+    layers=1,
+    sparse_layers=(True,),
     mlp=32,
     dims=MLADims(heads=2, rank=16, nope=8, rope=8, v=8, q_rank=16),
     rope=RopeConfig(dim=8, theta=100.0),
@@ -68,7 +68,7 @@ def test_bias_moves_against_the_load():
     loads = np.full((1, 8), 0.1, np.float32)
     loads[0, 2] = 0.3
     trainer.balance(jnp.asarray(loads))
-    bias = trainer.params["layers"][1]["moe"]["router"]["choice_bias"][...]
+    bias = trainer.params["layers"][0]["moe"]["router"]["choice_bias"][...]
     assert bias[2] < 0
     assert (np.delete(np.asarray(bias), 2) > 0).all()
 
