@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import jax
@@ -28,19 +29,15 @@ from mla_jax.model.weights import load, place
 from mla_jax.scheduler import Completion, Event
 from mla_jax.types import Array, cdiv
 
-try:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
-except ImportError:
-    Progress = None
-
 __all__ = ["FOLDER", "build_engine", "load_model", "main", "questions", "recompute"]
 
 FOLDER = Path(__file__).parent / "demo_model"
 """The embedded checkpoint; ``docs/demo.md`` says how it was trained."""
 
-SHORTEST, LONGEST = 24, 480
-PAGE, PAGES = 16, 140
+SHORTEST, LONGEST = 24, 3000
+PAGE, PAGES = 16, 460
 REQUESTS, CHUNK = 12, 512
+WIDTHS = (128, 512, 1024, 2048, 3072)
 
 
 def questions(count: int, *, seed: int) -> list[Question]:
@@ -85,29 +82,33 @@ def build_engine(model: DeepseekV3, config: ModelConfig) -> Engine:
 
 
 def recompute(
-    model: DeepseekV3, asked: Sequence[Question], *, done: Callable[[], None]
+    model: DeepseekV3,
+    asked: Sequence[Question],
+    completions: Sequence[Completion],
+    *,
+    done: Callable[[], None],
 ) -> list[tuple[int, ...]]:
-    """Greedy answers from whole sequences: every token costs a pass over everything before it.
+    """The likeliest token at every place of every answer, from whole sequences.
 
-    Sequences are padded to a few lengths, so that few programs are compiled.
+    One causal pass over prompt and answer, without engine, cache or batch. If each of these
+    tokens is the answer's, then greedy decoding by whole passes gives that answer: its first
+    token depends on the prompt alone, and so on. Sequences are padded to a few lengths.
     """
     graph, state = nnx.split(model)
 
     @jax.jit
-    def next_token(state: nnx.State, ids: Array, last: Array) -> Array:
+    def likeliest(state: nnx.State, ids: Array) -> Array:
         model = nnx.merge(graph, state)
-        return jnp.argmax(model.logits(model.full(ids[None])[0, last]))
+        return jnp.argmax(model.logits(model.full(ids[None])[0]), axis=-1)
 
     answers = []
-    for q in asked:
-        ids = encode(q.prompt)
-        start, limit = len(ids), len(ids) + longest_answer(q.kind)
-        width = next(n for n in (128, 512, 1024, 2048, 4096) if n >= limit)
-        while len(ids) < limit and (len(ids) == start or ids[-1] != EOS):
-            row = np.full(width, PAD, np.int32)
-            row[: len(ids)] = ids
-            ids.append(int(next_token(state, row, np.int32(len(ids) - 1))))
-        answers.append(tuple(ids[start:]))
+    for q, c in zip(asked, completions, strict=True):
+        ids = encode(q.prompt) + list(c.token_ids)
+        row = np.full(next(n for n in WIDTHS if n >= len(ids)), PAD, np.int32)
+        row[: len(ids)] = ids
+        first = len(q.prompt) - 1
+        best = np.asarray(likeliest(state, row))[first : first + len(c.token_ids)]
+        answers.append(tuple(best.tolist()))
         done()
     return answers
 
@@ -115,8 +116,9 @@ def recompute(
 @contextmanager
 def progress(label: str, total: int) -> Iterator[Callable[[], None]]:
     """Yields what to call after each of ``total`` things; shown on stderr."""
-    if Progress is not None and sys.stderr.isatty():
+    if find_spec("rich") and sys.stderr.isatty():
         from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
         columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=Console(stderr=True)) as bar:
@@ -172,7 +174,7 @@ def main(*, requests: int = 32, seed: int = 0) -> int:
         if i % max(requests // 8, 1) == 0 or not right[i]:
             print(_show(*pair))
     with progress("recomputing", requests) as done:
-        again = recompute(model, asked, done=done)
+        again = recompute(model, asked, completions, done=done)
     same = sum(c.token_ids == a for c, a in zip(completions, again, strict=True))
 
     fed, drawn = stats.prompt_tokens, stats.new_tokens
