@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import jax
@@ -27,11 +28,6 @@ from mla_jax.model.sampling import SamplingParams
 from mla_jax.model.weights import load, place
 from mla_jax.scheduler import Completion, Event
 from mla_jax.types import Array, cdiv
-
-try:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
-except ImportError:
-    Progress = None
 
 __all__ = ["FOLDER", "build_engine", "load_model", "main", "questions", "recompute"]
 
@@ -115,8 +111,9 @@ def recompute(
 @contextmanager
 def progress(label: str, total: int) -> Iterator[Callable[[], None]]:
     """Yields what to call after each of ``total`` things; shown on stderr."""
-    if Progress is not None and sys.stderr.isatty():
+    if find_spec("rich") and sys.stderr.isatty():
         from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
         columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=Console(stderr=True)) as bar:
