@@ -20,7 +20,7 @@ import numpy as np
 from flax import nnx
 
 from mla_jax.config import ModelConfig
-from mla_jax.demo_task import EOS, KINDS, PAD, Question, ask, decode, encode, longest_answer
+from mla_jax.demo_task import KINDS, PAD, Question, ask, decode, encode, longest_answer
 from mla_jax.engine import Engine
 from mla_jax.metadata.buckets import Ladder, MLALadder
 from mla_jax.model.deepseek_v3 import DeepseekV3
@@ -84,11 +84,11 @@ def build_engine(model: DeepseekV3, config: ModelConfig) -> Engine:
 def recompute(
     model: DeepseekV3,
     asked: Sequence[Question],
-    completions: Sequence[Completion],
+    given: Sequence[Sequence[int]],
     *,
     done: Callable[[], None],
 ) -> list[tuple[int, ...]]:
-    """The likeliest token at every place of every answer, from whole sequences.
+    """The likeliest token at every place of every given answer, from whole sequences.
 
     One causal pass over prompt and answer, without engine, cache or batch. If each of these
     tokens is the answer's, then greedy decoding by whole passes gives that answer: its first
@@ -102,12 +102,12 @@ def recompute(
         return jnp.argmax(model.logits(model.full(ids[None])[0]), axis=-1)
 
     answers = []
-    for q, c in zip(asked, completions, strict=True):
-        ids = encode(q.prompt) + list(c.token_ids)
+    for q, answer in zip(asked, given, strict=True):
+        ids = encode(q.prompt) + list(answer)
         row = np.full(next(n for n in WIDTHS if n >= len(ids)), PAD, np.int32)
         row[: len(ids)] = ids
         first = len(q.prompt) - 1
-        best = np.asarray(likeliest(state, row))[first : first + len(c.token_ids)]
+        best = np.asarray(likeliest(state, row))[first : first + len(answer)]
         answers.append(tuple(best.tolist()))
         done()
     return answers
@@ -174,7 +174,7 @@ def main(*, requests: int = 32, seed: int = 0) -> int:
         if i % max(requests // 8, 1) == 0 or not right[i]:
             print(_show(*pair))
     with progress("recomputing", requests) as done:
-        again = recompute(model, asked, completions, done=done)
+        again = recompute(model, asked, [c.token_ids for c in completions], done=done)
     same = sum(c.token_ids == a for c, a in zip(completions, again, strict=True))
 
     fed, drawn = stats.prompt_tokens, stats.new_tokens

@@ -74,8 +74,12 @@ def test_the_embedded_model_answers():
     assert sum(file.stat().st_size for file in demo.FOLDER.iterdir()) < 3e6
     rng = random.Random(7)
     asked = [ask(rng, kind, tokens=n) for n in (24, 110) for kind in KINDS]
-    answers = demo.recompute(model, asked, done=lambda: None)
+    right = [encode(q.answer) for q in asked]
+    answers = demo.recompute(model, asked, right, done=lambda: None)
     assert [decode(a) for a in answers] == [q.answer for q in asked]
+    wrong = [[*a[:-2], a[-2] % 42 + 1, a[-1]] for a in right]
+    answers = demo.recompute(model, asked, wrong, done=lambda: None)
+    assert all(list(a) != w for a, w in zip(answers, wrong, strict=True))
 
 
 @pytest.mark.slow
