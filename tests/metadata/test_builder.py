@@ -132,8 +132,9 @@ def test_programs_are_rungs():
         batch = make(q, q + 4 * rng.integers(0, 2, len(q)), page=4, table=np.ones((len(q), 4)))
         decision = builder.decide(batch.host)
         bucket = decision.common_bucket
-        common = commons.setdefault(bucket, warmup_common(bucket, page=4))
-        step(common, decision)
+        if bucket not in commons:
+            commons[bucket] = warmup_common(bucket, page=4)
+        step(commons[bucket], decision)
         used.add(decision.bucket)
     assert len(traced) == len(set(traced)) == len(used)
     assert set(traced) == used
