@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from functools import singledispatch
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from mla_jax.errors import MetadataError
@@ -19,7 +20,15 @@ from mla_jax.metadata.local_attention import LocalAttentionBatch
 from mla_jax.metadata.mla import ContextMetadata, DecodeMetadata, MLAMetadata, PrefillMetadata
 from mla_jax.types import PAD_SLOT, Int, cdiv
 
-__all__ = ["check", "check_host", "check_page_table", "check_slots", "check_spans", "check_starts"]
+__all__ = [
+    "check",
+    "check_host",
+    "check_page_table",
+    "check_slots",
+    "check_spans",
+    "check_starts",
+    "context_spans",
+]
 
 
 def _require(name: str, values: np.ndarray, holds: np.ndarray, bound: object) -> None:
@@ -35,7 +44,7 @@ def _require_int32(name: str, values: np.ndarray) -> None:
         raise MetadataError(f"dtype of {name}", values.dtype, "int32")
 
 
-def check_starts(name: str, starts: Int[np.ndarray, "starts"]) -> None:
+def check_starts(name: str, starts: np.ndarray) -> None:
     """An exclusive sum: int32, 0 first, never decreasing."""
     _require_int32(name, starts)
     _require(name, starts[:1], starts[:1] == 0, 0)
@@ -73,7 +82,7 @@ def check_host(
     *,
     bucket: CommonBucket,
     page: int,
-    page_table: Int[np.ndarray, "requests pages"] | None = None,
+    page_table: np.ndarray | None = None,
     num_pages: int | None = None,
 ) -> None:
     """Refuse a step that no program of this bucket can run; host arrays only, nothing launched."""
@@ -180,7 +189,7 @@ def context_spans(c: ContextMetadata) -> list[tuple[ContextSpan, ...]]:
     """What each chunk of the device form covers."""
     chunks = []
     for i in range(int(c.num_chunks())):
-        first, keys = jax.device_get(c.chunk(np.int32(i)))
+        first, keys = jax.device_get(c.chunk(jnp.asarray(i, jnp.int32)))
         lens = np.diff(keys.key_starts).tolist()
         pairs = enumerate(zip(first.tolist(), lens, strict=True))
         chunks.append(tuple(ContextSpan(r, start, n) for r, (start, n) in pairs if n))

@@ -210,10 +210,12 @@ class CommonAttentionMetadata:
         have = self.bucket
         bucket.check_holds(requests=have.requests, tokens=have.tokens, pages=have.pages)
         padded = self._resized(bucket, _pad)
-        slots = jnp.pad(
-            self.slot_mapping, (0, bucket.tokens - have.tokens), constant_values=PAD_SLOT
-        )
-        table = jnp.pad(padded.block_table_tensor, ((0, 0), (0, bucket.pages - have.pages)))
+        slots = padded.slot_mapping
+        real = np.arange(bucket.tokens) < have.tokens
+        module = np if isinstance(slots, np.ndarray) else jnp
+        slots = module.where(real, slots, module.int32(PAD_SLOT))
+        table = padded.block_table_tensor
+        table = module.pad(table, ((0, 0), (0, bucket.pages - have.pages)))
         return replace(padded, slot_mapping=slots, block_table_tensor=table)
 
     def _resized(self, bucket: CommonBucket, resize) -> "CommonAttentionMetadata":

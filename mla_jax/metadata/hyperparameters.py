@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from mla_jax.errors import MetadataError
 
@@ -15,6 +15,7 @@ __all__ = [
 ]
 
 
+@runtime_checkable
 class AttentionImpl(Protocol):
     """What a layer's attention says of itself."""
 

@@ -85,8 +85,8 @@ def _padded(array, *shape: int, mode: str = "constant"):
 
 
 def _common(starts, lens, table, *, page: int):
-    """The batch in the bucket that holds it."""
-    r, t, w = _rung(len(lens)), _rung(int(starts[-1])), _rung(table.shape[1])
+    """The batch in a bucket that holds it; most of a file's cases fall into the smallest."""
+    r, t, w = _rung(len(lens)), max(256, _rung(int(starts[-1]))), max(64, _rung(table.shape[1]))
     return _build_common(
         _padded(starts, r + 1, mode="edge"),
         _padded(lens, r),
@@ -166,8 +166,10 @@ def local_attention(case: Case) -> str | None:
 
     def on_device():
         # the table's last page stands in every column that padding adds: clipping lands there
-        wide = np.pad(table, ((0, 0), (0, _rung(table.shape[1]) - table.shape[1])), mode="edge")
-        return _build_local(_common(starts, lens, wide, page=page), chunk=chunk, page=page)
+        columns = max(64, _rung(table.shape[1]))
+        wide = np.pad(table, ((0, 0), (0, columns - table.shape[1])), mode="edge")
+        # virtual requests do not depend on slots, so one page size serves all cases
+        return _build_local(_common(starts, lens, wide, page=1), chunk=chunk, page=page)
 
     def entries(b: LocalAttentionBatch) -> dict:
         b = jax.tree.map(np.asarray, b)

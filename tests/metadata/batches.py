@@ -63,6 +63,10 @@ def make(query_lens, seq_lens, *, page: int, table=None, seed: int = 0) -> Batch
     return Batch(query_lens=q, seq_lens=lens, table=np.asarray(table, np.int32), page=page)
 
 
+SMALL = CommonBucket(requests=8, tokens=56, pages=40)
+LARGE = CommonBucket(requests=11, tokens=64, pages=48)
+"""Two buckets that hold every batch of ``batches()``, so that its tests compile little."""
+
 RX = make([1, 1, 3, 2], [5, 9, 5, 6], page=4, table=[[7, 3, 0], [5, 9, 2], [8, 4, 0], [6, 1, 0]])
 """Two decodes and two prompts with cached context."""
 
@@ -75,5 +79,5 @@ def batches(draw, *, max_requests: int = 6, max_query: int = 9, max_context: int
     query = [1] * decodes + longer
     context = [draw(st.integers(0, max_context)) for _ in query]
     lens = [q + c for q, c in zip(query, context, strict=True)]
-    page = draw(st.sampled_from([1, 2, 3, 4, 8]))
+    page = draw(st.sampled_from([1, 3, 4]))
     return make(query, lens, page=page, seed=draw(st.integers(0, 99)))
