@@ -54,8 +54,8 @@ def common(
     )
 
 
-def rung(n: int) -> Ladder:
-    return Ladder("rows", (n,))
+def rung(n: int, name: str = "rows") -> Ladder:
+    return Ladder(name, (n,))
 
 
 def indexer(scale: int = 1, **changes) -> DeepseekV32IndexerMetadataBuilder:
@@ -65,7 +65,7 @@ def indexer(scale: int = 1, **changes) -> DeepseekV32IndexerMetadataBuilder:
         chunks=rung(8 * scale),
         chunk_requests=rung(6 * scale),
         chunk_queries=rung(16 * scale),
-        chunk_keys=rung(64 * scale),
+        chunk_keys=rung(64 * scale, "keys of a chunk"),
     )
     settings = {
         "ladder": ladder,
@@ -112,9 +112,12 @@ def chunk(prefill, i):
 
 @st.composite
 def steps(draw, *, next_n: int = 1):
-    """``(query_lens, seq_lens)``: decodes of at most ``next_n`` tokens, then prefills."""
-    decodes = draw(st.lists(st.integers(1, next_n), max_size=3))
-    prefills = draw(st.lists(st.integers(next_n + 1, 5), max_size=2))
+    """``(query_lens, seq_lens)``: decodes of at most ``next_n`` tokens, then prefills.
+
+    Some of each, so that few buckets occur.
+    """
+    decodes = draw(st.lists(st.integers(1, next_n), min_size=1, max_size=3))
+    prefills = draw(st.lists(st.integers(next_n + 1, 5), min_size=1, max_size=2))
     queries = decodes + prefills
     cached = [draw(st.integers(0, 24)) for _ in queries]
     return queries, [q + n for q, n in zip(queries, cached, strict=True)]
