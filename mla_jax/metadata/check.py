@@ -6,6 +6,7 @@ bound. ``check_host`` is the one to run on every step, before anything is launch
 
 from collections.abc import Iterable, Sequence
 from functools import singledispatch
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,11 @@ __all__ = [
     "check_starts",
     "context_spans",
 ]
+
+
+def _host(tree: object) -> Any:
+    """The same tree with numpy leaves."""
+    return jax.device_get(tree)
 
 
 def _require(name: str, values: np.ndarray, holds: np.ndarray, bound: object) -> None:
@@ -146,7 +152,7 @@ def check(obj: object, **_) -> None:
 def _common(
     common: CommonAttentionMetadata, *, page: int, num_pages: int | None = None, **_
 ) -> None:
-    c = jax.device_get(common)
+    c = _host(common)
     check_starts("query_start_loc", c.query_start_loc)
     queries, real = np.diff(c.query_start_loc), int(c.num_reqs)
     _require("seq_lens", c.seq_lens, c.seq_lens >= queries, "at least the query length")
@@ -163,8 +169,8 @@ def _common(
 
 
 @check.register
-def _decode(d: DecodeMetadata, *, page: int, num_pages: int | None = None, **_) -> None:
-    d = jax.device_get(d)
+def _decode(given: DecodeMetadata, *, page: int, num_pages: int | None = None, **_) -> None:
+    d = _host(given)
     check_starts("decode.query_starts", d.query_starts)
     queries = np.diff(d.query_starts)
     _require("decode.query_lens", queries, queries <= d.max_query_len, d.max_query_len)
@@ -173,8 +179,8 @@ def _decode(d: DecodeMetadata, *, page: int, num_pages: int | None = None, **_) 
 
 
 @check.register
-def _prefill(p: PrefillMetadata, **_) -> None:
-    p = jax.device_get(p)
+def _prefill(given: PrefillMetadata, **_) -> None:
+    p = _host(given)
     check_starts("prefill.query_starts", p.query_starts)
     check_starts("prefill.key_starts", p.key_starts)
 
@@ -189,7 +195,7 @@ def context_spans(c: ContextMetadata) -> list[tuple[ContextSpan, ...]]:
     """What each chunk of the device form covers."""
     chunks = []
     for i in range(int(c.num_chunks())):
-        first, keys = jax.device_get(c.chunk(jnp.asarray(i, jnp.int32)))
+        first, keys = _host(c.chunk(jnp.asarray(i, jnp.int32)))
         lens = np.diff(keys.key_starts).tolist()
         pairs = enumerate(zip(first.tolist(), lens, strict=True))
         chunks.append(tuple(ContextSpan(r, start, n) for r, (start, n) in pairs if n))
@@ -198,7 +204,7 @@ def context_spans(c: ContextMetadata) -> list[tuple[ContextSpan, ...]]:
 
 @check.register
 def _mla(m: MLAMetadata, *, page: int, num_pages: int | None = None, **_) -> None:
-    slots, real, positions = jax.device_get((m.slots, m.real, m.positions))
+    slots, real, positions = _host((m.slots, m.real, m.positions))
     check_slots(slots, None if num_pages is None else num_pages * page)
     _require("slots", slots, real | (slots == PAD_SLOT), f"{PAD_SLOT} on padding")
     _require("positions", positions, real | (positions == 0), "0 on padding")
@@ -208,8 +214,8 @@ def _mla(m: MLAMetadata, *, page: int, num_pages: int | None = None, **_) -> Non
 
 
 @check.register
-def _local(b: LocalAttentionBatch, *, common: CommonAttentionMetadata, chunk: int, **_) -> None:
-    b, c = jax.device_get((b, common))
+def _local(given: LocalAttentionBatch, *, common: CommonAttentionMetadata, chunk: int, **_) -> None:
+    b, c = _host((given, common))
     check_starts("query_starts", b.query_starts)
     real = int(b.num_virtual)
     _require("seq_lens", b.seq_lens, b.seq_lens <= chunk, f"at most a chunk of {chunk}")

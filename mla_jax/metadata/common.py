@@ -5,6 +5,7 @@ Requests are in batch order, tokens of one request contiguous and in position or
 """
 
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +77,7 @@ def slot_mapping(
     return jnp.where(inside, page_id * page + row, PAD_SLOT)
 
 
-def _pad(array, size: int, mode: str = "constant"):
+def _pad(array, size: int, mode: Literal["constant", "edge"] = "constant"):
     """Grow axis 0 to ``size`` with zeros (or the last entry), on the host or the device."""
     module = np if isinstance(array, np.ndarray) else jnp
     width = [(0, size - array.shape[0])] + [(0, 0)] * (array.ndim - 1)

@@ -75,8 +75,9 @@ def sequence_slots(
         )
     table = np.asarray(block_table, np.int32)
     slots = table[p // block_size] * block_size + p % block_size
-    outside = is_prompt and sliding_window is not None
-    first = max(0, query_len - sliding_window) if outside else 0
+    first = 0
+    if is_prompt and sliding_window is not None:
+        first = max(0, query_len - sliding_window)
     return np.where(p < first, PAD_SLOT, slots)
 
 

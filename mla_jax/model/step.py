@@ -27,7 +27,7 @@ class StepBatch:
     """What the host decides in one step; decodes first, padding last."""
 
     token_ids: Int[Array, "tokens"]  # 0 on padding
-    query_starts: Int[Array, "requests+1"]  # exclusive sum of new tokens; tail repeats
+    query_starts: Int[Array, "starts"]  # exclusive sum of new tokens; tail repeats
     seq_lens: Int[Array, "requests"]  # cached + new tokens; 0 on padding
     page_table: Int[Array, "requests pages"]  # 0 (the null page) where there is none
     num_decodes: Int[Array, ""]  # leading requests with one token each
@@ -95,4 +95,4 @@ class Step:
 
     def compiled_programs(self) -> int:
         """Programs traced so far: one per bucket used (and per kind of output)."""
-        return self.run._cache_size()
+        return self.run._cache_size()  # pyright: ignore[reportFunctionMemberAccess]
