@@ -16,7 +16,13 @@ from mla_jax.metadata.builder import (
 from mla_jax.metadata.check import check
 from tests.metadata.batches import RX, make
 
-LADDER = MLALadder.default(max_requests=4, max_prefill_tokens=16, max_pages=4, context_rows=8)
+LADDER = MLALadder(
+    decodes=Ladder("decode requests", (2, 4)),
+    prefills=Ladder("prefill requests", (2, 4)),
+    prefill_tokens=Ladder("prefill tokens", (16,)),
+    pages=Ladder("pages of one request", (4,)),
+    context_rows=8,
+)
 BUILDER = MLACommonMetadataBuilder(ladder=LADDER, page=4)
 build = jax.jit(BUILDER.build)
 
