@@ -31,9 +31,7 @@ class XLAPrefillImpl(MLAPrefillImpl):
     ) -> AttnState:
         kv = jnp.concatenate([k, v], axis=-1)
         shared = jnp.zeros((k.shape[0], 0), k.dtype)
-        return ops.mla_prefill(
-            q, kv, shared, meta, scale=self.scale, causal=causal, backend="xla"
-        )
+        return ops.mla_prefill(q, kv, shared, meta, scale=self.scale, causal=causal, backend="xla")
 
 
 class XLAPrefillBackend(MLAPrefillBackend):

@@ -240,7 +240,9 @@ class MLAPrefillBackend(ABC):
             allowed = ", ".join(cls.supported_dtypes)
             reasons.append(f"dtype {config.dtype} not supported; supported: {allowed}")
         if not cls.is_available():
-            missing = [f"package {p} is not installed ({how})" for p, how in cls._missing_packages()]
+            missing = [
+                f"package {p} is not installed ({how})" for p, how in cls._missing_packages()
+            ]
             reasons += missing or [f"{cls.get_name()} is not available here"]
         if cls.supported_dims and config.mla_dimensions not in cls.supported_dims:
             allowed = ", ".join(map(str, cls.supported_dims))

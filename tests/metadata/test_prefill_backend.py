@@ -64,13 +64,13 @@ class Demanding(Blackwell):
 
 
 def config(dims=R1, dtype="bfloat16", features=()):
-    return MLAPrefillSelectorConfig(
-        dtype=dtype, mla_dimensions=dims, features=frozenset(features)
-    )
+    return MLAPrefillSelectorConfig(dtype=dtype, mla_dimensions=dims, features=frozenset(features))
 
 
 def registry(order=(), **classes: type) -> PrefillRegistry:
-    return PrefillRegistry(order=order, paths={n: f"{HERE}.{c.__name__}" for n, c in classes.items()})
+    return PrefillRegistry(
+        order=order, paths={n: f"{HERE}.{c.__name__}" for n, c in classes.items()}
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -88,8 +88,7 @@ def test_four_reasons_at_once_in_order():
         "compute capability 9.0 not supported; supported: 10.x",
         "dtype float32 not supported; supported: float16, bfloat16",
         "package no_such_library is not installed (pip install no-such-library)",
-        "head dimensions (nope, rope, v) = (64, 64, 128) not supported; "
-        "supported: (128, 64, 128)",
+        "head dimensions (nope, rope, v) = (64, 64, 128) not supported; supported: (128, 64, 128)",
     ]
 
 
