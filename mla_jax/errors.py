@@ -12,6 +12,7 @@ __all__ = [
     "ConfigError",
     "EngineError",
     "MetadataError",
+    "PrefillBackendError",
     "UnsupportedError",
     "WeightsError",
 ]
@@ -33,6 +34,10 @@ class UnsupportedError(NotImplementedError):
         name = f"{self.op}[{self.backend}]" if self.backend else self.op
         accept = ", ".join(self.would_accept) or "nothing here"
         return f"{name}: {'; '.join(self.reasons)}. Would accept: {accept}."
+
+
+class PrefillBackendError(UnsupportedError, ValueError):
+    """No prefill backend, or not the one asked for, serves a model on a device."""
 
 
 @dataclass

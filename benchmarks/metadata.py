@@ -1,0 +1,353 @@
+"""``python -m benchmarks.metadata --out FILE``: what the metadata of one step costs.
+
+Per model one jitted program builds everything that a step of it needs. What consumers derive has
+rows of its own: one prefill chunk of the indexer, all of them in one batch, the lists of C128A
+layers; and so have the two ways to find a token's request. Growth: requests x1, x4, x16.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+import numpy as np
+
+from mla_jax.metadata.buckets import CommonBucket, MLALadder
+from mla_jax.metadata.builder import MLACommonMetadataBuilder
+from mla_jax.metadata.common import CommonAttentionHost, build_common
+from mla_jax.metadata.indexer import DeepseekV32IndexerMetadataBuilder, get_max_prefill_buffer_size
+from mla_jax.metadata.sparse import build_c128a_topk_metadata
+from mla_jax.metadata.sparse_buckets import IndexerLadder, SWALadder
+from mla_jax.metadata.sparse_swa import DeepseekSparseSWAMetadataBuilder
+from mla_jax.types import cdiv
+
+PAGE = 64
+TOKENS_PER_REQUEST = 16
+SMS = 132
+TARGETS = {"v3": 100, "v32": 150, "v4": 200}  # device microseconds at 512 requests
+HOST_TARGET = 150
+METHOD = (
+    "returned is whatever is built and not merely passed on. kernels_us: sum of the kernels' times "
+    "of one call (CUPTI, median of calls), kernels: how many; chain_us: slope of wall time over "
+    "the turns of a loop around the same build in one program, gaps between kernels count; "
+    "dispatch_us: Python call to return, host arrays as the decision leaves them, device idle; "
+    "decide_us: padding, split, rungs and chunk plans; medians. 15 of 16 requests decode, each "
+    "16th prefills 241 tokens; lengths uniform up to the longest; page 64"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """A step as the host knows it, and the page tables that the device holds."""
+
+    requests: int
+    max_len: int
+    host: CommonAttentionHost
+    bucket: CommonBucket  # of its own size
+    padded: CommonBucket  # of the default ladder of dense latent attention
+    tables: dict[CommonBucket, jax.Array]
+
+    @classmethod
+    def draw(cls, requests: int, max_len: int) -> "Batch":
+        """Decodes first; ``TOKENS_PER_REQUEST`` tokens per request on average."""
+        rng = np.random.default_rng(0)
+        prefills = requests // 16
+        query = np.ones(requests, np.int32)
+        query[requests - prefills :] += 16 * (TOKENS_PER_REQUEST - 1)
+        seq = np.maximum(rng.integers(1, max_len + 1, requests), query).astype(np.int32)
+        host = CommonAttentionHost.of(query, seq)
+        pages = cdiv(max_len, PAGE)
+        exact = CommonBucket(requests=requests, tokens=host.num_actual_tokens, pages=pages)
+        padded = mla(exact).decide(host).common_bucket
+        key = jax.random.key(0)
+        tables = {
+            b: jax.random.randint(key, (b.requests, pages), 0, 1 << 20, jnp.int32)
+            for b in (exact, padded)
+        }
+        return cls(
+            requests=requests,
+            max_len=max_len,
+            host=host,
+            bucket=exact,
+            padded=padded,
+            tables=tables,
+        )
+
+    def arrays(self, bucket: CommonBucket) -> tuple[np.ndarray, np.ndarray, jax.Array, np.ndarray]:
+        """What ``build_common`` takes."""
+        h = self.host.pad_to(bucket)
+        starts, lens = h.query_start_loc_cpu, h.seq_lens_cpu_upper_bound
+        return starts, lens, self.tables[bucket], np.int32(h.num_reqs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """``build(arrays, decisions)`` on the device after ``decide()`` on the host."""
+
+    decide: Callable[[], tuple]  # what build takes
+    build: Callable[[tuple, tuple], object]
+
+    def fresh(self, arrays, decisions) -> list[jax.Array]:
+        """What is built, without what was given: inside a step that costs nothing."""
+        given = {id(x) for x in jax.tree.leaves((arrays, decisions))}
+        found = jax.tree.leaves(self.build(arrays, decisions))
+        return [x for x in found if id(x) not in given]
+
+
+def mla(bucket: CommonBucket) -> MLACommonMetadataBuilder:
+    ladder = MLALadder.default(
+        max_requests=bucket.requests,
+        max_prefill_tokens=bucket.tokens,
+        max_pages=bucket.pages,
+        context_rows=64 * 1024,
+    )
+    return MLACommonMetadataBuilder(ladder=ladder, page=PAGE)
+
+
+def indexer(batch: Batch, *, ratio: int = 1) -> DeepseekV32IndexerMetadataBuilder:
+    rows = get_max_prefill_buffer_size(batch.max_len, ratio=ratio)
+    ladder = IndexerLadder.default(
+        max_requests=batch.requests,
+        max_tokens=batch.bucket.tokens,
+        max_keys=rows,
+        max_chunks=batch.requests,
+        next_n=1,
+    )
+    return DeepseekV32IndexerMetadataBuilder(
+        ladder=ladder,
+        next_n=1,
+        use_flattening=False,
+        page=PAGE,
+        num_sms=SMS,
+        max_prefill_buffer_size=rows,
+        compress_ratio=ratio,
+    )
+
+
+def window(batch: Batch) -> DeepseekSparseSWAMetadataBuilder:
+    tokens = batch.bucket.tokens
+    ladder = SWALadder.default(max_requests=batch.requests, max_tokens=tokens, next_n=1)
+    return DeepseekSparseSWAMetadataBuilder(
+        ladder=ladder,
+        next_n=1,
+        window=128,
+        page=PAGE,
+        compress_ratios=(1, 4, 128),
+        max_model_len=batch.max_len,
+        max_batched_tokens=tokens,
+        num_sms=SMS,
+        heads=64,
+    )
+
+
+def programs(batch: Batch) -> dict[str, Program]:
+    """What each model builds in a step; the parts that are derived later; the search's ways."""
+    dense, sparse = mla(batch.bucket), indexer(batch)
+    swa, compressed = window(batch), indexer(batch, ratio=4)
+
+    def program(build, *builders, bucket=batch.bucket) -> Program:
+        def decide():
+            return batch.arrays(bucket), tuple(b.decide(batch.host) for b in builders)
+
+        def run(arrays, decisions):
+            common = build_common(*arrays, bucket=bucket, page=PAGE)
+            return build(common, *decisions)
+
+        return Program(decide=decide, build=run)
+
+    def model(*builders, bucket=batch.bucket) -> Program:
+        def build(common, *decisions):
+            parts = [b.build(common, d) for b, d in zip(builders, decisions, strict=True)]
+            return common, parts
+
+        return program(build, *builders, bucket=bucket)
+
+    def one_chunk(builder) -> Program:
+        return program(lambda c, d: builder.build(c, d).prefill.chunk(0), builder)
+
+    def chunks(builder) -> Program:
+        def build(common, decision):
+            number = jnp.arange(decision.bucket.chunks, dtype=jnp.int32)
+            return jax.vmap(builder.build(common, decision).prefill.chunk)(number)
+
+        return program(build, builder)
+
+    def c128a(common, decision):
+        bucket = decision.bucket
+        return build_c128a_topk_metadata(
+            common.block_table_tensor,
+            common.token_to_req(),
+            common.positions,
+            common.slot_mapping,
+            jnp.asarray(decision.counts)[2],
+            decode_tokens=bucket.decode_tokens,
+            prefill_tokens=bucket.prefill_tokens,
+            width=bucket.c128a_width,
+            page=PAGE,
+        )
+
+    def search(method) -> Program:
+        lanes = jnp.arange(batch.bucket.tokens, dtype=jnp.int32)
+        find = partial(jnp.searchsorted, side="right", method=method)
+        return Program(
+            decide=lambda: (batch.arrays(batch.bucket), ()),
+            build=lambda arrays, _: find(arrays[0][1:], lanes),
+        )
+
+    return {
+        "v3": model(dense, bucket=batch.padded),
+        "v32": model(dense, sparse, bucket=batch.padded),
+        "v32_chunk": one_chunk(sparse),
+        "v32_chunks": chunks(sparse),
+        "v4": model(swa, compressed),
+        "v4_chunk": one_chunk(compressed),
+        "v4_chunks": chunks(compressed),
+        "v4_c128a": program(c128a, swa),
+        "find_all": search("compare_all"),
+        "find_steps": search("scan_unrolled"),
+    }
+
+
+def chain(program: Program, turns: int):
+    """One program that builds ``turns`` times; what it returns keeps every array alive."""
+
+    def run(arguments, zero):
+        (starts, lens, *rest), decisions = arguments
+
+        def turn(i):
+            return program.fresh((starts + zero * i, lens + zero * i, *rest), decisions)
+
+        return jax.lax.fori_loop(1, turns, lambda i, _: turn(i), turn(jnp.int32(0)))
+
+    return jax.jit(run)
+
+
+def microseconds(run: Callable[[], object], rounds: int) -> float:
+    """Median wall time until ``run`` returns; the device is idle when it begins."""
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        result = run()
+        times.append(time.perf_counter() - start)
+        jax.block_until_ready(result)
+    return statistics.median(times) * 1e6
+
+
+def chain_us(program: Program, *, rounds: int) -> float:
+    """Slope of wall time over the turns of the loop."""
+    few, many = 8, 72
+    arguments = jax.device_put((program.decide(), np.int32(0)))
+    wall = []
+    for turns in (few, many):
+        run = chain(program, turns)
+        jax.block_until_ready(run(*arguments))
+        wall.append(microseconds(lambda r=run: jax.block_until_ready(r(*arguments)), rounds))
+    return (wall[1] - wall[0]) / (many - few)
+
+
+def kernel_times(run, arguments, *, rounds: int) -> list[tuple[str, float]]:
+    """Name and median microseconds of each kernel of a call, in order."""
+    from jax.experimental.mosaic.gpu.profiler import Cupti
+
+    measure = Cupti(finalize=False).measure(run, aggregate=False, iterations=rounds)
+    _, calls = measure(*arguments)
+    assert calls, "no kernel was recorded"
+    return [
+        (each[0][0], 1e3 * statistics.median(t for _, t in each))
+        for each in zip(*calls, strict=True)
+    ]
+
+
+def measure(name: str, batch: Batch, program: Program, *, rounds: int, chained: bool) -> dict:
+    """One row of the table."""
+    arguments = program.decide()
+    run = jax.jit(program.fresh)
+    jax.block_until_ready(run(*arguments))
+    kernels = []
+    if jax.default_backend() == "gpu":
+        kernels = kernel_times(run, jax.device_put(arguments), rounds=rounds)
+    return {
+        "case": name,
+        "requests": batch.requests,
+        "tokens": batch.bucket.tokens,
+        "max_len": batch.max_len,
+        "kernels_us": round(sum(t for _, t in kernels), 2) if kernels else None,
+        "kernels": len(kernels) or None,
+        "slowest": sorted(kernels, key=lambda k: -k[1])[:6],
+        "chain_us": round(chain_us(program, rounds=rounds), 2) if chained else None,
+        "dispatch_us": round(microseconds(lambda: run(*arguments), 4 * rounds), 1),
+        "decide_us": round(microseconds(program.decide, rounds), 1),
+        "target_us": TARGETS.get(name),
+    }
+
+
+COLUMNS = (
+    "case",
+    "requests",
+    "tokens",
+    "kernels_us",
+    "kernels",
+    "chain_us",
+    "dispatch_us",
+    "decide_us",
+    "target_us",
+)
+
+
+def line(row: dict) -> str:
+    """A row as text."""
+    return " ".join(f"{'-' if row[c] is None else row[c]!s:>11}" for c in COLUMNS)
+
+
+def clocks() -> str:
+    """What the driver says of its clocks."""
+    query = ["nvidia-smi", "--query-gpu=clocks.sm,clocks.mem,power.draw,driver_version"]
+    try:
+        return subprocess.check_output([*query, "--format=csv,noheader"], text=True).strip()
+    except (OSError, subprocess.CalledProcessError) as error:
+        return f"unknown: {error}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.metadata", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="JSON file")
+    parser.add_argument("--requests", type=int, nargs="*", default=[512, 2048, 8192])
+    parser.add_argument("--max-len", type=int, default=131_072, help="longest request, tokens")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--cases", nargs="*", help="names of the first column; default all")
+    given = parser.parse_args()
+
+    print(" ".join(f"{c:>11}" for c in COLUMNS))
+    rows = []
+    for requests in given.requests:
+        batch = Batch.draw(requests, given.max_len)
+        for name, program in programs(batch).items():
+            if given.cases and name not in given.cases:
+                continue
+            first = requests == given.requests[0]
+            if name.endswith("chunks") and not first:
+                continue  # a batch of that many chunks is nobody's plan, and slow to compile
+            chained = name in TARGETS and first
+            rows.append(measure(name, batch, program, rounds=given.rounds, chained=chained))
+            print(line(rows[-1]), flush=True)
+    record = {
+        "device": jax.devices()[0].device_kind,
+        "versions": {"jax": jax.__version__, "jaxlib": jaxlib.__version__},
+        "clocks": clocks(),
+        "method": METHOD,
+        "host_target_us": HOST_TARGET,
+        "rows": rows,
+    }
+    given.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
