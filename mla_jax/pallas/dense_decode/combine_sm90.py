@@ -33,14 +33,15 @@ def combine(
     part_lse: Float[Array, "slots tiles 64"],
     merges: Int[Array, "tokens 3"],
     *,
+    heads: int,
     early_launch: bool,
     interpret: object = None,
 ) -> tuple[Float[Array, "rows rank"], Float[Array, "rows"]]:
     """``out`` and natural-log ``lse`` with the rows of split and of padding tokens filled in.
 
-    ``early_launch`` starts the kernel while its predecessor ends; it waits before it reads.
+    Row ``token * heads + head``; rows behind the last token are left alone. ``early_launch`` starts the kernel while its predecessor ends; it waits before it reads.
     """
-    tokens, heads = merges.shape[0], out.shape[0] // merges.shape[0]
+    tokens = merges.shape[0]
     rows = _rows_per_block(tokens, heads)
     rank = out.shape[1]
     kernel = plgpu.kernel(

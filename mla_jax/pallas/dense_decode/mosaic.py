@@ -1,10 +1,7 @@
 """Backend ``mosaic`` of dense decode: plan, kernel, merge."""
 
-import dataclasses
-import math
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
@@ -36,7 +33,7 @@ class Tuning:
 
     def __post_init__(self):
         assert self.defer or not self.prefetch, "prefetch needs defer"
-        assert self.chunk >= 1 and self.workers >= 1, "at least one"
+        assert min(self.chunk, self.workers) >= 1, "at least one"
 
 
 def heuristic(heads: int, max_query_len: int) -> Tuning:
@@ -129,19 +126,20 @@ def dense_decode(
         early_launch=tuning.early_launch and interpret is None,
         interpret=interpret,
     )
-    rows = tokens * sizes.heads
     out, lse = combine(
-        out[:rows],
-        lse[:rows],
+        out,
+        lse,
         part,
         part_lse,
         plan.merges,
+        heads=sizes.heads,
         early_launch=tuning.early_launch and interpret is None,
         interpret=interpret,
     )
+    rows = tokens * sizes.heads
     return AttnState(
-        out=out.reshape(tokens, sizes.heads, rank)[:, :heads],
-        lse=lse.reshape(tokens, sizes.heads)[:, :heads],
+        out=out[:rows].reshape(tokens, sizes.heads, rank)[:, :heads],
+        lse=lse[:rows].reshape(tokens, sizes.heads)[:, :heads],
     )
 
 

@@ -97,7 +97,7 @@ def scratch(dtype, copies: int, simulate: bool) -> dict:
         "right_full": barrier(copies, SLOTS),  # copy engine -> scores
         "rope_full": barrier(copies, 2),  # copy engine -> scores
         "tail_full": barrier(2),  # copy engine -> scores
-        "q_taken": barrier(),  # scores -> left, right: slot of Q is free
+        "q_taken": barrier(count=SLOTS),  # scores -> left, right: the slot of Q is free
         "p_ready": barrier(count=SLOTS),  # scores -> left, right: P and its factor
         "go": barrier(count=SLOTS),  # scores -> left, right: QK of the next block is done
         "left_done": barrier(count=SLOTS),  # left -> right: P was read
@@ -210,7 +210,9 @@ def _body(
         else:
             parts = page // BLOCK
             columns = [lax.div(block, jnp.int32(parts))]
-            row = pl.multiple_of(lax.rem(block, jnp.int32(parts)) * BLOCK, BLOCK) if parts > 1 else 0
+            row = (
+                pl.multiple_of(lax.rem(block, jnp.int32(parts)) * BLOCK, BLOCK) if parts > 1 else 0
+            )
         ids = [table_g[request, jnp.clip(c, 0, width - 1)] for c in columns]
         return [jnp.clip(i, 0, num_pages - 1) for i in ids], row
 
@@ -258,7 +260,7 @@ def _body(
             ql = plgpu.load(k_left.at[slot(g0)], layout=WGMMA)
             qr = plgpu.load(k_right.at[slot(g0), :, pl.ds(0, HALF - TAIL)], layout=WGMMA)
             plgpu.commit_smem()
-            plgpu.barrier_arrive(q_taken)
+            plgpu.barrier_arrive(q_taken.at[slot(g0)])
             plgpu.barrier_wait(tail_full)
 
             def step(j, carry):
@@ -328,12 +330,8 @@ def _body(
         rope = pl.ds(RANK, ROPE)
 
         def load(p, e, place, s):
-            pl.when((p < end) & (e == 0))(
-                lambda: load_queries(p, columns, keys.at[s], full.at[s])
-            )
-            pl.when((p < end) & (e > 0))(
-                lambda: load_block(place, columns, keys.at[s], full.at[s])
-            )
+            pl.when((p < end) & (e == 0))(lambda: load_queries(p, columns, keys.at[s], full.at[s]))
+            pl.when((p < end) & (e > 0))(lambda: load_block(place, columns, keys.at[s], full.at[s]))
 
         def load_tail(p):
             rows = pl.ds(row_of(p), ROWS)
@@ -388,7 +386,7 @@ def _body(
             part = work_g[p, wp.SLOT]
             target, e = element(p, n, jnp.int32(SLOTS))
             place = locate(target, jnp.maximum(e - 1, 0))
-            plgpu.barrier_wait(q_taken)
+            plgpu.barrier_wait(q_taken.at[slot(g0)])
             load(target, e, place, slot(g0))
 
             def step(j, o):
