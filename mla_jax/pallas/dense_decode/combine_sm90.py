@@ -39,7 +39,8 @@ def combine(
 ) -> tuple[Float[Array, "rows rank"], Float[Array, "rows"]]:
     """``out`` and natural-log ``lse`` with the rows of split and of padding tokens filled in.
 
-    Row ``token * heads + head``; rows behind the last token are left alone. ``early_launch`` starts the kernel while its predecessor ends; it waits before it reads.
+    Rows are ``token * heads + head``; rows behind the last token are left alone.
+    ``early_launch`` starts the kernel while its predecessor ends; it waits before it reads.
     """
     tokens = merges.shape[0]
     rows = _rows_per_block(tokens, heads)

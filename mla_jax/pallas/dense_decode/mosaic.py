@@ -9,9 +9,22 @@ from mla_jax.cache import CacheFormat
 from mla_jax.pallas.dense_decode import mosaic_sm90 as sm90
 from mla_jax.pallas.dense_decode import work_plan as wp
 from mla_jax.pallas.dense_decode.combine_sm90 import combine
+from mla_jax.pallas.registry import OneOf, Requirement, Within
 from mla_jax.types import Array, AttnState, Float, Int, cdiv, round_up
 
-__all__ = ["Tuning", "dense_decode", "heuristic", "make_plan"]
+__all__ = ["REQUIREMENT", "Tuning", "dense_decode", "heuristic", "make_plan"]
+
+REQUIREMENT = Requirement(
+    sm=OneOf(90),
+    features={
+        "dtype+out+cache": OneOf("bfloat16+bfloat16+bf16", "float16+float16+fp16"),
+        "rank": OneOf(sm90.RANK),
+        "rope": OneOf(sm90.ROPE),
+        "page": OneOf(16, 32, 64, 128),
+        "heads": Within(high=128),
+        "max_query_len": Within(high=4),
+    },
+)
 
 MULTIPROCESSORS = 132
 """Of an H100 SXM or H200: one thread block each."""

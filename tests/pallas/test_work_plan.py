@@ -1,0 +1,93 @@
+"""The plan of dense decode: every block exactly once, shares balanced, splits as promised."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mla_jax.pallas.dense_decode import work_plan as wp
+from mla_jax.types import cdiv
+
+BLOCK = 64
+BATCHES = st.lists(st.tuples(st.integers(0, 1500), st.integers(0, 3)), min_size=1, max_size=12)
+
+
+def make(kind, batch, workers=5, pad=2):
+    lens = jnp.asarray([n for n, _ in batch], jnp.int32)
+    starts = jnp.asarray(np.cumsum([0, *(q for _, q in batch)]), jnp.int32)
+    common = {"tokens": int(starts[-1]) + pad, "block": BLOCK, "workers": workers}
+    if kind == "balanced":
+        return wp.balanced(lens, starts, split_cost=0.03, **common)
+    return wp.batch_invariant(lens, starts, chunk=4, max_parts=cdiv(1500, 4 * BLOCK), **common)
+
+
+def pieces_of(plan):
+    """Live pieces as rows, in order."""
+    table = np.asarray(plan.pieces)
+    return table[: int(np.asarray(plan.bounds)[-1])]
+
+
+@pytest.mark.parametrize("kind", ["balanced", "batch_invariant"])
+@given(batch=BATCHES, workers=st.integers(1, 9))
+def test_every_block_exactly_once(kind, batch, workers):
+    plan = make(kind, batch, workers)
+    bounds, pieces = np.asarray(plan.bounds), pieces_of(plan)
+    assert bounds[0] == 0 and (np.diff(bounds) >= 0).all()
+    assert not np.asarray(plan.pieces)[len(pieces) :].any(), "behind the last piece: zeros"
+    covered = {r: 0 for r, (_, q) in enumerate(batch) if q}
+    for request, first, end, _, keys, token, queries, _ in pieces:
+        assert first == covered[request] and end > first
+        assert (keys, queries) == batch[request]
+        assert token == sum(q for _, q in batch[:request])
+        covered[request] = end
+    assert covered == {r: max(cdiv(n, BLOCK), 1) for r, (n, q) in enumerate(batch) if q}
+
+
+@pytest.mark.parametrize("kind", ["balanced", "batch_invariant"])
+@given(batch=BATCHES)
+def test_slots_and_merges_agree(kind, batch):
+    plan = make(kind, batch)
+    pieces, merges = pieces_of(plan), np.asarray(plan.merges)
+    slots = [s for s in pieces[:, wp.SLOT] if s >= 0]
+    assert slots == list(range(len(slots))) and len(slots) <= plan.slots
+    token = 0
+    for r, (_, queries) in enumerate(batch):
+        mine = pieces[pieces[:, wp.REQUEST] == r]
+        for j in range(queries):
+            base, count, query = merges[token]
+            assert (count, query) == (len(mine), j)
+            if count == 1:
+                assert mine[0, wp.SLOT] == -1
+            else:
+                assert mine[:, wp.SLOT].tolist() == list(range(base, base + count))
+            token += 1
+    assert not merges[token:, 1].any(), "padding tokens have no pieces"
+
+
+@given(batch=BATCHES)
+def test_balanced_shares(batch):
+    """No worker has more than an eighth above the even share, and a block."""
+    plan, workers = make("balanced", batch, workers=4), 4
+    pieces, bounds = pieces_of(plan), np.asarray(plan.bounds)
+    work = pieces[:, wp.END] - pieces[:, wp.FIRST]
+    real = [max(cdiv(n, BLOCK), 1) + wp.START_COST for n, q in batch if q]
+    even = cdiv(sum(real), workers)
+    for w in range(workers):
+        assert work[bounds[w] : bounds[w + 1]].sum() <= even + 16 * max(1, even // 128)
+
+
+def test_equal_requests_are_not_split():
+    plan = make("balanced", [(4096, 1)] * 128, workers=132)
+    assert (np.asarray(plan.merges)[:128, 1] == 1).all()
+
+
+@given(batch=BATCHES, other=BATCHES)
+def test_batch_invariant_cuts_do_not_see_the_neighbours(batch, other):
+    def cuts(plan, request):
+        pieces = pieces_of(plan)
+        return pieces[pieces[:, wp.REQUEST] == request][:, [wp.FIRST, wp.END]].tolist()
+
+    alone, among = make("batch_invariant", batch), make("batch_invariant", [*other, *batch])
+    for r in range(len(batch)):
+        assert cuts(alone, r) == cuts(among, len(other) + r)
