@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import random
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.timing import back_to_back_us, kernel_us
+from benchmarks.timing import Isolated, back_to_back_us, isolated_us
 from mla_jax.cache import FORMATS
 from mla_jax.pallas.dense_decode import mosaic
 
@@ -95,6 +96,11 @@ def names() -> list[str]:
     return [c.name for c in (*CASES, *EXTRA)]
 
 
+def extra() -> list[str]:
+    """Names of the cases that are no rows of the comparison."""
+    return [c.name for c in EXTRA]
+
+
 def run(peers: Path | None, chosen: list[str], turn: AbstractContextManager) -> list[dict]:
     """Check and time the chosen cases; the device is used inside ``turn`` alone."""
     make_peer = None
@@ -113,17 +119,21 @@ def run(peers: Path | None, chosen: list[str], turn: AbstractContextManager) -> 
 
 def line(row: dict) -> str:
     """One row of the table."""
+    times = (
+        row[f"{who}_{what}"] for who in ("ours", "peer") for what in ("us", "span_us", "slope_us")
+    )
+    ratios = (row[k] for k in ("ratio", "ratio_span", "ratio_slope"))
     return (
-        f"{row['case']:24s} ours {row['ours_us']:7.1f} {row['ours_slope_us']:7.1f}  "
-        f"peer {row['peer_us']:7.1f} {row['peer_slope_us']:7.1f}  "
-        f"ratio {row['ratio']:.2f} {row['ratio_slope']:.2f}  {row['tflops']:5.0f} TFLOP/s "
-        f"{row['gbs']:5.0f} GB/s  floor {row['floor_percent']:.0f}%  err {row['error']:.1e} "
-        f"{row['kernels']['ours']}"
+        f"{row['case']:26s} {' '.join(f'{x:6.1f}' for x in times)} | "
+        f"{' '.join(f'{x:.2f}' for x in ratios)} | {row['tflops']:.0f} TFLOP/s "
+        f"{row['gbs']:.0f} GB/s {row['floor_percent']:.0f}% err {row['error']:.1e} "
+        f"plan {row['plan_us']:.0f} {[*row['kernels'].get('ours', {}).values()]} "
+        f"{[*row['kernels'].get('peer', {}).values()]}"
     )
 
 
 def _tuning(case: Case) -> mosaic.Tuning:
-    found = mosaic.heuristic(case.heads, case.queries)
+    found = mosaic.heuristic(case.batch * case.queries, case.heads, case.queries)
     return dataclasses.replace(found, batch_invariant=case.batch_invariant)
 
 
@@ -236,29 +246,28 @@ def _row(case: Case, programs: dict, make_peer) -> dict:
         shape = (case.batch, case.queries, case.heads, ROW)
         peer = make_peer(q.reshape(shape), *args[2:5], SCALE)
         once["peer"], many["peer"] = peer.once, lambda n: peer.many(n * CHAIN)
-    kernels = kernel_us(once)
+    isolated = isolated_us(once)
     slopes = back_to_back_us(many, dict.fromkeys(many, CHAIN))
-    isolated = {name: sum(parts.values()) for name, parts in kernels.items()}
-    ours, theirs = isolated["ours"], isolated.get("peer", float("nan"))
-    theirs_slope = slopes.get("peer", float("nan"))
+    none = Isolated(sum=math.nan, span=math.nan, kernels={})
+    ours, theirs = isolated["ours"], isolated.get("peer", none)
+    theirs_slope = slopes.get("peer", math.nan)
     return {
         "case": case.name,
-        "ours_us": ours,
+        "ours_us": ours.sum,
+        "ours_span_us": ours.span,
         "ours_slope_us": slopes["ours"],
-        "plan_us": isolated["plan"],
+        "plan_us": isolated["plan"].sum,
         "peer": "FlashMLA" if make_peer else None,
-        "peer_us": theirs,
+        "peer_us": theirs.sum,
+        "peer_span_us": theirs.span,
         "peer_slope_us": theirs_slope,
-        "ratio": theirs / ours,
+        "ratio": theirs.sum / ours.sum,
+        "ratio_span": theirs.span / ours.span,
         "ratio_slope": theirs_slope / slopes["ours"],
-        "tflops": case.flops / ours / 1e6,
-        "gbs": case.bytes / ours / 1e3,
+        "tflops": case.flops / ours.span / 1e6,
+        "gbs": case.bytes / ours.span / 1e3,
         "floor_us": case.floor_us,
-        "floor_percent": 100 * case.floor_us / ours,
+        "floor_percent": 100 * case.floor_us / ours.span,
         "error": error,
-        "kernels": {
-            name: {k: round(v, 2) for k, v in kernels[name].items()}
-            for name in kernels
-            if name != "plan"
-        },
+        "kernels": {name: isolated[name].kernels for name in many},
     }

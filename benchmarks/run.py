@@ -16,10 +16,11 @@ from pathlib import Path
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 METHOD = (
-    "ours_us, peer_us: summed kernel time of one call (CUPTI), plan given to both sides, median; "
-    "*_slope_us: slope of wall time between 20 and 80 calls (ours 20 in one jit, the peer as graph "
-    "replays); both sides interleaved in one process on the same arrays; random-normal data, "
-    "shuffled pages"
+    "plan given to both sides; us: summed kernel time of an isolated call (kineto), span_us: start "
+    "of its first kernel to end of its last, slope_us: slope of wall time between 20 and 80 calls "
+    "(ours 20 in one jit, the peer as graph replays); medians, both sides interleaved in one "
+    "process on the same arrays; random-normal data, shuffled pages; tflops, gbs and "
+    "floor_percent are of span_us"
 )
 
 
@@ -48,13 +49,14 @@ def main() -> None:
         "versions": _versions(),
         "clocks": _clocks(),
         "method": METHOD,
+        "extra": suite.extra(),
         "rows": rows,
     }
     stem = f"{kind.lower().replace(' ', '_')}_{given.suite}_{datetime.date.today()}"
     out = given.out or Path(__file__).parent / "results" / f"{stem}.json"
     out.write_text(json.dumps(record, indent=1) + "\n")
-    for key in () if given.turn else ("ratio", "ratio_slope"):
-        found = [r[key] for r in rows if r[key] > 0]
+    for key in () if given.turn else ("ratio", "ratio_span", "ratio_slope"):
+        found = [r[key] for r in rows if r[key] > 0 and r["case"] not in record["extra"]]
         if found:
             mean = math.exp(sum(map(math.log, found)) / len(found))
             print(f"{key}: geometric mean {mean:.3f}, least {min(found):.3f}")

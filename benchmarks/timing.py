@@ -1,35 +1,46 @@
-"""Two clocks, the same for us and for every peer.
+"""Three clocks, the same for us and for every peer.
 
-``kernel_us`` sums the device time of the kernels of one call (CUPTI). ``back_to_back_us`` is
-the slope of wall time over the number of calls, so launches, gaps and sinking clocks count.
+Isolated calls are traced: the *sum* of their kernels' device times, and the *span* from the
+start of the first kernel to the end of the last, in which gaps count and overlaps do not count
+twice. *Back to back* is the slope of wall time over the number of calls: launches, gaps and
+sinking clocks count.
 """
 
+import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
-from jax._src.lib import mosaic_gpu
+from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["back_to_back_us", "kernel_us"]
+__all__ = ["Isolated", "back_to_back_us", "isolated_us"]
 
-ROUNDS = 5
+ROUNDS = 4
 CALLS = 6  # of one traced stretch
 FEW, MANY = 1, 4  # chains of the slope
 
 
-def kernel_us(runs: dict[str, Callable[[], None]]) -> dict[str, dict[str, float]]:
-    """Microseconds of each kernel of a call, median over rounds; ``run()`` waits."""
-    found: dict[str, dict[str, list[float]]] = {name: {} for name in runs}
+@dataclass(frozen=True, kw_only=True)
+class Isolated:
+    """Medians over calls, microseconds."""
+
+    sum: float
+    span: float
+    kernels: dict[str, float]
+
+
+def isolated_us(runs: dict[str, Callable[[], None]]) -> dict[str, Isolated]:
+    """Trace calls of every run in turn; ``run()`` waits for the device."""
+    calls: dict[str, list[list[dict]]] = {name: [] for name in runs}
     for run in runs.values():
-        run()
+        _trace(run)
     for _ in range(ROUNDS):
         for name, run in runs.items():
-            for kernel, us in _traced(run).items():
-                found[name].setdefault(kernel, []).append(us)
-    return {
-        name: {k: statistics.median(v) for k, v in kernels.items()}
-        for name, kernels in found.items()
-    }
+            calls[name] += _trace(run)
+    return {name: _summary(found) for name, found in calls.items()}
 
 
 def back_to_back_us(
@@ -39,7 +50,7 @@ def back_to_back_us(
     times = {(name, n): [] for name in runs for n in (FEW, MANY)}
     for run in runs.values():
         run(MANY)
-    for _ in range(ROUNDS):
+    for _ in range(ROUNDS + 1):
         for (name, n), found in times.items():
             start = time.perf_counter()
             runs[name](n)
@@ -50,16 +61,31 @@ def back_to_back_us(
     }
 
 
-def _traced(run: Callable[[], None]) -> dict[str, float]:
-    """Device microseconds of one call by kernel: the mean of a few calls in a row."""
-    extension = mosaic_gpu._mosaic_gpu_ext
-    extension._cupti_init()
-    try:
+def _trace(run: Callable[[], None]) -> list[list[dict]]:
+    """Device events of a few calls, call by call, in order of their start."""
+    with profile(activities=[ProfilerActivity.CUDA]) as traced:
         for _ in range(CALLS):
             run()
-    finally:
-        timings = extension._cupti_get_timings(False)
-    total: dict[str, float] = {}
-    for kernel, ms in timings:
-        total[kernel[:48]] = total.get(kernel[:48], 0.0) + ms * 1e3 / CALLS
-    return total
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        traced.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    kinds = {"kernel", "gpu_memcpy", "gpu_memset"}
+    events = sorted((e for e in events if e.get("cat") in kinds), key=lambda e: e["ts"])
+    each, rest = divmod(len(events), CALLS)
+    assert (each > 0) > rest, f"{len(events)} device events in {CALLS} calls"
+    return [events[i * each : (i + 1) * each] for i in range(CALLS)]
+
+
+def _summary(calls: list[list[dict]]) -> Isolated:
+    kernels: dict[str, list[float]] = {}
+    for call in calls:
+        for event in call:
+            kernels.setdefault(event["name"][:48], []).append(event["dur"])
+    return Isolated(
+        sum=statistics.median(sum(e["dur"] for e in call) for call in calls),
+        span=statistics.median(
+            max(e["ts"] + e["dur"] for e in call) - call[0]["ts"] for call in calls
+        ),
+        kernels={k: round(statistics.median(v), 2) for k, v in kernels.items()},
+    )

@@ -5,6 +5,7 @@ left operand in registers nor accumulators carried from outside, so the three pr
 have a second, slower form for it. Everything else is the same program.
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -53,10 +54,14 @@ def shared_bytes(scratch: dict) -> int:
     for item in scratch.values():
         if isinstance(item, plgpu.Barrier):
             total += 8 * (item.num_barriers or 1)
-        else:
-            bits = jax.ShapeDtypeStruct(item.shape, item.dtype)
-            total += round_up(bits.size * bits.dtype.itemsize, 1024)
+            continue
+        views = item.refs if isinstance(item, plgpu.RefUnion) else (item,)
+        total += max(round_up(_bytes(view), 1024) for view in views)
     return total
+
+
+def _bytes(view) -> int:
+    return math.prod(view.shape) * jnp.dtype(view.dtype).itemsize
 
 
 def row_vector(value, rows: int) -> jax.Array:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from cases import GLM, V2_LITE, V3, decode_case
 from compare import same_bits
+from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from test_dense_decode import judge_decode
 
@@ -49,9 +50,10 @@ def test_interpreted_with_race_detection(name, rng):
     """Control flow, barriers and races on a CPU; not asynchrony of products, nor registers."""
     dims = dataclasses.replace(V2_LITE, heads=8)
     case = decode_case(rng, dims=dims, **INTERPRETED[name])
-    tuning = dataclasses.replace(mosaic.heuristic(8, case.args[3].max_query_len), workers=2)
+    tuning = dataclasses.replace(mosaic.heuristic(8, 8, case.args[3].max_query_len), workers=2)
     params = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=4)
     judge_decode(attend(case, tuning, params), case)
+    assert not get_races().races_found
 
 
 @pytest.mark.parametrize("copies", [1, 2, 4])
@@ -122,10 +124,12 @@ def test_explain_names_the_missing_capability():
 
 
 def test_heuristic_follows_the_rows_of_a_tile():
-    assert not mosaic.heuristic(16, 4).defer
-    assert not mosaic.heuristic(64, 1).prefetch
-    assert mosaic.heuristic(128, 1).defer
-    assert mosaic.heuristic(20, 3).prefetch
+    assert not mosaic.heuristic(128, 16, 4).defer
+    assert not mosaic.heuristic(128, 64, 1).prefetch
+    assert mosaic.heuristic(128, 128, 1).defer
+    assert mosaic.heuristic(128, 20, 3).prefetch
+    assert mosaic.heuristic(1, 128, 1).early_launch
+    assert not mosaic.heuristic(128, 128, 1).early_launch
 
 
 ON_DEVICE = {
@@ -169,7 +173,7 @@ def test_batch_invariance(heads, rng):
     case = decode_case(
         rng, dims=dims, seq_lens=[5000, 77, 3000, 640, 1], page=64, pad_tokens=0, pad_requests=0
     )
-    found = mosaic.heuristic(heads, 1)
+    found = mosaic.heuristic(5, heads, 1)
     tuning = dataclasses.replace(found, batch_invariant=True, chunk=8)
     full = attend(case, tuning)
     q_latent, q_rope, cache, meta = case.args

@@ -87,9 +87,15 @@ def scratch(dtype, copies: int, simulate: bool) -> dict:
     def barrier(arrivals: int = 1, count: int = 1):
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
 
+    def ring():  # a slot also takes half of a float32 result on its way out
+        return plgpu.RefUnion(
+            lib.swizzled((SLOTS, BLOCK, HALF), dtype),
+            lib.swizzled((SLOTS, ROWS, HALF // 2), F32),
+        )
+
     buffers = {
-        "k_left": lib.swizzled((SLOTS, BLOCK, HALF), dtype),
-        "k_right": lib.swizzled((SLOTS, BLOCK, HALF), dtype),
+        "left": ring(),
+        "right": ring(),
         "k_rope": lib.swizzled((2, BLOCK, ROPE), dtype),  # then P of the same block
         "q_tail": lib.swizzled((2, ROWS, 64), dtype),
         "stats": plgpu.SMEM((SLOTS + 3, ROWS), F32),
@@ -124,7 +130,7 @@ def attend(
     interpret: object = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """``out`` [tokens * heads, 512] and ``lse`` [tokens * heads] of requests in one piece, and
-    float32 ``[slots, tiles, 64, 512]``, base-2 ``[slots, tiles, 64]`` of the other pieces.
+    float32 ``[slots * tiles * 64, 512]``, base-2 ``[slots, tiles, 64]`` of the other pieces.
 
     Queries are ``[tokens * heads, columns]`` with at least 64 rows. Rows that no piece of a
     whole request covers are left as they were allocated.
@@ -146,7 +152,7 @@ def attend(
         out_type=(
             shape((rows, RANK), dtype),
             shape((rows,), F32),
-            shape((plan.slots, tiles, ROWS, RANK), F32),
+            shape((plan.slots * tiles * ROWS, RANK), F32),
             shape((plan.slots, tiles, ROWS), F32),
         ),
         scratch_types=scratch(dtype, sizes.copies, simulate),
@@ -167,12 +173,13 @@ def _body(
     ql_g, qr_g, pages_g, table_g, work_g, bounds_g,
     out_g, lse_g, part_g, part_lse_g,
     *, sizes, scale, defer, prefetch, early_launch, simulate,
-    k_left, k_right, k_rope, q_tail, stats,
+    left, right, k_rope, q_tail, stats,
     left_full, right_full, rope_full, tail_full,
     q_taken, p_ready, go, left_done, rope_sent, inverse_ready, q_spill=None,
 ):  # fmt: skip
     wg, worker, tile = (lax.axis_index(n) for n in ("wg", "worker", "tile"))
     begin, end = bounds_g[worker], bounds_g[worker + 1]
+    (k_left, stage_left), (k_right, stage_right) = left, right
     page, copies, num_pages, width = sizes.page, sizes.copies, pages_g.shape[0], table_g.shape[1]
 
     def blocks_of(p):
@@ -324,7 +331,7 @@ def _body(
         lax.fori_loop(begin, end, piece, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
 
-    def half(right: bool, keys, full):
+    def half(right: bool, keys, stage, full):
         plgpu.set_max_registers(REGISTERS[1], action="decrease")
         columns = pl.ds(HALF if right else 0, HALF)
         rope = pl.ds(RANK, ROPE)
@@ -441,7 +448,16 @@ def _body(
 
             @pl.when(part >= 0)
             def _():
-                part_g[part, tile, :, columns] = o
+                row = (part * sizes.tiles + tile) * ROWS
+                for c in range(2):
+                    at = pl.ds(HALF * int(right) + c * HALF // 2, HALF // 2)
+                    stage[s] = o[:, c * HALF // 2 : (c + 1) * HALF // 2]
+                    plgpu.commit_smem()
+                    lib.store_rows(
+                        stage.at[s], part_g.at[:, at], row, live_rows(p),
+                        rows=ROWS, step=sizes.step,
+                    )  # fmt: skip
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
             load(target, e, place, s)
             return g0 + n + 1
@@ -450,7 +466,7 @@ def _body(
         plgpu.wait_smem_to_gmem(0)
 
     pl.when(wg == 0)(scores)
-    pl.when(wg == 1)(lambda: half(False, k_left, left_full))
-    pl.when(wg == 2)(lambda: half(True, k_right, right_full))
+    pl.when(wg == 1)(lambda: half(False, k_left, stage_left, left_full))
+    pl.when(wg == 2)(lambda: half(True, k_right, stage_right, right_full))
     if early_launch:
         plgpu.griddepcontrol_launch_dependents()
