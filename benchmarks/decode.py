@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import random
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,20 +102,19 @@ def extra() -> list[str]:
     return [c.name for c in EXTRA]
 
 
-def run(peers: Path | None, chosen: list[str], turn: AbstractContextManager) -> list[dict]:
-    """Check and time the chosen cases; the device is used inside ``turn`` alone."""
+def run(peers: Path | None, chosen: list[str], turn: AbstractContextManager) -> Iterator[dict]:
+    """Check and time the chosen cases, row by row; the device is used inside ``turn`` alone."""
     make_peer = None
     if peers is not None:
         from benchmarks import flashmla
 
         make_peer = flashmla.load(peers)
-    rows = []
     for case in (c for c in (*CASES, *EXTRA) if c.name in chosen):
         programs = _compile(case)
         with turn:
-            rows.append(_row(case, programs, make_peer))
-            print(line(rows[-1]), flush=True)
-    return rows
+            row = _row(case, programs, make_peer)
+        print(line(row), flush=True)
+        yield row
 
 
 def line(row: dict) -> str:
@@ -182,10 +182,19 @@ def _compile(case: Case) -> dict:
         "plan": make_plan.lower(*specs[4:]).compile(),
         "once": attend.lower(*specs, plan).compile(),
         "chain": jax.jit(chain).lower(*specs[:3], tables, *specs[4:], plan).compile(),
+        "reference": jax.jit(_reference).lower(*_reference_specs(case)).compile(),
+        "random": jax.jit(functools.partial(_random, case)).lower().compile(),
     }
 
 
-def _inputs(case: Case) -> tuple[jax.Array, tuple]:
+def _random(case: Case) -> tuple[jax.Array, jax.Array]:
+    keys = jax.random.split(jax.random.key(3))
+    q_latent, _, pages, *_ = _specs(case)
+    q = jax.random.normal(keys[0], (*q_latent.shape[:2], ROW), jnp.bfloat16)
+    return q, jax.random.normal(keys[1], pages.shape, jnp.bfloat16)
+
+
+def _inputs(case: Case, random_arrays) -> tuple[jax.Array, tuple]:
     """The joined queries for the peer, and our arguments without the plan."""
     rng = np.random.default_rng(7)
     specs = _specs(case)
@@ -194,16 +203,20 @@ def _inputs(case: Case) -> tuple[jax.Array, tuple]:
     table, k = np.zeros(specs[3].shape, np.int32), 0
     for i, n in enumerate(counts):
         table[i, :n], k = order[k : k + n], k + n
-    keys = jax.random.split(jax.random.key(3))
-    q = jax.random.normal(keys[0], (*specs[0].shape[:2], ROW), jnp.bfloat16)
-    pages = jax.random.normal(keys[1], specs[2].shape, jnp.bfloat16)
+    q, pages = random_arrays()
     lens = jnp.asarray(case.lens, jnp.int32)
     starts = jnp.arange(case.batch + 1, dtype=jnp.int32) * case.queries
     args = q[..., :RANK], q[..., RANK:], pages, jnp.asarray(table), lens, starts
     return q, jax.block_until_ready(args)
 
 
-@jax.jit
+def _reference_specs(case: Case) -> tuple:
+    _, _, pages, table, lens, _ = _specs(case)
+    spec = jax.ShapeDtypeStruct
+    q = spec((case.queries, case.heads, ROW), jnp.bfloat16)
+    return q, pages, spec(table.shape[1:], table.dtype), spec((), lens.dtype)
+
+
 def _reference(q, pages, ids, n):
     """One request in float32: q [queries, heads, row]."""
     rows = pages[ids].reshape(-1, ROW).astype(jnp.float32)
@@ -214,12 +227,12 @@ def _reference(q, pages, ids, n):
     return out, jax.nn.logsumexp(s, axis=-1)
 
 
-def _error(case: Case, q, args, state) -> float:
+def _error(case: Case, reference, q, args, state) -> float:
     """Worst relative error of a few requests; raises if it is no rounding error."""
     worst = 0.0
     for r in sorted({0, case.batch // 2, case.batch - 1, int(np.argmax(case.lens))}):
         t = slice(r * case.queries, (r + 1) * case.queries)
-        out, lse = _reference(q[t], args[2], args[3][r], args[4][r])
+        out, lse = reference(q[t], args[2], args[3][r], args[4][r])
         got = state.out[t].astype(jnp.float32)
         worst = max(worst, float(jnp.linalg.norm(got - out) / jnp.linalg.norm(out)))
         assert float(jnp.max(jnp.abs(state.lse[t] - lse))) < 1e-3, f"{case.name}: lse of {r}"
@@ -228,25 +241,24 @@ def _error(case: Case, q, args, state) -> float:
 
 
 def _row(case: Case, programs: dict, make_peer) -> dict:
-    q, args = _inputs(case)
+    q, args = _inputs(case, programs["random"])
     plan = programs["plan"](*args[4:])
-    error = _error(case, q, args, programs["once"](*args, plan))
+    error = _error(case, programs["reference"], q, args, programs["once"](*args, plan))
     tables = jax.block_until_ready([args[3] + 0 for _ in range(CHAIN)])
 
     def chain(n):
         made = [programs["chain"](*args[:3], tables, *args[4:], plan) for _ in range(n)]
         jax.block_until_ready(made)
 
-    once = {
-        "ours": lambda: jax.block_until_ready(programs["once"](*args, plan)),
-        "plan": lambda: jax.block_until_ready(programs["plan"](*args[4:])),
-    }
+    once = {"ours": lambda: jax.block_until_ready(programs["once"](*args, plan))}
     many = {"ours": chain}
     if make_peer is not None:
         shape = (case.batch, case.queries, case.heads, ROW)
         peer = make_peer(q.reshape(shape), *args[2:5], SCALE)
         once["peer"], many["peer"] = peer.once, lambda n: peer.many(n * CHAIN)
     isolated = isolated_us(once)
+    planner = {"plan": lambda: jax.block_until_ready(programs["plan"](*args[4:]))}
+    isolated |= isolated_us(planner, rounds=1)
     slopes = back_to_back_us(many, dict.fromkeys(many, CHAIN))
     none = Isolated(sum=math.nan, span=math.nan, kernels={})
     ours, theirs = isolated["ours"], isolated.get("peer", none)

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -31,6 +32,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file; default benchmarks/results/")
     parser.add_argument("--cases", nargs="*", help="names of cases; all by default")
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile side by side")
+    parser.add_argument("--limit", type=float, default=math.inf, help="seconds, with --jobs")
     parser.add_argument("--turn", type=Path, help="file that a process locks to use the device")
     given = parser.parse_args()
 
@@ -38,28 +40,36 @@ def main() -> None:
 
     suite = importlib.import_module(f"benchmarks.{given.suite}")
     chosen = given.cases or suite.names()
-    if given.jobs > 1:
-        rows = _spread(given, chosen)
-    else:
-        rows = suite.run(given.peers, chosen, _turn(given.turn))
-    rows.sort(key=lambda row: suite.names().index(row["case"]))
     kind = jax.devices()[0].device_kind
+    stem = f"{kind.lower().replace(' ', '_')}_{given.suite}_{datetime.date.today()}"
+    out = given.out or Path(__file__).parent / "results" / f"{stem}.json"
     record = {
         "device": kind,
         "versions": _versions(),
         "clocks": _clocks(),
         "method": METHOD,
         "extra": suite.extra(),
-        "rows": rows,
+        "rows": [],
     }
-    stem = f"{kind.lower().replace(' ', '_')}_{given.suite}_{datetime.date.today()}"
-    out = given.out or Path(__file__).parent / "results" / f"{stem}.json"
-    out.write_text(json.dumps(record, indent=1) + "\n")
-    for key in () if given.turn else ("ratio", "ratio_span", "ratio_slope"):
-        found = [r[key] for r in rows if r[key] > 0 and r["case"] not in record["extra"]]
+    rows = (
+        _spread(given, chosen)
+        if given.jobs > 1
+        else suite.run(given.peers, chosen, _turn(given.turn))
+    )
+    for row in rows:  # what was measured so far survives a kill
+        record["rows"].append(row)
+        record["rows"].sort(key=lambda r: suite.names().index(r["case"]))
+        out.write_text(json.dumps(record, indent=1) + "\n")
+    if not given.turn:
+        _summarise(record)
+
+
+def _summarise(record: dict) -> None:
+    for key in ("ratio", "ratio_span", "ratio_slope"):
+        found = [r[key] for r in record["rows"] if r[key] > 0 and r["case"] not in record["extra"]]
         if found:
             mean = math.exp(sum(map(math.log, found)) / len(found))
-            print(f"{key}: geometric mean {mean:.3f}, least {min(found):.3f}")
+            print(f"{key}: {len(found)} rows, geometric mean {mean:.3f}, least {min(found):.3f}")
 
 
 class _Turn:
@@ -82,6 +92,7 @@ def _turn(path: Path | None):
 
 def _spread(given: argparse.Namespace, chosen: list[str]) -> list[dict]:
     """Rows of several processes: they compile side by side and time one after the other."""
+    end = time.monotonic() + given.limit
     with tempfile.TemporaryDirectory() as folder:
         parts = [Path(folder) / f"{i}.json" for i in range(min(given.jobs, len(chosen)))]
         running = []
@@ -90,10 +101,15 @@ def _spread(given: argparse.Namespace, chosen: list[str]) -> list[dict]:
             command += ["--turn", f"{folder}/turn", "--cases", *chosen[i :: len(parts)]]
             command += ["--peers", str(given.peers)] if given.peers else []
             running.append(subprocess.Popen(command))
-        failed = [p.args for p in running if p.wait()]
+        for process in running:
+            try:
+                process.wait(None if math.isinf(end) else max(end - time.monotonic(), 0.01))
+            except subprocess.TimeoutExpired:
+                process.terminate()
+        failed = sum(p.wait() != 0 for p in running)
         rows = [r for p in parts if p.exists() for r in json.loads(p.read_text())["rows"]]
     if failed:
-        print(f"{len(failed)} of {len(running)} processes failed", file=sys.stderr)
+        print(f"{failed} of {len(running)} processes did not finish", file=sys.stderr)
     return rows
 
 

@@ -12,26 +12,25 @@ PAGE = ROOT / "docs" / "performance.md"
 
 HEAD = """# Performance
 
-Written by `python -m benchmarks.table` from `benchmarks/results/`; do not edit.
+Written by `python -m benchmarks.table` from `benchmarks/results/`, newest first; do not edit.
 
-A ratio is the peer's time over ours, both from one run: above 1.00 we are faster. *Isolated* is
-one call alone, from the start of its first kernel to the end of its last (*sum*: its kernels'
-times added up, where overlapping kernels count twice). *Back to back* is what one more call
-takes in a row of many. The floor is the larger of FLOPs / 800 TFLOP/s and bytes / 4.25 TB/s.
+A ratio is the peer's time over ours, both from one run: above 1.00 we are faster. *Sum* adds up
+the kernels of an isolated call, where overlapping ones count twice; *span* is from the start of
+the first to the end of the last. *Back to back* is what one more call takes in a row of many.
+The floor is the larger of FLOPs / 800 TFLOP/s and bytes / 4.25 TB/s. Case names: requests,
+queries of each, heads, keys of each (ragged: 1 to 16384).
 """
 
 COLUMNS = (
-    "case", "isolated µs", "back to back µs", "peer isolated µs", "peer back to back µs",
-    "ratio sum", "ratio isolated", "ratio back to back", "TFLOP/s", "GB/s", "% of floor", "error",
+    "case", "sum µs", "span µs", "back to back µs", "peer sum", "peer span", "peer back to back",
+    "ratio sum", "ratio span", "ratio back to back", "TFLOP/s", "GB/s", "% of floor", "error",
 )  # fmt: skip
 
 
 def page() -> str:
     """The text of docs/performance.md."""
-    newest: dict[str, Path] = {}
-    for path in sorted(RESULTS.glob("*.json"), key=lambda p: p.stem.rsplit("_", 1)[1]):
-        newest[path.stem.rsplit("_", 1)[0]] = path
-    return "\n".join([HEAD, *(_section(newest[key]) for key in sorted(newest))])
+    paths = sorted(RESULTS.glob("*.json"), reverse=True)
+    return "\n".join([HEAD, *map(_section, paths)]).rstrip() + "\n"
 
 
 def _section(path: Path) -> str:
@@ -43,6 +42,7 @@ def _section(path: Path) -> str:
         "",
         f"{record['device']}; {versions}; clocks {record['clocks']}. {record['method']}.",
         "",
+        *([record["note"], ""] if "note" in record else []),
         f"| {' | '.join(COLUMNS)} |",
         f"|{'---|' * len(COLUMNS)}",
         *(f"| {' | '.join(_cells(row))} |" for row in rows),
@@ -50,7 +50,7 @@ def _section(path: Path) -> str:
     ]
     main = [r for r in rows if r["case"] not in record.get("extra", [])]
     for key in ("ratio", "ratio_span", "ratio_slope"):
-        found = [r[key] for r in main if r[key] > 0]
+        found = [r[key] for r in main if r.get(key, 0) > 0]
         if found:
             mean = math.exp(sum(map(math.log, found)) / len(found))
             lines.append(f"- `{key}`: geometric mean {mean:.2f}, least {min(found):.2f}")
@@ -58,13 +58,16 @@ def _section(path: Path) -> str:
 
 
 def _cells(row: dict) -> list[str]:
-    times = ("ours_span_us", "ours_slope_us", "peer_span_us", "peer_slope_us")
+    def number(key: str, digits: int) -> str:
+        return f"{row[key]:.{digits}f}" if row.get(key, 0) > 0 else "–"
+
+    times = ("ours_us", "ours_span_us", "ours_slope_us", "peer_us", "peer_span_us", "peer_slope_us")
     ratios = ("ratio", "ratio_span", "ratio_slope")
     return [
         f"`{row['case']}`",
-        *(f"{row[k]:.1f}" for k in times),
-        *(f"{row[k]:.2f}" for k in ratios),
-        *(f"{row[k]:.0f}" for k in ("tflops", "gbs", "floor_percent")),
+        *(number(k, 1) for k in times),
+        *(number(k, 2) for k in ratios),
+        *(number(k, 0) for k in ("tflops", "gbs", "floor_percent")),
         f"{row['error']:.1e}",
     ]
 

@@ -18,8 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 
 __all__ = ["Isolated", "back_to_back_us", "isolated_us"]
 
-ROUNDS = 4
-CALLS = 6  # of one traced stretch
+ROUNDS = 3
+CALLS = 12  # of one traced stretch
 FEW, MANY = 1, 4  # chains of the slope
 
 
@@ -32,12 +32,12 @@ class Isolated:
     kernels: dict[str, float]
 
 
-def isolated_us(runs: dict[str, Callable[[], None]]) -> dict[str, Isolated]:
+def isolated_us(runs: dict[str, Callable[[], None]], rounds: int = ROUNDS) -> dict[str, Isolated]:
     """Trace calls of every run in turn; ``run()`` waits for the device."""
     calls: dict[str, list[list[dict]]] = {name: [] for name in runs}
     for run in runs.values():
-        _trace(run)
-    for _ in range(ROUNDS):
+        run()
+    for _ in range(rounds):
         for name, run in runs.items():
             calls[name] += _trace(run)
     return {name: _summary(found) for name, found in calls.items()}
@@ -50,7 +50,7 @@ def back_to_back_us(
     times = {(name, n): [] for name in runs for n in (FEW, MANY)}
     for run in runs.values():
         run(MANY)
-    for _ in range(ROUNDS + 1):
+    for _ in range(2 * ROUNDS):
         for (name, n), found in times.items():
             start = time.perf_counter()
             runs[name](n)

@@ -17,13 +17,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mla_jax.types import Array, Float, Int
+from mla_jax.types import Array, Float, Int, cdiv
 
 __all__ = ["combine"]
 
 WARPGROUPS = 4
-SHARED = 8  # with more pieces than this, all warpgroups work on one row
-UNROLL = 8  # pieces in flight of one warpgroup
+PATHS = (  # pieces at most, all warpgroups share a row, pieces in flight of a warpgroup
+    (2, False, 2),
+    (8, False, 4),
+    (32, True, 4),
+    (2**31 - 1, True, 8),
+)
 
 
 def combine(
@@ -104,22 +108,22 @@ def _body(
         zeros = plgpu.layout_cast(jnp.zeros((rank,), jnp.float32), layout)
         return zeros, jnp.float32(-jnp.inf), jnp.float32(0.0)
 
-    def pieces(h, first, stride):
+    def pieces(h, first, stride, unroll):
         """State over pieces ``first, first + stride, ...`` of head ``h``."""
         x = query * heads + h
         tile, row = lax.div(x, jnp.int32(64)), lax.rem(x, jnp.int32(64))
 
         def step(i, state):
             lses, values = [], []
-            for u in range(UNROLL):
-                p = first + (i * UNROLL + u) * stride
+            for u in range(unroll):
+                p = first + (i * unroll + u) * stride
                 at = base + jnp.minimum(p, n - 1)
                 lses.append(jnp.where(p < n, part_lse_g[at, tile, row], -jnp.inf))
                 values.append(plgpu.load(part_g.at[at, tile, row], layout=layout))
             return add(state, lses, values)
 
         count = lax.div(n - first + stride - 1, jnp.int32(stride))
-        steps = lax.div(count + UNROLL - 1, jnp.int32(UNROLL))
+        steps = lax.div(count + unroll - 1, jnp.int32(unroll))
         return lax.fori_loop(0, steps, step, empty())
 
     def store(h, state):
@@ -130,22 +134,19 @@ def _body(
         lse_g[token * heads + h] = jnp.where(weight > 0.0, lse, -jnp.inf)
 
     def own_rows(body):
-        for r in range(0, rows, WARPGROUPS):
-            pl.when(r + wg < rows)(lambda r=r: body(group * rows + r + wg))
+        @pl.loop(0, cdiv(rows, WARPGROUPS))
+        def _(i):
+            r = i * WARPGROUPS + wg
+            pl.when(r < rows)(lambda: body(group * rows + r))
 
     @pl.when(n == 0)
     def _():
         own_rows(lambda h: store(h, empty()))
 
-    @pl.when((n > 1) & (n <= SHARED))
-    def _():
-        own_rows(lambda h: store(h, pieces(h, 0, 1)))
-
-    @pl.when(n > SHARED)
-    def _():
+    def shared_rows(unroll):
         @pl.loop(0, rows)
         def _(r):
-            acc, top, weight = pieces(group * rows + r, wg, WARPGROUPS)
+            acc, top, weight = pieces(group * rows + r, wg, WARPGROUPS, unroll)
             sums[wg], states[wg, 0], states[wg, 1] = acc, top, weight
             plgpu.barrier_arrive(ready)
             plgpu.barrier_wait(ready)
@@ -164,3 +165,15 @@ def _body(
                 plgpu.barrier_arrive(free)
 
             plgpu.barrier_wait(free)
+
+    fewer = 1
+    for most, shared, unroll in PATHS:
+
+        @pl.when((n > fewer) & (n <= most))
+        def _(shared=shared, unroll=unroll):
+            if shared:
+                shared_rows(unroll)
+            else:
+                own_rows(lambda h: store(h, pieces(h, 0, 1, unroll)))
+
+        fewer = most

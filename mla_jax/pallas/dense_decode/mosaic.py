@@ -30,6 +30,11 @@ MULTIPROCESSORS = 132
 """Of an H100 SXM or H200: one thread block each."""
 
 FEW_ROWS = 2048
+"""Rows of a step up to which the merge is launched early."""
+
+SPLIT_COST = 0.001
+"""Blocks of one worker that a split costs for each of its rows: two parts written and read."""
+
 
 MAX_PARTS = 16
 """Pieces of one request in a batch-invariant plan, at most."""
@@ -81,7 +86,7 @@ def make_plan(
     starts = query_starts.astype(jnp.int32)
     common = {"tokens": tokens, "block": sm90.BLOCK, "workers": sizes.workers}
     if not tuning.batch_invariant:
-        split_cost = (0.03 if sizes.tiles == 1 else 0.04) * sizes.tiles
+        split_cost = SPLIT_COST * sizes.heads * sizes.queries
         return wp.balanced(lens, starts, split_cost=split_cost, **common)
     longest = max(cdiv(width * page, sm90.BLOCK), 1)
     chunk = max(tuning.chunk, cdiv(longest, MAX_PARTS))

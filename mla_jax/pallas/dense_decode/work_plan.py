@@ -21,6 +21,9 @@ FIELDS = REQUEST, FIRST, END, SLOT, LENGTH, TOKEN, QUERIES = tuple(range(7))
 START_COST = 2
 """Blocks of work that starting a piece is worth: its queries, its first pages, its result."""
 
+MERGE_COST = 2.0
+"""Blocks of work that merging anything at all is worth."""
+
 LOOKAHEAD = 2
 """Rows of zeros behind the last piece, so that a worker may read ahead."""
 
@@ -48,7 +51,8 @@ def balanced(
     """Equal shares: the line of all blocks is cut every ``share`` of them.
 
     ``share`` is the even one, or up to an eighth more if so many fewer requests are split that
-    the merge saves the difference; a split costs ``split_cost`` blocks of one worker.
+    the merge saves the difference; a split costs ``split_cost`` blocks of one worker, and the
+    first split ``MERGE_COST`` more.
     """
     queries, blocks = _blocks(seq_lens, query_starts, block)
     lead = jnp.where(queries > 0, START_COST, 0)
@@ -131,7 +135,7 @@ def _share(lines, ends, workers, split_cost):
     cuts = shares[:, None] * jnp.arange(1, workers, dtype=jnp.int32)
     request = jnp.minimum(_find(ends, cuts), ends.shape[0] - 1)
     splits = jnp.sum((cuts < total) & (cuts > lines[request]), axis=1).astype(jnp.float32)
-    any_split = jnp.where(splits > 0, 0.7, 0.0)
+    any_split = jnp.where(splits > 0, MERGE_COST, 0.0)
     return shares[jnp.argmin(shares.astype(jnp.float32) + split_cost * splits + any_split)]
 
 
