@@ -5,15 +5,17 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from mla_jax.pallas.dense_decode import combine_sm90
 from mla_jax.pallas.dense_decode.combine_sm90 import combine
 
-HEADS, RANK = 8, 128
+HEADS, RANK = 2, 128
 UNTOUCHED = 7.0
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 5, 11])
-def test_merge_of_pieces(count, rng):
+@pytest.mark.parametrize("count", [0, 1, 2, 5, 11, 40])
+def test_merge_of_pieces(count, rng, monkeypatch):
     """Slots 1 to ``count`` hold the pieces; their neighbours and unused rows are NaN."""
+    monkeypatch.setattr(combine_sm90, "_rows_per_block", lambda tokens, heads: heads)
     part = np.full((count + 2, 1, 64, RANK), np.nan, np.float32)
     lse = np.full((count + 2, 1, 64), np.nan, np.float32)
     part[1 : count + 1, 0, HEADS : 2 * HEADS] = rng.normal(size=(count, HEADS, RANK))

@@ -99,14 +99,16 @@ def test_compiles_for_sm90(heads, queries, page, dtype):
     _, reports = aot.compile_sm90(fn, *specs(heads, queries, page, jnp.dtype(dtype)))
     kernels = {r.name.rsplit("_", 1)[0]: r for r in reports}
     main, merge = kernels["mla_dense_decode"], kernels["mla_dense_decode_combine"]
-    assert not main.serialized and not main.register_limits_ignored, main.log
-    assert main.registers == 168 and main.shared <= SHARED_MEMORY
+    assert not main.serialized, main.log
+    assert not main.register_limits_ignored, main.log
+    assert main.registers == 168
+    assert main.shared <= SHARED_MEMORY
     assert main.spilled <= SPILLS, main.log
     assert merge.spilled == 0, merge.log
 
 
-SPILLS = 480
-"""Bytes of a thread: scalars with the assembler of CUDA 13.0 (88), and with that of 13.5 also
+SPILLS = 520
+"""Bytes of a thread: scalars with the assembler of CUDA 13.0 (108), and with that of 13.5 also
 half of the queries, which it reloads for every block."""
 
 

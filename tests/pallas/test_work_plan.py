@@ -33,11 +33,13 @@ def pieces_of(plan):
 def test_every_block_exactly_once(kind, batch, workers):
     plan = make(kind, batch, workers)
     bounds, pieces = np.asarray(plan.bounds), pieces_of(plan)
-    assert bounds[0] == 0 and (np.diff(bounds) >= 0).all()
+    assert bounds[0] == 0
+    assert (np.diff(bounds) >= 0).all()
     assert not np.asarray(plan.pieces)[len(pieces) :].any(), "behind the last piece: zeros"
     covered = {r: 0 for r, (_, q) in enumerate(batch) if q}
     for request, first, end, _, keys, token, queries, _ in pieces:
-        assert first == covered[request] and end > first
+        assert first == covered[request]
+        assert end > first
         assert (keys, queries) == batch[request]
         assert token == sum(q for _, q in batch[:request])
         covered[request] = end
@@ -50,7 +52,8 @@ def test_slots_and_merges_agree(kind, batch):
     plan = make(kind, batch)
     pieces, merges = pieces_of(plan), np.asarray(plan.merges)
     slots = [s for s in pieces[:, wp.SLOT] if s >= 0]
-    assert slots == list(range(len(slots))) and len(slots) <= plan.slots
+    assert slots == list(range(len(slots)))
+    assert len(slots) <= plan.slots
     token = 0
     for r, (_, queries) in enumerate(batch):
         mine = pieces[pieces[:, wp.REQUEST] == r]
