@@ -53,15 +53,10 @@ def shared_bytes(scratch: dict) -> int:
     total = 0
     for item in scratch.values():
         if isinstance(item, plgpu.Barrier):
-            total += 8 * (item.num_barriers or 1)
-            continue
-        views = item.refs if isinstance(item, plgpu.RefUnion) else (item,)
-        total += max(round_up(_bytes(view), 1024) for view in views)
+            total += 8 * math.prod(item.num_barriers)
+        else:
+            total += round_up(math.prod(item.shape) * jnp.dtype(item.dtype).itemsize, 1024)
     return total
-
-
-def _bytes(view) -> int:
-    return math.prod(view.shape) * jnp.dtype(view.dtype).itemsize
 
 
 def row_vector(value, rows: int) -> jax.Array:

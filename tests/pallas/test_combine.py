@@ -12,7 +12,7 @@ HEADS, RANK = 2, 128
 UNTOUCHED = 7.0
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 5, 11, 40])
+@pytest.mark.parametrize("count", [0, 1, 2, 5, 11, pytest.param(40, marks=pytest.mark.slow)])
 def test_merge_of_pieces(count, rng, monkeypatch):
     """Slots 1 to ``count`` hold the pieces; their neighbours and unused rows are NaN."""
     monkeypatch.setattr(combine_sm90, "_rows_per_block", lambda tokens, heads: heads)
