@@ -1,5 +1,8 @@
 """The plan of dense decode: every block exactly once, shares balanced, splits as promised."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,13 +16,23 @@ BLOCK = 64
 BATCHES = st.lists(st.tuples(st.integers(0, 1500), st.integers(0, 3)), min_size=1, max_size=12)
 
 
-def make(kind, batch, workers=5, pad=2):
-    lens = jnp.asarray([n for n, _ in batch], jnp.int32)
-    starts = jnp.asarray(np.cumsum([0, *(q for _, q in batch)]), jnp.int32)
-    common = {"tokens": int(starts[-1]) + pad, "block": BLOCK, "workers": workers}
+REQUESTS, TOKENS = 24, 80  # of every plan but one: a program for each number of workers
+
+
+@functools.partial(jax.jit, static_argnames=("kind", "workers"))
+def build(lens, starts, kind, workers):
+    common = {"tokens": TOKENS, "block": BLOCK, "workers": workers}
     if kind == "balanced":
         return wp.balanced(lens, starts, split_cost=0.03, **common)
     return wp.batch_invariant(lens, starts, chunk=4, max_parts=cdiv(1500, 4 * BLOCK), **common)
+
+
+def make(kind, batch, workers=4):
+    """The plan of ``(keys, queries)`` pairs, padded with requests of keys but no queries."""
+    batch = [*batch, *[(1000, 0)] * (REQUESTS - len(batch))]
+    lens = jnp.asarray([n for n, _ in batch], jnp.int32)
+    starts = jnp.asarray(np.cumsum([0, *(q for _, q in batch)]), jnp.int32)
+    return build(lens, starts, kind, workers)
 
 
 def pieces_of(plan):
@@ -29,7 +42,7 @@ def pieces_of(plan):
 
 
 @pytest.mark.parametrize("kind", ["balanced", "batch_invariant"])
-@given(batch=BATCHES, workers=st.integers(1, 9))
+@given(batch=BATCHES, workers=st.sampled_from([1, 4, 7]))
 def test_every_block_exactly_once(kind, batch, workers):
     plan = make(kind, batch, workers)
     bounds, pieces = np.asarray(plan.bounds), pieces_of(plan)
@@ -71,7 +84,7 @@ def test_slots_and_merges_agree(kind, batch):
 @given(batch=BATCHES)
 def test_balanced_shares(batch):
     """No worker has more than an eighth above the even share, and a block."""
-    plan, workers = make("balanced", batch, workers=4), 4
+    plan, workers = make("balanced", batch), 4
     pieces, bounds = pieces_of(plan), np.asarray(plan.bounds)
     work = pieces[:, wp.END] - pieces[:, wp.FIRST]
     real = [max(cdiv(n, BLOCK), 1) + wp.START_COST for n, q in batch if q]
@@ -81,7 +94,8 @@ def test_balanced_shares(batch):
 
 
 def test_equal_requests_are_not_split():
-    plan = make("balanced", [(4096, 1)] * 128, workers=132)
+    lens, starts = jnp.full((128,), 4096, jnp.int32), jnp.arange(129, dtype=jnp.int32)
+    plan = wp.balanced(lens, starts, tokens=128, block=BLOCK, workers=132, split_cost=0.03)
     assert (np.asarray(plan.merges)[:128, 1] == 1).all()
 
 
