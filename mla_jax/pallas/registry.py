@@ -75,7 +75,10 @@ type Allowed = OneOf | Within
 
 @dataclass(frozen=True, kw_only=True)
 class Requirement:
-    """What a backend needs. A feature that is not named may have any value."""
+    """What a backend needs. A feature that is not named may have any value.
+
+    A name ``a+b`` stands for the values of both features, joined in the same way.
+    """
 
     features: Mapping[str, Allowed] = MappingProxyType({})
     sm: Allowed | None = None  # compute capabilities; None = any device
@@ -84,6 +87,8 @@ class Requirement:
     def missing(self, problem: Problem, device: DeviceInfo) -> tuple[str, ...]:
         """Every reason why the problem cannot run; empty if it can."""
         given = dict(problem.features)
+        for joint in (name for name in self.features if "+" in name):
+            given[joint] = "+".join(str(given.get(part)) for part in joint.split("+"))
         wrong = [
             f"{name}={given.get(name)} not in {allowed}"
             for name, allowed in self.features.items()

@@ -1,6 +1,15 @@
 """Absorbed attention over pages, few queries per request."""
 
-from mla_jax.pallas.dense_decode import ref
+from mla_jax.pallas.dense_decode import mosaic, ref
 from mla_jax.pallas.registry import Backend
 
-BACKENDS = (Backend(op="dense_decode", name="xla", run=ref.dense_decode),)
+BACKENDS = (
+    Backend(
+        op="dense_decode",
+        name="mosaic",
+        run=mosaic.dense_decode,
+        requirement=mosaic.REQUIREMENT,
+        tuning=mosaic.Tuning,
+    ),
+    Backend(op="dense_decode", name="xla", run=ref.dense_decode),
+)

@@ -1,0 +1,1 @@
+"""Measurements on a GPU: each suite checks before it times. See ``benchmarks/run.py``."""

@@ -1,0 +1,285 @@
+"""Dense decode: our kernel against FlashMLA on the rows that everybody quotes."""
+
+import dataclasses
+import functools
+import math
+import random
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.timing import Isolated, back_to_back_us, isolated_us
+from mla_jax.cache import FORMATS
+from mla_jax.pallas.dense_decode import mosaic
+
+__all__ = ["CASES", "Case", "run"]
+
+PAGE, RANK, ROPE = 64, 512, 64
+ROW = RANK + ROPE
+SCALE = 192**-0.5
+FLOPS, BYTES = 800e12, 4.25e12  # ceilings of the floor: bf16 product, copy
+CHAIN = 20  # calls of one program when back to back
+
+
+@dataclass(frozen=True)
+class Case:
+    """``batch`` requests of ``queries`` tokens; ``keys`` is a length, or 0 for ragged ones."""
+
+    batch: int
+    queries: int
+    heads: int
+    keys: int
+    batch_invariant: bool = False
+
+    @property
+    def name(self) -> str:
+        keys = self.keys or "ragged"
+        plan = "_invariant" if self.batch_invariant else ""
+        return f"b{self.batch}_q{self.queries}_h{self.heads}_k{keys}{plan}"
+
+    @property
+    def lens(self) -> list[int]:
+        if self.keys:
+            return [self.keys] * self.batch
+        draw = random.Random(1)
+        return [draw.randint(1, 16384) for _ in range(self.batch)]
+
+    @property
+    def flops(self) -> float:
+        """Two products of every query row with every key; causal masks not subtracted."""
+        return 2.0 * self.queries * self.heads * sum(self.lens) * (ROW + RANK)
+
+    @property
+    def bytes(self) -> float:
+        """Each cached row once, queries and results once."""
+        return 2.0 * (sum(self.lens) * ROW + self.batch * self.queries * self.heads * (ROW + RANK))
+
+    @property
+    def floor_us(self) -> float:
+        return max(self.flops / FLOPS, self.bytes / BYTES) * 1e6
+
+
+CASES = (
+    Case(128, 1, 128, 4096),
+    Case(128, 2, 128, 4096),
+    Case(128, 1, 128, 8192),
+    Case(128, 2, 128, 8192),
+    Case(32, 1, 128, 8192),
+    Case(8, 1, 128, 32768),
+    Case(1, 1, 128, 65536),
+    Case(1, 2, 128, 65536),
+    Case(128, 1, 64, 8192),
+    Case(32, 1, 64, 8192),
+    Case(128, 1, 16, 4096),
+    Case(128, 1, 16, 8192),
+    Case(128, 2, 16, 8192),
+    Case(32, 1, 16, 8192),
+    Case(8, 1, 16, 32768),
+    Case(1, 1, 16, 65536),
+    Case(128, 1, 128, 0),
+    Case(128, 1, 16, 0),
+)
+
+EXTRA = (
+    Case(128, 1, 20, 8192),
+    Case(128, 1, 128, 8192, batch_invariant=True),
+    Case(128, 1, 16, 8192, batch_invariant=True),
+)
+
+
+def names() -> list[str]:
+    """Names of all cases."""
+    return [c.name for c in (*CASES, *EXTRA)]
+
+
+def extra() -> list[str]:
+    """Names of the cases that are no rows of the comparison."""
+    return [c.name for c in EXTRA]
+
+
+def run(peers: Path | None, chosen: list[str], turn: AbstractContextManager) -> Iterator[dict]:
+    """Check and time the chosen cases, row by row; the device is used inside ``turn`` alone."""
+    make_peer = None
+    if peers is not None:
+        from benchmarks import flashmla
+
+        make_peer = flashmla.load(peers)
+    for case in (c for c in (*CASES, *EXTRA) if c.name in chosen):
+        programs = _compile(case)
+        with turn:
+            row = _row(case, programs, make_peer)
+        print(line(row), flush=True)
+        yield row
+
+
+def line(row: dict) -> str:
+    """One row of the table."""
+    times = (
+        row[f"{who}_{what}"] for who in ("ours", "peer") for what in ("us", "span_us", "slope_us")
+    )
+    ratios = (row[k] for k in ("ratio", "ratio_span", "ratio_slope"))
+    return (
+        f"{row['case']:26s} {' '.join(f'{x:6.1f}' for x in times)} | "
+        f"{' '.join(f'{x:.2f}' for x in ratios)} | {row['tflops']:.0f} TFLOP/s "
+        f"{row['gbs']:.0f} GB/s {row['floor_percent']:.0f}% err {row['error']:.1e} "
+        f"plan {row['plan_us']:.0f} {[*row['kernels'].get('ours', {}).values()]} "
+        f"{[*row['kernels'].get('peer', {}).values()]}"
+    )
+
+
+def _tuning(case: Case) -> mosaic.Tuning:
+    found = mosaic.heuristic(case.batch * case.queries, case.heads, case.queries)
+    return dataclasses.replace(found, batch_invariant=case.batch_invariant)
+
+
+def _attend(case: Case, q_latent, q_rope, pages, table, lens, starts, plan):
+    return mosaic.dense_decode(
+        q_latent, q_rope, pages, jnp.float32(1), table, lens, starts,
+        max_query_len=case.queries, scale=SCALE, format=FORMATS["bf16"],
+        out_dtype=jnp.bfloat16, tuning=_tuning(case), plan=plan,
+    )  # fmt: skip
+
+
+def _plan(case: Case, lens, starts):
+    return mosaic.make_plan(
+        lens, starts, tokens=case.batch * case.queries, heads=case.heads,
+        max_query_len=case.queries, page=PAGE, width=-(-max(case.lens) // PAGE),
+        tuning=_tuning(case),
+    )  # fmt: skip
+
+
+def _specs(case: Case) -> tuple:
+    tokens, width = case.batch * case.queries, -(-max(case.lens) // PAGE)
+    pages = sum(-(-n // PAGE) for n in case.lens)
+    spec = jax.ShapeDtypeStruct
+    return (
+        spec((tokens, case.heads, RANK), jnp.bfloat16),
+        spec((tokens, case.heads, ROPE), jnp.bfloat16),
+        spec((pages, PAGE, ROW), jnp.bfloat16),
+        spec((case.batch, width), jnp.int32),
+        spec((case.batch,), jnp.int32),
+        spec((case.batch + 1,), jnp.int32),
+    )
+
+
+def _compile(case: Case) -> dict:
+    """The planner, one call, and a chain of calls on equal page tables; their lse alone."""
+    specs = _specs(case)
+    make_plan = jax.jit(functools.partial(_plan, case))
+    plan = jax.eval_shape(make_plan, *specs[4:])
+    attend = jax.jit(functools.partial(_attend, case))
+
+    def chain(q_latent, q_rope, pages, tables, lens, starts, plan):
+        return [attend(q_latent, q_rope, pages, t, lens, starts, plan).lse for t in tables]
+
+    tables = [specs[3]] * CHAIN
+    return {
+        "plan": make_plan.lower(*specs[4:]).compile(),
+        "once": attend.lower(*specs, plan).compile(),
+        "chain": jax.jit(chain).lower(*specs[:3], tables, *specs[4:], plan).compile(),
+        "reference": jax.jit(_reference).lower(*_reference_specs(case)).compile(),
+        "random": jax.jit(functools.partial(_random, case)).lower().compile(),
+    }
+
+
+def _random(case: Case) -> tuple[jax.Array, jax.Array]:
+    keys = jax.random.split(jax.random.key(3))
+    q_latent, _, pages, *_ = _specs(case)
+    q = jax.random.normal(keys[0], (*q_latent.shape[:2], ROW), jnp.bfloat16)
+    return q, jax.random.normal(keys[1], pages.shape, jnp.bfloat16)
+
+
+def _inputs(case: Case, random_arrays) -> tuple[jax.Array, tuple]:
+    """The joined queries for the peer, and our arguments without the plan."""
+    rng = np.random.default_rng(7)
+    specs = _specs(case)
+    counts = [-(-n // PAGE) for n in case.lens]
+    order = rng.permutation(specs[2].shape[0]).astype(np.int32)
+    table, k = np.zeros(specs[3].shape, np.int32), 0
+    for i, n in enumerate(counts):
+        table[i, :n], k = order[k : k + n], k + n
+    q, pages = random_arrays()
+    lens = jnp.asarray(case.lens, jnp.int32)
+    starts = jnp.arange(case.batch + 1, dtype=jnp.int32) * case.queries
+    args = q[..., :RANK], q[..., RANK:], pages, jnp.asarray(table), lens, starts
+    return q, jax.block_until_ready(args)
+
+
+def _reference_specs(case: Case) -> tuple:
+    _, _, pages, table, lens, _ = _specs(case)
+    spec = jax.ShapeDtypeStruct
+    q = spec((case.queries, case.heads, ROW), jnp.bfloat16)
+    return q, pages, spec(table.shape[1:], table.dtype), spec((), lens.dtype)
+
+
+def _reference(q, pages, ids, n):
+    """One request in float32: q [queries, heads, row]."""
+    rows = pages[ids].reshape(-1, ROW).astype(jnp.float32)
+    s = SCALE * jnp.einsum("qhd,kd->qhk", q.astype(jnp.float32), rows, precision="highest")
+    seen = n - q.shape[0] + 1 + jnp.arange(q.shape[0])
+    s = jnp.where(jnp.arange(rows.shape[0]) < seen[:, None, None], s, -jnp.inf)
+    out = jnp.einsum("qhk,kd->qhd", jax.nn.softmax(s), rows[:, :RANK], precision="highest")
+    return out, jax.nn.logsumexp(s, axis=-1)
+
+
+def _error(case: Case, reference, q, args, state) -> float:
+    """Worst relative error of a few requests; raises if it is no rounding error."""
+    worst = 0.0
+    for r in sorted({0, case.batch // 2, case.batch - 1, int(np.argmax(case.lens))}):
+        t = slice(r * case.queries, (r + 1) * case.queries)
+        out, lse = reference(q[t], args[2], args[3][r], args[4][r])
+        got = state.out[t].astype(jnp.float32)
+        worst = max(worst, float(jnp.linalg.norm(got - out) / jnp.linalg.norm(out)))
+        assert float(jnp.max(jnp.abs(state.lse[t] - lse))) < 1e-3, f"{case.name}: lse of {r}"
+    assert worst < 6e-3, f"{case.name}: relative error {worst}"
+    return worst
+
+
+def _row(case: Case, programs: dict, make_peer) -> dict:
+    q, args = _inputs(case, programs["random"])
+    plan = programs["plan"](*args[4:])
+    error = _error(case, programs["reference"], q, args, programs["once"](*args, plan))
+    tables = jax.block_until_ready([args[3] + 0 for _ in range(CHAIN)])
+
+    def chain(n):
+        made = [programs["chain"](*args[:3], tables, *args[4:], plan) for _ in range(n)]
+        jax.block_until_ready(made)
+
+    once = {"ours": lambda: jax.block_until_ready(programs["once"](*args, plan))}
+    many = {"ours": chain}
+    if make_peer is not None:
+        shape = (case.batch, case.queries, case.heads, ROW)
+        peer = make_peer(q.reshape(shape), *args[2:5], SCALE)
+        once["peer"], many["peer"] = peer.once, lambda n: peer.many(n * CHAIN)
+    isolated = isolated_us(once)
+    planner = {"plan": lambda: jax.block_until_ready(programs["plan"](*args[4:]))}
+    isolated |= isolated_us(planner, rounds=1)
+    slopes = back_to_back_us(many, dict.fromkeys(many, CHAIN))
+    none = Isolated(sum=math.nan, span=math.nan, kernels={})
+    ours, theirs = isolated["ours"], isolated.get("peer", none)
+    theirs_slope = slopes.get("peer", math.nan)
+    return {
+        "case": case.name,
+        "ours_us": ours.sum,
+        "ours_span_us": ours.span,
+        "ours_slope_us": slopes["ours"],
+        "plan_us": isolated["plan"].sum,
+        "peer": "FlashMLA" if make_peer else None,
+        "peer_us": theirs.sum,
+        "peer_span_us": theirs.span,
+        "peer_slope_us": theirs_slope,
+        "ratio": theirs.sum / ours.sum,
+        "ratio_span": theirs.span / ours.span,
+        "ratio_slope": theirs_slope / slopes["ours"],
+        "tflops": case.flops / ours.span / 1e6,
+        "gbs": case.bytes / ours.span / 1e3,
+        "floor_us": case.floor_us,
+        "floor_percent": 100 * case.floor_us / ours.span,
+        "error": error,
+        "kernels": {name: isolated[name].kernels for name in many},
+    }

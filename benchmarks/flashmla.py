@@ -1,0 +1,50 @@
+"""FlashMLA's dense decode from a released shared object, on the arrays that we use."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import torch
+
+__all__ = ["FlashMLA", "library"]
+
+
+def library(peers: Path) -> Path:
+    """The shared object in the folder of peers."""
+    return peers / "_flashmla_C.abi3.so"
+
+
+class FlashMLA:
+    """One problem, planned once. ``many`` replays a CUDA graph, so that the host is no limit."""
+
+    def __init__(self, q: jax.Array, pages: jax.Array, table, seq_lens, scale: float):
+        operator = torch.ops._flashmla_C.dense_decode_fwd
+        q, pages, table, lens = (torch.from_dlpack(x) for x in (q, pages, table, seq_lens))
+        pages = pages.unsqueeze(2)  # [pages, page, 1, row]
+
+        def call(plan=(None, None)):
+            return operator(q, pages, 512, lens, table, scale, True, *plan, None)
+
+        self.out, self.lse, *plan = call()
+        self.call = lambda: call(plan)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.call()
+        torch.cuda.synchronize()
+
+    def once(self) -> None:
+        """One call; waits."""
+        self.call()
+        torch.cuda.synchronize()
+
+    def many(self, n: int) -> None:
+        """``n`` calls, one after the other; waits once."""
+        for _ in range(n):
+            self.graph.replay()
+        torch.cuda.synchronize()
+
+
+def load(peers: Path) -> Callable[..., FlashMLA]:
+    """Register the operators and return the constructor."""
+    torch.ops.load_library(str(library(peers)))
+    return FlashMLA

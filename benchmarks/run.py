@@ -1,0 +1,134 @@
+"""``python -m benchmarks.run SUITE --peers DIR --out FILE``: check, time, print, write JSON."""
+
+import argparse
+import datetime
+import fcntl
+import importlib
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+METHOD = (
+    "plan given to both sides; us: summed kernel time of an isolated call (kineto), span_us: start "
+    "of its first kernel to end of its last, slope_us: slope of wall time between 20 and 80 calls "
+    "(ours 20 in one jit, the peer as graph replays); medians, both sides interleaved in one "
+    "process on the same arrays; random-normal data, shuffled pages; tflops, gbs and "
+    "floor_percent are of span_us"
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.run", description=__doc__)
+    parser.add_argument("suite", choices=["decode"])
+    parser.add_argument("--peers", type=Path, help="folder with the peers' shared objects")
+    parser.add_argument("--out", type=Path, help="JSON file; default benchmarks/results/")
+    parser.add_argument("--cases", nargs="*", help="names of cases; all by default")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that compile side by side")
+    parser.add_argument("--limit", type=float, default=math.inf, help="seconds, with --jobs")
+    parser.add_argument("--turn", type=Path, help="file that a process locks to use the device")
+    given = parser.parse_args()
+
+    import jax
+
+    suite = importlib.import_module(f"benchmarks.{given.suite}")
+    chosen = given.cases or suite.names()
+    kind = jax.devices()[0].device_kind
+    stem = f"{kind.lower().replace(' ', '_')}_{given.suite}_{datetime.date.today()}"
+    out = given.out or Path(__file__).parent / "results" / f"{stem}.json"
+    record = {
+        "device": kind,
+        "versions": _versions(),
+        "clocks": _clocks(),
+        "method": METHOD,
+        "extra": suite.extra(),
+        "rows": [],
+    }
+    rows = (
+        _spread(given, chosen)
+        if given.jobs > 1
+        else suite.run(given.peers, chosen, _turn(given.turn))
+    )
+    for row in rows:  # what was measured so far survives a kill
+        record["rows"].append(row)
+        record["rows"].sort(key=lambda r: suite.names().index(r["case"]))
+        out.write_text(json.dumps(record, indent=1) + "\n")
+    if not given.turn:
+        _summarise(record)
+
+
+def _summarise(record: dict) -> None:
+    for key in ("ratio", "ratio_span", "ratio_slope"):
+        found = [r[key] for r in record["rows"] if r[key] > 0 and r["case"] not in record["extra"]]
+        if found:
+            mean = math.exp(sum(map(math.log, found)) / len(found))
+            print(f"{key}: {len(found)} rows, geometric mean {mean:.3f}, least {min(found):.3f}")
+
+
+class _Turn:
+    """One process at a time; may be entered again and again."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __enter__(self):
+        self.file = self.path.open("w")
+        fcntl.flock(self.file, fcntl.LOCK_EX)
+
+    def __exit__(self, *error):
+        self.file.close()
+
+
+def _turn(path: Path | None):
+    return nullcontext() if path is None else _Turn(path)
+
+
+def _spread(given: argparse.Namespace, chosen: list[str]) -> list[dict]:
+    """Rows of several processes: they compile side by side and time one after the other."""
+    end = time.monotonic() + given.limit
+    with tempfile.TemporaryDirectory() as folder:
+        parts = [Path(folder) / f"{i}.json" for i in range(min(given.jobs, len(chosen)))]
+        running = []
+        for i, part in enumerate(parts):
+            command = [sys.executable, "-m", "benchmarks.run", given.suite, "--out", str(part)]
+            command += ["--turn", f"{folder}/turn", "--cases", *chosen[i :: len(parts)]]
+            command += ["--peers", str(given.peers)] if given.peers else []
+            running.append(subprocess.Popen(command))
+        for process in running:
+            try:
+                process.wait(None if math.isinf(end) else max(end - time.monotonic(), 0.01))
+            except subprocess.TimeoutExpired:
+                process.terminate()
+        failed = sum(p.wait() != 0 for p in running)
+        rows = [r for p in parts if p.exists() for r in json.loads(p.read_text())["rows"]]
+    if failed:
+        print(f"{failed} of {len(running)} processes did not finish", file=sys.stderr)
+    return rows
+
+
+def _versions() -> dict[str, str]:
+    import jax
+    import jaxlib
+    from jax._src.lib import mosaic_gpu
+
+    isa = mosaic_gpu._mosaic_gpu_ext._get_ptxas_isa_version()
+    return {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "ptx_isa": str(isa)}
+
+
+def _clocks() -> str:
+    query = ["nvidia-smi", "--query-gpu=clocks.sm,clocks.mem,power.draw,driver_version"]
+    try:
+        return subprocess.check_output([*query, "--format=csv,noheader"], text=True).strip()
+    except (OSError, subprocess.CalledProcessError) as error:
+        return f"unknown: {error}"
+
+
+if __name__ == "__main__":
+    main()

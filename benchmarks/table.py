@@ -1,0 +1,76 @@
+"""``python -m benchmarks.table`` writes docs/performance.md from the newest results."""
+
+import json
+import math
+from pathlib import Path
+
+__all__ = ["page"]
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "performance.md"
+
+HEAD = """# Performance
+
+Written by `python -m benchmarks.table` from `benchmarks/results/`, newest first; do not edit.
+
+A ratio is the peer's time over ours, both from one run: above 1.00 we are faster. *Sum* adds up
+the kernels of an isolated call, where overlapping ones count twice; *span* is from the start of
+the first to the end of the last. *Back to back* is what one more call takes in a row of many.
+The floor is the larger of FLOPs / 800 TFLOP/s and bytes / 4.25 TB/s. Case names: requests,
+queries of each, heads, keys of each (ragged: 1 to 16384).
+"""
+
+COLUMNS = (
+    "case", "sum µs", "span µs", "back to back µs", "peer sum", "peer span", "peer back to back",
+    "ratio sum", "ratio span", "ratio back to back", "TFLOP/s", "GB/s", "% of floor", "error",
+)  # fmt: skip
+
+
+def page() -> str:
+    """The text of docs/performance.md."""
+    paths = sorted(RESULTS.glob("*.json"), reverse=True)
+    return "\n".join([HEAD, *map(_section, paths)]).rstrip() + "\n"
+
+
+def _section(path: Path) -> str:
+    record = json.loads(path.read_text())
+    rows = record["rows"]
+    versions = ", ".join(f"{k} {v}" for k, v in record["versions"].items())
+    lines = [
+        f"## {path.stem}",
+        "",
+        f"{record['device']}; {versions}; clocks {record['clocks']}. {record['method']}.",
+        "",
+        *([record["note"], ""] if "note" in record else []),
+        f"| {' | '.join(COLUMNS)} |",
+        f"|{'---|' * len(COLUMNS)}",
+        *(f"| {' | '.join(_cells(row))} |" for row in rows),
+        "",
+    ]
+    main = [r for r in rows if r["case"] not in record.get("extra", [])]
+    for key in ("ratio", "ratio_span", "ratio_slope"):
+        found = [r[key] for r in main if r.get(key, 0) > 0]
+        if found:
+            mean = math.exp(sum(map(math.log, found)) / len(found))
+            lines.append(f"- `{key}`: geometric mean {mean:.2f}, least {min(found):.2f}")
+    return "\n".join([*lines, ""])
+
+
+def _cells(row: dict) -> list[str]:
+    def number(key: str, digits: int) -> str:
+        return f"{row[key]:.{digits}f}" if row.get(key, 0) > 0 else "–"
+
+    times = ("ours_us", "ours_span_us", "ours_slope_us", "peer_us", "peer_span_us", "peer_slope_us")
+    ratios = ("ratio", "ratio_span", "ratio_slope")
+    return [
+        f"`{row['case']}`",
+        *(number(k, 1) for k in times),
+        *(number(k, 2) for k in ratios),
+        *(number(k, 0) for k in ("tflops", "gbs", "floor_percent")),
+        f"{row['error']:.1e}",
+    ]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,91 @@
+"""Three clocks, the same for us and for every peer.
+
+Isolated calls are traced: the *sum* of their kernels' device times, and the *span* from the
+start of the first kernel to the end of the last, in which gaps count and overlaps do not count
+twice. *Back to back* is the slope of wall time over the number of calls: launches, gaps and
+sinking clocks count.
+"""
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.profiler import ProfilerActivity, profile
+
+__all__ = ["Isolated", "back_to_back_us", "isolated_us"]
+
+ROUNDS = 3
+CALLS = 12  # of one traced stretch
+FEW, MANY = 1, 4  # chains of the slope
+
+
+@dataclass(frozen=True, kw_only=True)
+class Isolated:
+    """Medians over calls, microseconds."""
+
+    sum: float
+    span: float
+    kernels: dict[str, float]
+
+
+def isolated_us(runs: dict[str, Callable[[], None]], rounds: int = ROUNDS) -> dict[str, Isolated]:
+    """Trace calls of every run in turn; ``run()`` waits for the device."""
+    calls: dict[str, list[list[dict]]] = {name: [] for name in runs}
+    for run in runs.values():
+        run()
+    for _ in range(rounds):
+        for name, run in runs.items():
+            calls[name] += _trace(run)
+    return {name: _summary(found) for name, found in calls.items()}
+
+
+def back_to_back_us(
+    runs: dict[str, Callable[[int], None]], calls: dict[str, int]
+) -> dict[str, float]:
+    """Microseconds that one more call takes. ``run(n)`` makes ``n * calls`` calls, waits once."""
+    times = {(name, n): [] for name in runs for n in (FEW, MANY)}
+    for run in runs.values():
+        run(MANY)
+    for _ in range(2 * ROUNDS):
+        for (name, n), found in times.items():
+            start = time.perf_counter()
+            runs[name](n)
+            found.append(time.perf_counter() - start)
+    middle = {key: statistics.median(found) * 1e6 for key, found in times.items()}
+    return {
+        name: (middle[name, MANY] - middle[name, FEW]) / (MANY - FEW) / calls[name] for name in runs
+    }
+
+
+def _trace(run: Callable[[], None]) -> list[list[dict]]:
+    """Device events of a few calls, call by call, in order of their start."""
+    with profile(activities=[ProfilerActivity.CUDA]) as traced:
+        for _ in range(CALLS):
+            run()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        traced.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    kinds = {"kernel", "gpu_memcpy", "gpu_memset"}
+    events = sorted((e for e in events if e.get("cat") in kinds), key=lambda e: e["ts"])
+    each, rest = divmod(len(events), CALLS)
+    assert (each > 0) > rest, f"{len(events)} device events in {CALLS} calls"
+    return [events[i * each : (i + 1) * each] for i in range(CALLS)]
+
+
+def _summary(calls: list[list[dict]]) -> Isolated:
+    kernels: dict[str, list[float]] = {}
+    for call in calls:
+        for event in call:
+            kernels.setdefault(event["name"][:48], []).append(event["dur"])
+    return Isolated(
+        sum=statistics.median(sum(e["dur"] for e in call) for call in calls),
+        span=statistics.median(
+            max(e["ts"] + e["dur"] for e in call) - call[0]["ts"] for call in calls
+        ),
+        kernels={k: round(statistics.median(v), 2) for k, v in kernels.items()},
+    )

@@ -1,0 +1,184 @@
+"""Backend ``mosaic`` of dense decode: plan, kernel, merge."""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from mla_jax.cache import CacheFormat
+from mla_jax.pallas.dense_decode import mosaic_sm90 as sm90
+from mla_jax.pallas.dense_decode import work_plan as wp
+from mla_jax.pallas.dense_decode.combine_sm90 import combine
+from mla_jax.pallas.registry import OneOf, Requirement, Within
+from mla_jax.types import Array, AttnState, Float, Int, cdiv, round_up
+
+__all__ = ["REQUIREMENT", "Tuning", "dense_decode", "heuristic", "make_plan"]
+
+REQUIREMENT = Requirement(
+    sm=OneOf(90),
+    features={
+        "dtype+out+cache": OneOf("bfloat16+bfloat16+bf16", "float16+float16+fp16"),
+        "rank": OneOf(sm90.RANK),
+        "rope": OneOf(sm90.ROPE),
+        "page": OneOf(16, 32, 64, 128),
+        "heads": Within(high=128),
+        "max_query_len": Within(high=4),
+    },
+)
+
+MULTIPROCESSORS = 132
+"""Of an H100 SXM or H200: one thread block each."""
+
+FEW_ROWS = 2048
+"""Rows of a step up to which the merge is launched early."""
+
+SPLIT_COST = 0.001
+"""Blocks of one worker that a split costs for each of its rows: two parts written and read."""
+
+
+MAX_PARTS = 16
+"""Pieces of one request in a batch-invariant plan, at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """What may change the speed, and only ``batch_invariant`` the bits, of a result."""
+
+    defer: bool  # PV of a block waits for QK of the next one: better when compute bound
+    prefetch: bool  # blocks go to the L2 cache one step early: only with defer
+    early_launch: bool  # the merge kernel is launched while the main one ends
+    batch_invariant: bool = False  # cut requests by their own length, not by equal shares
+    chunk: int = 64  # blocks of 64 keys in a piece of a batch-invariant plan
+    workers: int = MULTIPROCESSORS  # thread blocks in all
+
+    def __post_init__(self):
+        assert self.defer or not self.prefetch, "prefetch needs defer"
+        assert min(self.chunk, self.workers) >= 1, "at least one"
+
+
+def heuristic(tokens: int, heads: int, max_query_len: int) -> Tuning:
+    """Two or more tiles of 64 rows share each page: compute bound. One: memory bound.
+
+    Launching the merge early saves two of forty microseconds where there are few rows, and
+    costs as much where there are many.
+    """
+    rows = round_up(heads, 8)
+    compute_bound = rows * max_query_len > sm90.ROWS
+    return Tuning(
+        defer=compute_bound, prefetch=compute_bound, early_launch=tokens * rows <= FEW_ROWS
+    )
+
+
+def make_plan(
+    seq_lens: Int[Array, "requests"],
+    query_starts: Int[Array, "starts"],
+    *,
+    tokens: int,
+    heads: int,
+    max_query_len: int,
+    page: int,
+    width: int,
+    tuning: Tuning,
+) -> wp.WorkPlan:
+    """The work plan of one step; the same for all layers. ``width`` is the page table's."""
+    sizes = _sizes(heads, max_query_len, page, tuning)
+    lens = jnp.clip(seq_lens, 0, width * page).astype(jnp.int32)
+    starts = query_starts.astype(jnp.int32)
+    common = {"tokens": tokens, "block": sm90.BLOCK, "workers": sizes.workers}
+    if not tuning.batch_invariant:
+        split_cost = SPLIT_COST * sizes.heads * sizes.queries
+        return wp.balanced(lens, starts, split_cost=split_cost, **common)
+    longest = max(cdiv(width * page, sm90.BLOCK), 1)
+    chunk = max(tuning.chunk, cdiv(longest, MAX_PARTS))
+    parts = cdiv(longest, chunk)
+    return wp.batch_invariant(lens, starts, chunk=chunk, max_parts=parts, **common)
+
+
+def dense_decode(
+    q_latent: Float[Array, "tokens heads rank"],
+    q_rope: Float[Array, "tokens heads rope"],
+    pages: Float[Array, "pages page row"],
+    cache_scale: Float[Array, ""],
+    page_table: Int[Array, "requests width"],
+    seq_lens: Int[Array, "requests"],
+    query_starts: Int[Array, "starts"],
+    *,
+    max_query_len: int,
+    scale: float,
+    format: CacheFormat,
+    out_dtype: DTypeLike,
+    tuning: Tuning | None = None,
+    plan: wp.WorkPlan | None = None,
+    interpret: object = None,
+) -> AttnState:
+    """``ref.dense_decode`` at the dtype of the queries, accumulating in float32.
+
+    The weights of the values are rounded to that dtype. ``plan`` is ``make_plan`` of the same
+    lengths and tuning, if it is at hand; ``interpret`` runs on a CPU.
+    """
+    del cache_scale, format, out_dtype  # the requirement admits one value of each
+    tokens, heads, rank = q_latent.shape
+    requests, width = page_table.shape
+    tuning = tuning or heuristic(tokens, heads, max_query_len)
+    if not (tokens and requests and width):
+        return AttnState(
+            out=jnp.zeros((tokens, heads, rank), q_latent.dtype),
+            lse=jnp.full((tokens, heads), -jnp.inf, jnp.float32),
+        )
+    sizes = _sizes(heads, max_query_len, pages.shape[1], tuning)
+    if plan is None:
+        plan = make_plan(
+            seq_lens,
+            query_starts,
+            tokens=tokens,
+            heads=heads,
+            max_query_len=max_query_len,
+            page=pages.shape[1],
+            width=width,
+            tuning=tuning,
+        )
+    if scale <= 0:  # the kernel takes the maximum before it scales
+        q_latent, q_rope = (q * jnp.asarray(jnp.sign(scale), q.dtype) for q in (q_latent, q_rope))
+        scale = abs(scale) or 1.0
+    out, lse, part, part_lse = sm90.attend(
+        _rows(q_latent, sizes.heads),
+        _rows(q_rope, sizes.heads),
+        pages,
+        page_table,
+        plan,
+        sizes=sizes,
+        scale=scale,
+        defer=tuning.defer,
+        prefetch=tuning.prefetch,
+        early_launch=tuning.early_launch and interpret is None,
+        interpret=interpret,
+    )
+    out, lse = combine(
+        out,
+        lse,
+        part.reshape(*part_lse.shape, rank),
+        part_lse,
+        plan.merges,
+        heads=sizes.heads,
+        early_launch=tuning.early_launch and interpret is None,
+        interpret=interpret,
+    )
+    rows = tokens * sizes.heads
+    return AttnState(
+        out=out[:rows].reshape(tokens, sizes.heads, rank)[:, :heads],
+        lse=lse[:rows].reshape(tokens, sizes.heads)[:, :heads],
+    )
+
+
+def _sizes(heads: int, max_query_len: int, page: int, tuning: Tuning) -> sm90.Sizes:
+    padded = round_up(heads, 8)
+    tiles = cdiv(padded * max_query_len, sm90.ROWS)
+    workers = max(tuning.workers // tiles, 1)
+    return sm90.Sizes(heads=padded, queries=max_query_len, page=page, workers=workers)
+
+
+def _rows(q: Float[Array, "tokens heads columns"], heads: int) -> Float[Array, "rows columns"]:
+    """Queries as rows ``(token, head)``: heads padded, and one tile of rows at least."""
+    tokens, given, columns = q.shape
+    q = jnp.pad(q, ((0, 0), (0, heads - given), (0, 0))).reshape(tokens * heads, columns)
+    return jnp.pad(q, ((0, max(sm90.ROWS - tokens * heads, 0)), (0, 0)))

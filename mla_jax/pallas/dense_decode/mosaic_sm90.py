@@ -1,0 +1,472 @@
+"""Dense absorbed decode on Hopper: Pallas Mosaic GPU, queries in registers.
+
+Computes ``ref.dense_decode`` for rank 512, rope 64. A thread block owns 64 query rows of one
+piece of a request at a time (``work_plan``): rows are ``(query, head)`` pairs, so few heads
+and several queries share a tile. Three warpgroups walk the piece in blocks of 64 keys::
+
+  wg 0 scores   S = Q K^T, softmax, P -> shared memory; columns 0..447 of Q are the register
+                operand of its products, 448..575 stay in shared memory
+  wg 1 left     O[:, :256] += P V[:, :256]    loads Q and K columns 0..255
+  wg 2 right    O[:, 256:] += P V[:, 256:]    loads columns 256..511, the rotary columns, Q's tail
+
+Queries and blocks of all pieces of a block form one stream through a ring of three slots, so
+the next piece is on its way while the present one ends::
+
+  slot   0   1   2   0   1   2   0   1        Q of piece p, its blocks, Q of p + 1, ...
+         Q   k0  k1  k2  k3  Q'  k0' k1'
+
+  scores      wait full -> QK(i+1) -> softmax -> P_ready          right, left
+                              `-- go(i) -> PV(i) -> consumed -> reload slot
+
+The bound: 64 rows need 2176 tensor-core cycles a block (QK 1152, PV 1024), and 73,728 bytes.
+With all of Q in shared memory its traffic alone would take 2368 cycles; so 232 KB, 1856.
+``docs/kernels/dense_decode.md`` holds the measurements.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from mla_jax.pallas import mosaic_lib as lib
+from mla_jax.pallas.dense_decode import work_plan as wp
+from mla_jax.pallas.mosaic_lib import ROW, WGMMA
+
+__all__ = ["BLOCK", "RANK", "ROPE", "ROWS", "Sizes", "attend"]
+
+BLOCK = 64  # keys of one step
+ROWS = 64  # query rows of a tile
+RANK, ROPE = 512, 64
+HALF = RANK // 2
+TAIL = 64  # latent columns of Q that stay in shared memory, beside the rotary ones
+SLOTS = 3
+REGISTERS = (184, 160)  # of a thread: scores, halves; with less, products are serialised
+LOWEST = -1.0e30  # first running maximum: finite, so that exp2(-inf - LOWEST) = 0
+ALPHA, INVERSE, LSE = 0, SLOTS, SLOTS + 2  # rows of the statistics buffer
+
+I32 = jnp.int32
+F32 = jnp.float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What the kernel is compiled for, besides dtypes and array shapes."""
+
+    heads: int  # of one query token, a multiple of 8
+    queries: int  # of one request, at most
+    page: int  # tokens, 16 to 128
+    workers: int
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of 64 rows that a request needs, at most."""
+        return -(-self.heads * self.queries // ROWS)
+
+    @property
+    def step(self) -> int:
+        """Live rows of any tile are a multiple of this."""
+        return math.gcd(self.heads, ROWS)
+
+    @property
+    def copies(self) -> int:
+        """Pages that one block touches."""
+        return max(BLOCK // self.page, 1)
+
+
+def scratch(dtype, copies: int, simulate: bool) -> dict:
+    """Shared memory and barriers of one thread block.
+
+    Barriers: who arrives -> who waits, once for every use of what they guard.
+    """
+
+    def barrier(arrivals: int = 1, count: int = 1):
+        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+
+    def ring():  # a slot also takes half of a float32 result on its way out
+        return plgpu.RefUnion(
+            lib.swizzled((SLOTS, BLOCK, HALF), dtype),
+            lib.swizzled((SLOTS, ROWS, HALF // 2), F32),
+        )
+
+    buffers = {
+        "left": ring(),
+        "right": ring(),
+        "k_rope": lib.swizzled((2, BLOCK, ROPE), dtype),  # then P of the same block
+        "q_tail": lib.swizzled((2, ROWS, 64), dtype),
+        "stats": plgpu.SMEM((SLOTS + 3, ROWS), F32),
+        "left_full": barrier(copies, SLOTS),  # copy engine -> scores
+        "right_full": barrier(copies, SLOTS),  # copy engine -> scores
+        "rope_full": barrier(copies, 2),  # copy engine -> scores
+        "tail_full": barrier(2),  # copy engine -> scores
+        "q_taken": barrier(count=SLOTS),  # scores -> left, right: the slot of Q is free
+        "p_ready": barrier(count=SLOTS),  # scores -> left, right: P and its factor
+        "go": barrier(count=SLOTS),  # scores -> left, right: QK of the next block is done
+        "left_done": barrier(count=SLOTS),  # left -> right: P was read
+        "rope_sent": barrier(count=SLOTS),  # right -> left: rope is in the queue
+        "inverse_ready": barrier(count=2),  # scores -> left, right: 1 / sum of a piece
+    }
+    if simulate:
+        buffers["q_spill"] = plgpu.SMEM((ROWS, HALF), dtype)
+    return buffers
+
+
+def attend(
+    q_latent: jax.Array,
+    q_rope: jax.Array,
+    pages: jax.Array,
+    page_table: jax.Array,
+    plan: wp.WorkPlan,
+    *,
+    sizes: Sizes,
+    scale: float,
+    defer: bool,
+    prefetch: bool,
+    early_launch: bool,
+    interpret: object = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """``out`` [tokens * heads, 512] and ``lse`` [tokens * heads] of requests in one piece, and
+    float32 ``[slots * tiles * 64, 512]``, base-2 ``[slots, tiles, 64]`` of the other pieces.
+
+    Queries are ``[tokens * heads, columns]`` with at least 64 rows. Rows that no piece of a
+    whole request covers are left as they were allocated.
+    """
+    rows, dtype = q_latent.shape[0], q_latent.dtype
+    tiles, simulate = sizes.tiles, interpret is not None
+    body = functools.partial(
+        _body,
+        sizes=sizes,
+        scale=scale * math.log2(math.e),
+        defer=defer,
+        prefetch=prefetch,
+        early_launch=early_launch,
+        simulate=simulate,
+    )
+    shape = jax.ShapeDtypeStruct
+    kernel = plgpu.kernel(
+        body,
+        out_type=(
+            shape((rows, RANK), dtype),
+            shape((rows,), F32),
+            shape((plan.slots * tiles * ROWS, RANK), F32),
+            shape((plan.slots, tiles, ROWS), F32),
+        ),
+        scratch_types=scratch(dtype, sizes.copies, simulate),
+        grid=(sizes.workers, tiles),  # tiles of a worker run side by side: one read of its keys
+        grid_names=("worker", "tile"),
+        num_threads=3,
+        thread_name="wg",
+        kernel_name="mla_dense_decode",
+        interpret=interpret,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+        ),
+    )
+    return kernel(q_latent, q_rope, pages, page_table, plan.pieces, plan.bounds)
+
+
+def _body(
+    ql_g, qr_g, pages_g, table_g, work_g, bounds_g,
+    out_g, lse_g, part_g, part_lse_g,
+    *, sizes, scale, defer, prefetch, early_launch, simulate,
+    left, right, k_rope, q_tail, stats,
+    left_full, right_full, rope_full, tail_full,
+    q_taken, p_ready, go, left_done, rope_sent, inverse_ready, q_spill=None,
+):  # fmt: skip
+    wg, worker, tile = (lax.axis_index(n) for n in ("wg", "worker", "tile"))
+    begin, end = bounds_g[worker], bounds_g[worker + 1]
+    (k_left, stage_left), (k_right, stage_right) = left, right
+    page, copies, num_pages, width = sizes.page, sizes.copies, pages_g.shape[0], table_g.shape[1]
+
+    def blocks_of(p):
+        return work_g[p, wp.END] - work_g[p, wp.FIRST]
+
+    def row_of(p):
+        return pl.multiple_of(work_g[p, wp.TOKEN] * sizes.heads + tile * ROWS, 8)
+
+    def live_rows(p):
+        return jnp.clip(work_g[p, wp.QUERIES] * sizes.heads - tile * ROWS, 0, ROWS)
+
+    def element(p, n, e):
+        """Piece and element ``e`` elements behind the queries of piece ``p`` of ``n`` blocks.
+
+        Element 0 of a piece is its queries, element 1 its first block. A piece has two or
+        more elements, so three steps reach the piece after the next one at most.
+        """
+        after = e - (n + 1)
+        third = after - (blocks_of(p + 1) + 1)
+        q = p + (after >= 0).astype(I32) + (third >= 0).astype(I32)
+        return q, jnp.where(after < 0, e, jnp.where(third < 0, after, 0))
+
+    def block_after(p, n, x):
+        """Piece and block ``x`` blocks behind the first of piece ``p``; at most two too many."""
+        after = x - n
+        third = (after >= 0) & (after >= blocks_of(p + 1))
+        q = p + (after >= 0).astype(I32) + third.astype(I32)
+        return q, jnp.where(after < 0, x, jnp.where(third, 0, after))
+
+    def locate(p, j):
+        """Page ids of block ``j`` of a piece, and its first row in a page of several blocks."""
+        request, block = work_g[p, wp.REQUEST], work_g[p, wp.FIRST] + j
+        if copies > 1:
+            columns, row = [block * copies + i for i in range(copies)], 0
+        else:
+            parts = page // BLOCK
+            columns = [lax.div(block, jnp.int32(parts))]
+            row = (
+                pl.multiple_of(lax.rem(block, jnp.int32(parts)) * BLOCK, BLOCK) if parts > 1 else 0
+            )
+        ids = [table_g[request, jnp.clip(c, 0, width - 1)] for c in columns]
+        return [jnp.clip(i, 0, num_pages - 1) for i in ids], row
+
+    def load_block(place, columns, buffer, barrier):
+        ids, row = place
+        size = BLOCK // copies
+        for i, page_id in enumerate(ids):
+            src = pages_g.at[page_id, pl.ds(row, size), columns]
+            plgpu.copy_gmem_to_smem(src, buffer.at[pl.ds(i * size, size)], barrier)
+
+    def load_queries(p, columns, buffer, barrier):
+        size = ROWS // copies  # as many arrivals as a block has
+        for i in range(copies):
+            rows = pl.ds(pl.multiple_of(row_of(p) + i * size, 8), size)
+            plgpu.copy_gmem_to_smem(
+                ql_g.at[rows, columns], buffer.at[pl.ds(i * size, size)], barrier
+            )
+
+    def slot(g):
+        return lax.rem(g, jnp.int32(SLOTS))
+
+    def parity(x):
+        return lax.rem(x, jnp.int32(2))
+
+    def scores():
+        plgpu.set_max_registers(REGISTERS[0], action="increase")
+
+        def mask(x, p, block):
+            """Minus infinity where a row may not see a key of this block."""
+            seen = work_g[p, wp.LENGTH] - block * BLOCK
+            column = plgpu.broadcasted_iota(I32, (ROWS, BLOCK), 1, layout=WGMMA)
+            if sizes.queries > 1:
+                row = plgpu.broadcasted_iota(I32, (ROWS, BLOCK), 0, layout=WGMMA) + tile * ROWS
+                seen = seen - work_g[p, wp.QUERIES] + 1
+                for k in range(1, sizes.queries):
+                    seen = seen + (row >= k * sizes.heads).astype(I32)
+            return jnp.where(column < seen, x, -jnp.inf)
+
+        def piece(p, g0):
+            n, first = blocks_of(p), work_g[p, wp.FIRST]
+            whole, part = work_g[p, wp.SLOT] < 0, work_g[p, wp.SLOT]
+            unmasked = work_g[p, wp.LENGTH] - work_g[p, wp.QUERIES] + 1
+            plgpu.barrier_wait(left_full.at[slot(g0)])
+            plgpu.barrier_wait(right_full.at[slot(g0)])
+            ql = plgpu.load(k_left.at[slot(g0)], layout=WGMMA)
+            qr = plgpu.load(k_right.at[slot(g0), :, pl.ds(0, HALF - TAIL)], layout=WGMMA)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(q_taken.at[slot(g0)])
+            plgpu.barrier_wait(tail_full)
+
+            def step(j, carry):
+                top, total = carry
+                g = g0 + 1 + j
+                s, r = slot(g), parity(g - (p - begin) - 1)
+                kl, kr = k_left.at[s], k_right.at[s]
+
+                def products(acc):
+                    head = None if q_spill is None else q_spill.at[:, pl.ds(0, HALF - TAIL)]
+                    plgpu.barrier_wait(left_full.at[s])
+                    lib.matmul_registers(acc, ql, kl.T, q_spill)
+                    plgpu.barrier_wait(right_full.at[s])
+                    lib.matmul_registers(acc, qr, kr.at[:, pl.ds(0, HALF - TAIL)].T, head)
+                    last = kr.at[:, pl.ds(HALF - TAIL, TAIL)].T
+                    lib.matmul(acc, q_tail.at[0], last, simulate=simulate)
+                    plgpu.barrier_wait(rope_full.at[r])
+                    lib.matmul(acc, q_tail.at[1], k_rope.at[r].T, simulate=simulate)
+                    if defer:
+                        plgpu.wgmma_wait(1)
+                        pl.when(j > 0)(lambda: plgpu.barrier_arrive(go.at[slot(g + 2)]))
+                    return acc[...]
+
+                x = pl.run_scoped(products, plgpu.ACC((ROWS, BLOCK), F32))
+                block = first + j
+                full = (block + 1) * BLOCK <= unmasked
+                x = lax.cond(full, lambda: x, lambda: mask(x, p, block))
+                new_top = jnp.maximum(top, x.max(axis=1) * scale)
+                shrink = jnp.exp2(top - new_top)
+                w = jnp.exp2(x * scale - lib.fill_rows(new_top, BLOCK))
+                stats[ALPHA + s] = shrink
+                k_rope[r] = w.astype(k_rope.dtype)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(p_ready.at[s])
+                return new_top, total * shrink + w.sum(axis=1)
+
+            start = lib.row_vector(LOWEST, ROWS), lib.row_vector(0.0, ROWS)
+            top, total = lax.fori_loop(0, n, step, start)
+            if defer:
+                plgpu.barrier_arrive(go.at[slot(g0 + n)])
+            i = parity(p - begin)
+            stats[INVERSE + i] = jnp.where(total > 0.0, 1.0 / total, 0.0)
+            plgpu.barrier_arrive(inverse_ready.at[i])
+            lse2 = jnp.where(total > 0.0, top + jnp.log2(total), -jnp.inf)
+
+            @pl.when(whole)
+            def _():
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                stats[LSE] = lse2 * math.log(2.0)
+                plgpu.commit_smem()
+                lib.store_rows(
+                    stats.at[LSE], lse_g, row_of(p), live_rows(p), rows=ROWS, step=sizes.step
+                )
+
+            @pl.when(jnp.logical_not(whole))
+            def _():
+                part_lse_g[part, tile] = lse2
+
+            return g0 + n + 1
+
+        lax.fori_loop(begin, end, piece, jnp.int32(0))
+        plgpu.wait_smem_to_gmem(0)
+
+    def half(right: bool, keys, stage, full):
+        plgpu.set_max_registers(REGISTERS[1], action="decrease")
+        columns = pl.ds(HALF if right else 0, HALF)
+        rope = pl.ds(RANK, ROPE)
+
+        def load(p, e, place, s):
+            pl.when((p < end) & (e == 0))(lambda: load_queries(p, columns, keys.at[s], full.at[s]))
+            pl.when((p < end) & (e > 0))(lambda: load_block(place, columns, keys.at[s], full.at[s]))
+
+        def load_tail(p):
+            rows = pl.ds(row_of(p), ROWS)
+            plgpu.copy_gmem_to_smem(
+                ql_g.at[rows, pl.ds(RANK - TAIL, TAIL)], q_tail.at[0], tail_full
+            )
+            plgpu.copy_gmem_to_smem(qr_g.at[rows], q_tail.at[1], tail_full)
+
+        def load_rope(p, place, r):
+            pl.when(p < end)(lambda: load_block(place, rope, k_rope.at[r], rope_full.at[r]))
+
+        def fetch(p, e, place):
+            """Bring a block to the L2 cache; two neighbouring tiles share the work."""
+            turn = (lax.rem(tile, jnp.int32(2)) == int(right)) if sizes.tiles > 1 else True
+
+            @pl.when((p < end) & (e > 0) & turn)
+            def _():
+                ids, row = place
+                for page_id in ids:
+                    rows = pl.ds(row, BLOCK // copies)
+                    plgpu.async_prefetch(pages_g.at[page_id, rows, columns])
+                    if right:
+                        plgpu.async_prefetch(pages_g.at[page_id, rows, rope])
+
+        @pl.when(begin < end)
+        def _():
+            n = blocks_of(begin)
+            for e in range(SLOTS):
+                p, x = element(begin, n, jnp.int32(e))
+                load(p, x, locate(p, jnp.maximum(x - 1, 0)), e)
+                if right and e == 0:
+                    load_tail(begin)
+                if right and e < 2:
+                    p, j = block_after(begin, n, jnp.int32(e))
+                    load_rope(p, locate(p, j), e)
+
+        def clear(s, valid):
+            """Zero the rows behind the keys: a weight of zero times NaN would be NaN."""
+
+            @pl.loop(0, HALF // 64)
+            def _(c):
+                ref = keys.at[s, :, pl.ds(pl.multiple_of(c * 64, 64), 64)]
+                v = plgpu.load(ref, layout=WGMMA)
+                row = plgpu.broadcasted_iota(I32, (BLOCK, 64), 0, layout=WGMMA)
+                ref[...] = jnp.where(row < valid, v, jnp.zeros_like(v))
+
+            plgpu.commit_smem()
+
+        def piece(p, g0):
+            n, first = blocks_of(p), work_g[p, wp.FIRST]
+            length = work_g[p, wp.LENGTH]
+            part = work_g[p, wp.SLOT]
+            target, e = element(p, n, jnp.int32(SLOTS))
+            place = locate(target, jnp.maximum(e - 1, 0))
+            plgpu.barrier_wait(q_taken.at[slot(g0)])
+            load(target, e, place, slot(g0))
+
+            def step(j, o):
+                g = g0 + 1 + j
+                s, r = slot(g), parity(g - (p - begin) - 1)
+                target, e = element(p, n, j + 1 + SLOTS)
+                place = locate(target, jnp.maximum(e - 1, 0))
+                if right:
+                    rope_piece, rope_block = block_after(p, n, j + 2)
+                    rope_place = locate(rope_piece, rope_block)
+                if prefetch:
+                    fetch(target, e, place)
+                plgpu.barrier_wait(p_ready.at[s])
+                if right:
+                    pl.when((j == n - 1) & (p + 1 < end))(lambda: load_tail(p + 1))
+                o = o * lib.fill_rows(plgpu.load(stats.at[ALPHA + s], layout=ROW), HALF)
+                valid = length - (first + j) * BLOCK
+                pl.when(valid < BLOCK)(lambda: clear(s, valid))
+                if defer:
+                    plgpu.barrier_wait(go.at[s])
+                o = lib.accumulate(
+                    o,
+                    lambda acc: lib.matmul(acc, k_rope.at[r], keys.at[s], simulate=simulate),
+                    simulate=simulate,
+                )
+                if right:  # the rope is needed first: its copies go first into the queue
+                    plgpu.barrier_wait(left_done.at[s])
+                    load_rope(rope_piece, rope_place, r)
+                    plgpu.barrier_arrive(rope_sent.at[s])
+                else:
+                    plgpu.barrier_arrive(left_done.at[s])
+                    plgpu.barrier_wait(rope_sent.at[s])
+                pl.when(j < n - 1)(lambda: load(target, e, place, s))
+                return o
+
+            o = lax.fori_loop(0, n, step, plgpu.layout_cast(jnp.zeros((ROWS, HALF), F32), WGMMA))
+            s, i = slot(g0 + n), parity(p - begin)
+            target, e = element(p, n, n + SLOTS)
+            place = locate(target, jnp.maximum(e - 1, 0))
+            plgpu.barrier_wait(inverse_ready.at[i])
+            o = o * lib.fill_rows(plgpu.load(stats.at[INVERSE + i], layout=ROW), HALF)
+
+            @pl.when(part < 0)
+            def _():  # the slot of the last block takes the result
+                keys[s] = o.astype(keys.dtype)
+                plgpu.commit_smem()
+                lib.store_rows(
+                    keys.at[s], out_g.at[:, columns], row_of(p), live_rows(p),
+                    rows=ROWS, step=sizes.step,
+                )  # fmt: skip
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+            @pl.when(part >= 0)
+            def _():
+                row = (part * sizes.tiles + tile) * ROWS
+                for c in range(2):
+                    at = pl.ds(HALF * int(right) + c * HALF // 2, HALF // 2)
+                    stage[s] = o[:, c * HALF // 2 : (c + 1) * HALF // 2]
+                    plgpu.commit_smem()
+                    lib.store_rows(
+                        stage.at[s], part_g.at[:, at], row, live_rows(p),
+                        rows=ROWS, step=sizes.step,
+                    )  # fmt: skip
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+            load(target, e, place, s)
+            return g0 + n + 1
+
+        lax.fori_loop(begin, end, piece, jnp.int32(0))
+        plgpu.wait_smem_to_gmem(0)
+
+    pl.when(wg == 0)(scores)
+    pl.when(wg == 1)(lambda: half(False, k_left, stage_left, left_full))
+    pl.when(wg == 2)(lambda: half(True, k_right, stage_right, right_full))
+    if early_launch:
+        plgpu.griddepcontrol_launch_dependents()

@@ -1,0 +1,186 @@
+"""Which multiprocessor attends to which keys: computed on the device from lengths alone.
+
+The keys of a request are cut into blocks; a *piece* is a run of blocks of one request, a
+*worker* is the thread blocks (one per tile of query rows) that share a list of pieces. A
+request in one piece is finished by its worker; the pieces of the others go to *slots* of a
+scratch buffer and are merged.
+"""
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+
+from mla_jax.types import Array, Int, cdiv
+
+__all__ = ["FIELDS", "WorkPlan", "balanced", "batch_invariant"]
+
+FIELDS = REQUEST, FIRST, END, SLOT, LENGTH, TOKEN, QUERIES = tuple(range(7))
+"""Columns of ``WorkPlan.pieces``; the eighth is zero."""
+
+START_COST = 2
+"""Blocks of work that starting a piece is worth: its queries, its first pages, its result."""
+
+MERGE_COST = 2.0
+"""Blocks of work that merging anything at all is worth."""
+
+LOOKAHEAD = 2
+"""Rows of zeros behind the last piece, so that a worker may read ahead."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class WorkPlan:
+    """Pieces in the order of their keys, the workers' shares of them, and what to merge."""
+
+    slots: int = field(metadata={"static": True})  # rows of the scratch buffer, at most
+    pieces: Int[Array, "pieces 8"]  # request, first and end block, slot or -1, keys, token, queries
+    bounds: Int[Array, "bounds"]  # worker w owns pieces bounds[w] to bounds[w + 1]
+    merges: Int[Array, "tokens 3"]  # first slot, pieces (0 = padding, 1 = done), query of request
+
+
+def balanced(
+    seq_lens: Int[Array, "requests"],
+    query_starts: Int[Array, "starts"],
+    *,
+    tokens: int,
+    block: int,
+    workers: int,
+    split_cost: float,
+) -> WorkPlan:
+    """Equal shares: the line of all blocks is cut every ``share`` of them.
+
+    ``share`` is the even one, or up to an eighth more if so many fewer requests are split that
+    the merge saves the difference; a split costs ``split_cost`` blocks of one worker, and the
+    first split ``MERGE_COST`` more.
+    """
+    queries, blocks = _blocks(seq_lens, query_starts, block)
+    lead = jnp.where(queries > 0, START_COST, 0)
+    ends = jnp.cumsum(blocks + lead)
+    starts = ends - blocks - lead
+    share = _share(starts + lead, ends, workers, split_cost)
+    first_cut = (starts + lead) // share + 1
+    cuts = jnp.maximum((ends - 1) // share - first_cut + 1, 0)
+    parts = jnp.where(queries > 0, cuts + 1, 0)
+
+    def piece(r, k):
+        line = starts[r] + lead[r]
+        first = jnp.where(k == 0, 0, (first_cut[r] + k - 1) * share - line)
+        end = jnp.where(k == parts[r] - 1, blocks[r], (first_cut[r] + k) * share - line)
+        return first, end, first_cut[r] - 1 + k
+
+    return _plan(
+        seq_lens,
+        query_starts,
+        parts,
+        piece,
+        tokens=tokens,
+        workers=workers,
+        pieces=seq_lens.shape[0] + workers - 1,
+        slots=max(2 * (workers - 1), 1),
+    )
+
+
+def batch_invariant(
+    seq_lens: Int[Array, "requests"],
+    query_starts: Int[Array, "starts"],
+    *,
+    tokens: int,
+    block: int,
+    workers: int,
+    chunk: int,
+    max_parts: int,
+) -> WorkPlan:
+    """A cut every ``chunk`` blocks of a request, whatever its neighbours are.
+
+    The same request is computed by the same operations in the same order in every batch.
+    ``max_parts`` bounds the pieces of one request: ``chunk * max_parts`` blocks are enough.
+    """
+    queries, blocks = _blocks(seq_lens, query_starts, block)
+    parts = jnp.where(queries > 0, (blocks + chunk - 1) // chunk, 0)
+    cost = blocks + parts * START_COST
+    starts = jnp.cumsum(cost) - cost
+    total = jnp.maximum(jnp.sum(cost), 1)
+
+    def piece(r, k):
+        end = jnp.minimum((k + 1) * chunk, blocks[r])
+        middle = starts[r] + k * (chunk + START_COST) + (end - k * chunk) // 2
+        return k * chunk, end, (middle.astype(jnp.float32) * (workers / total)).astype(jnp.int32)
+
+    count = seq_lens.shape[0] * max_parts
+    return _plan(
+        seq_lens,
+        query_starts,
+        parts,
+        piece,
+        tokens=tokens,
+        workers=workers,
+        pieces=count,
+        slots=count,
+    )
+
+
+def _blocks(seq_lens, query_starts, block):
+    """Queries and blocks of every request; a request with queries has at least one block."""
+    queries = jnp.diff(query_starts)
+    blocks = jnp.maximum((seq_lens + block - 1) // block, 1)
+    return queries, jnp.where(queries > 0, blocks, 0)
+
+
+def _share(lines, ends, workers, split_cost):
+    """The cheapest of 17 shares: its own length and the splits that it causes."""
+    total = jnp.maximum(ends[-1], 1)
+    even = (total + workers - 1) // workers
+    shares = even + jnp.arange(17, dtype=jnp.int32) * jnp.maximum(1, even // 128)
+    cuts = shares[:, None] * jnp.arange(1, workers, dtype=jnp.int32)
+    request = jnp.minimum(_find(ends, cuts), ends.shape[0] - 1)
+    splits = jnp.sum((cuts < total) & (cuts > lines[request]), axis=1).astype(jnp.float32)
+    any_split = jnp.where(splits > 0, MERGE_COST, 0.0)
+    return shares[jnp.argmin(shares.astype(jnp.float32) + split_cost * splits + any_split)]
+
+
+def _plan(seq_lens, query_starts, parts, piece, *, tokens, workers, pieces, slots):
+    """Lay the pieces of all requests on a line and describe each of them."""
+    i = jnp.arange(pieces, dtype=jnp.int32)
+    ends = jnp.cumsum(parts)
+    bases = ends - parts
+    request = jnp.minimum(_find(ends, i), parts.shape[0] - 1)
+    k = i - bases[request]
+    first, end, worker = piece(request, k)
+    split = jnp.where(parts > 1, parts, 0)
+    slot_bases = jnp.cumsum(split) - split
+    exists = i < ends[-1]
+    queries = jnp.diff(query_starts)
+    fields = (
+        request,
+        first,
+        end,
+        jnp.where(parts[request] > 1, slot_bases[request] + k, -1),
+        seq_lens[request],
+        query_starts[request],
+        queries[request],
+        jnp.zeros_like(i),
+    )
+    table = jnp.where(exists[:, None], jnp.stack(fields, axis=1), 0)
+    worker = jnp.where(exists, jnp.minimum(worker, workers - 1), workers)
+    w = jnp.arange(workers + 1, dtype=jnp.int32)
+
+    t = jnp.arange(tokens, dtype=jnp.int32)
+    owner = jnp.minimum(_find(query_starts[1:], t), parts.shape[0] - 1)
+    count = jnp.where(t < query_starts[-1], parts[owner], 0)
+    return WorkPlan(
+        slots=slots,
+        pieces=jnp.pad(table, ((0, LOOKAHEAD), (0, 0))).astype(jnp.int32),
+        bounds=_find(worker, w, side="left"),
+        merges=jnp.stack([slot_bases[owner], count, t - query_starts[owner]], 1).astype(jnp.int32),
+    )
+
+
+def _find(ends: Array, x: Array, side: str = "right") -> Array:
+    # One fused comparison: the default method is a loop of many small kernels on a GPU.
+    return jnp.searchsorted(ends, x, side=side, method="compare_all").astype(jnp.int32)
+
+
+def max_parts(width: int, page: int, block: int, chunk: int) -> int:
+    """Pieces of the longest request that a page table of ``width`` columns can hold."""
+    return max(cdiv(cdiv(width * page, block), chunk), 1)

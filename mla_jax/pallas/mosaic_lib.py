@@ -1,0 +1,120 @@
+"""Shared vocabulary of the Pallas Mosaic GPU kernels for Hopper.
+
+``simulate`` marks a run in JAX's GPU interpreter on a CPU. It knows neither products with a
+left operand in registers nor accumulators carried from outside, so the three product helpers
+have a second, slower form for it. Everything else is the same program.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+
+from mla_jax.types import round_up
+
+__all__ = [
+    "ROW",
+    "SHARED_MEMORY",
+    "WGMMA",
+    "accumulate",
+    "fill_rows",
+    "matmul",
+    "matmul_registers",
+    "row_vector",
+    "shared_bytes",
+    "store_rows",
+    "swizzled",
+]
+
+WGMMA = plgpu.Layout.WGMMA
+"""Registers of a (64, 8n) tile: accumulators and 16-bit left operands."""
+
+ROW = plgpu.Layout.WGMMA.reduce(1)
+"""Registers of one value per row of such a tile."""
+
+SHARED_MEMORY = 232448
+"""Bytes of shared memory that one thread block may use on sm_90."""
+
+
+def swizzled(shape: Sequence[int], dtype: DTypeLike) -> plgpu.SMEM:
+    """A shared-memory buffer that tensor-core products and the copy engine can both use."""
+    columns = 128 // jnp.dtype(dtype).itemsize
+    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128))
+    return plgpu.SMEM(tuple(shape), dtype, transforms=transforms)
+
+
+def shared_bytes(scratch: dict) -> int:
+    """Shared memory of a scratch dictionary: buffers in whole kilobytes, 8 bytes a barrier."""
+    total = 0
+    for item in scratch.values():
+        if isinstance(item, plgpu.Barrier):
+            total += 8 * math.prod(item.num_barriers)
+        else:
+            total += round_up(math.prod(item.shape) * jnp.dtype(item.dtype).itemsize, 1024)
+    return total
+
+
+def row_vector(value, rows: int) -> jax.Array:
+    """``rows`` copies of a number, one per row of a tile."""
+    return plgpu.layout_cast(jnp.full((rows,), value, jnp.float32), ROW)
+
+
+def fill_rows(x: jax.Array, columns: int) -> jax.Array:
+    """A row vector repeated over ``columns`` columns; costs nothing in registers."""
+    return lax.broadcast_in_dim(x, (x.shape[0], columns), [0])
+
+
+def matmul(acc, a, b, *, simulate: bool) -> None:
+    """``acc += a b`` with both operands in shared memory; does not wait."""
+    if simulate:  # plain loads, which the interpreter's race detector sees
+        a[...], b[...]
+        plgpu.commit_smem()
+    plgpu.wgmma(acc, a, b)
+
+
+def matmul_registers(acc, a: jax.Array, b, scratch) -> None:
+    """``acc += a b`` with ``a`` in registers; ``scratch`` exists in the interpreter only."""
+    if scratch is None:
+        plgpu.wgmma(acc, a, b)
+        return
+    scratch[...] = a
+    plgpu.commit_smem()
+    matmul(acc, scratch, b, simulate=True)
+
+
+def accumulate(acc: jax.Array, product: Callable, *, simulate: bool) -> jax.Array:
+    """``acc`` plus the products that ``product(acc_ref)`` issues; waits for them."""
+    if not simulate:
+        return pl.run_state(product)(plgpu.ACC.init(acc))
+    total = pl.run_scoped(
+        lambda ref: (product(ref), ref[...])[1], plgpu.ACC(acc.shape, jnp.float32)
+    )
+    return acc + total
+
+
+def store_rows(src, dst, start, count, *, rows: int, step: int) -> None:
+    """Send rows ``[0, count)`` of a ``rows``-row buffer to ``dst`` from row ``start`` on.
+
+    ``count`` is a traced multiple of the static ``step``; sizes of copies are static, so a
+    partial tile goes out in powers of two. Rows behind ``count`` are not touched.
+    """
+
+    @pl.when(count >= rows)
+    def _():
+        plgpu.copy_smem_to_gmem(src, dst.at[pl.ds(start, rows)])
+
+    size = rows // 2
+    while size and size % step == 0:
+        first = pl.multiple_of(count & -(2 * size) & (rows - 1), 2 * size)
+
+        @pl.when((count < rows) & ((count & size) != 0))
+        def _(first=first, size=size):
+            part = pl.ds(first, size)
+            plgpu.copy_smem_to_gmem(src.at[part], dst.at[pl.ds(start + first, size)])
+
+        size //= 2

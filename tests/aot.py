@@ -1,0 +1,114 @@
+"""Compile for an H200 on a machine without a GPU, and read the assembler's report.
+
+Needs the CUDA 13 plugin wheels (extra ``cuda13``) and ``JAX_PLATFORMS=cpu``; neither a driver
+nor a device.
+"""
+
+import importlib.util
+import os
+import re
+import tempfile
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+__all__ = ["KernelReport", "available", "compile_sm90"]
+
+_H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  shared_memory_per_block_optin: 232448
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+  device_memory_size: 150000000000
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  cuda_compute_capability { major: 9 minor: 0 }
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 }
+runtime_version { major: 13 minor: 0 }
+device_description_str: "NVIDIA H200"
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelReport:
+    """What the assembler says of one kernel."""
+
+    name: str
+    registers: int  # of a thread, at launch
+    spilled: int  # bytes of spill stores of a thread
+    serialized: bool  # products wait for each other: far slower
+    register_limits_ignored: bool  # the kernel's own division of registers was refused
+    shared: int  # bytes
+    log: str
+
+
+def available() -> str:
+    """Why this machine cannot compile for an H200; empty if it can."""
+    if importlib.util.find_spec("jax_cuda13_plugin") is None:
+        return "the CUDA 13 plugin is not installed (extra cuda13)"
+    if os.environ.get("JAX_PLATFORMS") != "cpu":
+        return "JAX_PLATFORMS is not cpu"
+    return ""
+
+
+def compile_sm90(fn: Callable, *args: Any) -> tuple[Any, list[KernelReport]]:
+    """The compiled ``fn`` and a report on each of its Mosaic GPU kernels, in name order."""
+    topology = topologies.get_topology_desc(platform="cuda", target_config=_H200, topology="1x1x1")
+    mesh = topologies.make_mesh(topology, (1,), ("device",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
+    with tempfile.TemporaryDirectory() as folder:
+        flags = {f"MOSAIC_GPU_DUMP_{k}": "1" for k in ("PTXAS", "PTX")}
+        with _environment(MOSAIC_GPU_DUMP_TO=folder, **flags):
+            compiled = jax.jit(fn).lower(*specs).compile()
+        reports = [_read(path) for path in sorted(Path(folder).glob("*.ptxas"))]
+    return compiled, reports
+
+
+@contextmanager
+def _environment(**values: str):
+    old = {k: os.environ.get(k) for k in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for k, v in old.items():
+            os.environ.pop(k) if v is None else os.environ.__setitem__(k, v)
+
+
+def _read(path: Path) -> KernelReport:
+    log = path.read_text()
+    resources = path.with_suffix(".resources.txt")
+    text = resources.read_text() if resources.exists() else ""
+
+    def number(pattern: str, source: str) -> int:
+        found = re.search(pattern, source)
+        return int(found.group(1)) if found else 0
+
+    return KernelReport(
+        name=path.stem,
+        registers=number(r"Used (\d+) registers", log),
+        spilled=number(r"(\d+) bytes spill stores", log),
+        serialized="serialized" in log.lower(),
+        register_limits_ignored="C7504" in log or "C7507" in log,
+        shared=number(r"smem_scratch_bytes=(\d+)", text),
+        log=log,
+    )

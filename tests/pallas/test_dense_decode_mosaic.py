@@ -1,0 +1,209 @@
+"""Backend ``mosaic`` of dense decode: interpreted, compiled for an H200, and on a GPU.
+
+The shared suite in ``test_dense_decode.py`` runs it on a GPU too, on the cases it accepts.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from mla_jax.cache import FORMATS, LatentCache
+from mla_jax.metadata.mla import DecodeMetadata
+from mla_jax.ops import explain, mla_decode
+from mla_jax.pallas.dense_decode import mosaic, mosaic_sm90
+from mla_jax.pallas.device import DeviceInfo
+from mla_jax.pallas.mosaic_lib import SHARED_MEMORY, shared_bytes
+from tests import aot
+from tests.cases import GLM, V2_LITE, V3, decode_case
+from tests.compare import judge, same_bits
+
+OP = "dense_decode"
+H200 = DeviceInfo(platform="gpu", kind="NVIDIA H200", sm=90, sms=132)
+
+
+def judge_decode(state, case):
+    judge(state, case, [(q, k, k[:, :512], seen) for q, k, seen in case.parts])
+
+
+def attend(case, tuning=None, interpret=None):
+    q_latent, q_rope, cache, meta = case.args
+    return mosaic.dense_decode(
+        q_latent, q_rope, cache.pages, cache.scale, meta.page_table, meta.seq_lens,
+        meta.query_starts, max_query_len=meta.max_query_len, scale=case.scale,
+        format=cache.format, out_dtype=q_latent.dtype, tuning=tuning, interpret=interpret,
+    )  # fmt: skip
+
+
+INTERPRETED = {
+    "pieces_and_padding": {"seq_lens": [70, 1, 0, 130], "page": 64},
+    "ragged_queries": {"seq_lens": [70, 3, 1], "query_lens": [2, 3, 1], "page": 32},
+    "one_block_each": {"seq_lens": [3, 1, 2, 60, 1], "page": 16},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_interpreted_with_race_detection(name, rng):
+    """Control flow, barriers and races on a CPU; not asynchrony of products, nor registers."""
+    dims = dataclasses.replace(V2_LITE, heads=8)
+    case = decode_case(rng, dims=dims, **INTERPRETED[name])
+    tuning = dataclasses.replace(mosaic.heuristic(8, 8, case.args[3].max_query_len), workers=2)
+    params = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=4)
+    judge_decode(attend(case, tuning, params), case)
+    assert not get_races().races_found
+
+
+@pytest.mark.parametrize("copies", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_shared_memory_fits(copies, dtype):
+    assert shared_bytes(mosaic_sm90.scratch(dtype, copies, simulate=False)) <= SHARED_MEMORY
+
+
+def specs(heads, queries, page, dtype, batch=4, width=32):
+    spec = jax.ShapeDtypeStruct
+    tokens = batch * queries
+    return (
+        spec((tokens, heads, 512), dtype),
+        spec((tokens, heads, 64), dtype),
+        spec((64, page, 576), dtype),
+        spec((), jnp.float32),
+        spec((batch, width), jnp.int32),
+        spec((batch,), jnp.int32),
+        spec((batch + 1,), jnp.int32),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(aot.available()), reason=aot.available() or "available")
+@pytest.mark.parametrize(
+    ("heads", "queries", "page", "dtype"),
+    [
+        (16, 1, 64, "bfloat16"),
+        (128, 1, 64, "bfloat16"),
+        (20, 4, 16, "bfloat16"),
+        (64, 2, 128, "float16"),
+    ],
+)
+def test_compiles_for_sm90(heads, queries, page, dtype):
+    """Products stay asynchronous, the register division holds, the merge spills nothing."""
+    fn = functools.partial(
+        mosaic.dense_decode,
+        max_query_len=queries,
+        scale=0.1,
+        format=FORMATS["bf16" if dtype == "bfloat16" else "fp16"],
+        out_dtype=dtype,
+    )
+    _, reports = aot.compile_sm90(fn, *specs(heads, queries, page, jnp.dtype(dtype)))
+    kernels = {r.name.rsplit("_", 1)[0]: r for r in reports}
+    main, merge = kernels["mla_dense_decode"], kernels["mla_dense_decode_combine"]
+    assert not main.serialized, main.log
+    assert not main.register_limits_ignored, main.log
+    assert main.registers == 168
+    assert main.shared <= SHARED_MEMORY
+    assert main.spilled <= SPILLS, main.log
+    assert merge.spilled == 0, merge.log
+
+
+SPILLS = 520
+"""Bytes of a thread: scalars with the assembler of CUDA 13.0 (108), and with that of 13.5 also
+half of the queries, which it reloads for every block."""
+
+
+def test_explain_names_the_missing_capability():
+    cache = jax.eval_shape(lambda: LatentCache.alloc(num_pages=8, page=64, rank=512, rope=64))
+    int32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    meta = DecodeMetadata(
+        max_query_len=1, page_table=int32((2, 4)), seq_lens=int32((2,)), query_starts=int32((3,))
+    )
+    q = [jax.ShapeDtypeStruct((2, 16, n), jnp.float16) for n in (512, 64)]
+    text = explain("mla_decode", *q, cache, meta, scale=1.0, device=H200)
+    assert "dtype+out+cache=float16+float16+bf16 not in" in text
+    q = [jax.ShapeDtypeStruct((2, 16, n), jnp.bfloat16) for n in (512, 64)]
+    assert "runs mosaic" in explain("mla_decode", *q, cache, meta, scale=1.0, device=H200)
+
+
+def test_heuristic_follows_the_rows_of_a_tile():
+    assert not mosaic.heuristic(128, 16, 4).defer
+    assert not mosaic.heuristic(128, 64, 1).prefetch
+    assert mosaic.heuristic(128, 128, 1).defer
+    assert mosaic.heuristic(128, 20, 3).prefetch
+    assert mosaic.heuristic(1, 128, 1).early_launch
+    assert not mosaic.heuristic(128, 128, 1).early_launch
+
+
+ON_DEVICE = {
+    "v3": {"dims": V3, "seq_lens": [65, 1, 0, 300, 4096, 1000, 64, 0, 130], "page": 64},
+    "v2_lite": {"dims": V2_LITE, "seq_lens": [3000, 17, 0, 900], "page": 64},
+    "glm": {"dims": GLM, "seq_lens": [3000, 17, 0, 900], "page": 128},
+    "four_queries": {"dims": V3, "seq_lens": [4, 300, 3], "query_lens": [4, 2, 4], "page": 32},
+    "fp16": {
+        "dims": V2_LITE, "seq_lens": [500, 80], "page": 16, "format": "fp16", "dtype": "float16",
+    },
+    "one_long": {"dims": V2_LITE, "seq_lens": [30000], "page": 64, "pad_tokens": 0},
+    "one_huge": {"dims": V2_LITE, "seq_lens": [40000, *range(1, 120)], "page": 64},
+}  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ON_DEVICE)
+def test_on_device(name, rng):
+    case = decode_case(rng, **ON_DEVICE[name])
+    solve = functools.partial(mla_decode, *case.args, scale=case.scale, backend="mosaic")
+    first = solve()
+    judge_decode(first, case)
+    for _ in range(5):
+        same_bits(first, solve())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [1, 8, 20, 24, 40, 64, 96, 128])
+def test_any_head_count(heads, rng):
+    dims = dataclasses.replace(V3, heads=heads)
+    lens, queries = [130, 0, 700, 2], [2, 1, 2, 2]
+    case = decode_case(rng, dims=dims, seq_lens=lens, query_lens=queries, page=64)
+    judge_decode(attend(case), case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 128])
+def test_batch_invariance(heads, rng):
+    """A request gives the same bits alone and among any neighbours."""
+    dims = dataclasses.replace(V3, heads=heads)
+    case = decode_case(
+        rng, dims=dims, seq_lens=[5000, 77, 3000, 640, 1], page=64, pad_tokens=0, pad_requests=0
+    )
+    found = mosaic.heuristic(5, heads, 1)
+    tuning = dataclasses.replace(found, batch_invariant=True, chunk=8)
+    full = attend(case, tuning)
+    q_latent, q_rope, cache, meta = case.args
+    for rows in ([0], [2, 0], [4, 2, 3]):
+        at = np.array(rows)
+        part = dataclasses.replace(
+            meta,
+            page_table=meta.page_table[at],
+            seq_lens=meta.seq_lens[at],
+            query_starts=jnp.arange(len(rows) + 1, dtype=jnp.int32),
+        )
+        args = (q_latent[at], q_rope[at], cache, part)
+        state = attend(dataclasses.replace(case, args=args), tuning)
+        np.testing.assert_array_equal(state.out, full.out[at])
+        np.testing.assert_array_equal(state.lse, full.lse[at])
+
+
+@pytest.mark.gpu
+def test_page_ids_beyond_two_gigaelements(rng):
+    """Rows that lie behind 2**31 elements of the cache."""
+    case = decode_case(rng, dims=V2_LITE, seq_lens=[300, 70], page=64)
+    q_latent, q_rope, cache, meta = case.args
+    before = 2**31 // (64 * 576) + 1
+    unused = jnp.full((before, 64, 576), jnp.nan, cache.pages.dtype)
+    far = dataclasses.replace(cache, pages=jnp.concatenate([unused, cache.pages]))
+    table = jnp.where(meta.page_table < 10**6, meta.page_table + before, meta.page_table)
+    args = (q_latent, q_rope, far, dataclasses.replace(meta, page_table=table))
+    judge_decode(attend(dataclasses.replace(case, args=args)), case)

@@ -1,0 +1,110 @@
+"""The plan of dense decode: every block exactly once, shares balanced, splits as promised."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mla_jax.pallas.dense_decode import work_plan as wp
+from mla_jax.types import cdiv
+
+BLOCK = 64
+BATCHES = st.lists(st.tuples(st.integers(0, 1500), st.integers(0, 3)), min_size=1, max_size=12)
+
+
+REQUESTS, TOKENS = 24, 80  # of every plan but one: a program for each number of workers
+
+
+@functools.partial(jax.jit, static_argnames=("kind", "workers"))
+def build(lens, starts, kind, workers):
+    common = {"tokens": TOKENS, "block": BLOCK, "workers": workers}
+    if kind == "balanced":
+        return wp.balanced(lens, starts, split_cost=0.03, **common)
+    return wp.batch_invariant(lens, starts, chunk=4, max_parts=cdiv(1500, 4 * BLOCK), **common)
+
+
+def make(kind, batch, workers=4):
+    """The plan of ``(keys, queries)`` pairs, padded with requests of keys but no queries."""
+    batch = [*batch, *[(1000, 0)] * (REQUESTS - len(batch))]
+    lens = jnp.asarray([n for n, _ in batch], jnp.int32)
+    starts = jnp.asarray(np.cumsum([0, *(q for _, q in batch)]), jnp.int32)
+    return build(lens, starts, kind, workers)
+
+
+def pieces_of(plan):
+    """Live pieces as rows, in order."""
+    table = np.asarray(plan.pieces)
+    return table[: int(np.asarray(plan.bounds)[-1])]
+
+
+@pytest.mark.parametrize("kind", ["balanced", "batch_invariant"])
+@given(batch=BATCHES, workers=st.sampled_from([1, 4, 7]))
+def test_every_block_exactly_once(kind, batch, workers):
+    plan = make(kind, batch, workers)
+    bounds, pieces = np.asarray(plan.bounds), pieces_of(plan)
+    assert bounds[0] == 0
+    assert (np.diff(bounds) >= 0).all()
+    assert not np.asarray(plan.pieces)[len(pieces) :].any(), "behind the last piece: zeros"
+    covered = {r: 0 for r, (_, q) in enumerate(batch) if q}
+    for request, first, end, _, keys, token, queries, _ in pieces:
+        assert first == covered[request]
+        assert end > first
+        assert (keys, queries) == batch[request]
+        assert token == sum(q for _, q in batch[:request])
+        covered[request] = end
+    assert covered == {r: max(cdiv(n, BLOCK), 1) for r, (n, q) in enumerate(batch) if q}
+
+
+@pytest.mark.parametrize("kind", ["balanced", "batch_invariant"])
+@given(batch=BATCHES)
+def test_slots_and_merges_agree(kind, batch):
+    plan = make(kind, batch)
+    pieces, merges = pieces_of(plan), np.asarray(plan.merges)
+    slots = [s for s in pieces[:, wp.SLOT] if s >= 0]
+    assert slots == list(range(len(slots)))
+    assert len(slots) <= plan.slots
+    token = 0
+    for r, (_, queries) in enumerate(batch):
+        mine = pieces[pieces[:, wp.REQUEST] == r]
+        for j in range(queries):
+            base, count, query = merges[token]
+            assert (count, query) == (len(mine), j)
+            if count == 1:
+                assert mine[0, wp.SLOT] == -1
+            else:
+                assert mine[:, wp.SLOT].tolist() == list(range(base, base + count))
+            token += 1
+    assert not merges[token:, 1].any(), "padding tokens have no pieces"
+
+
+@given(batch=BATCHES)
+def test_balanced_shares(batch):
+    """No worker has more than an eighth above the even share, and a block."""
+    plan, workers = make("balanced", batch), 4
+    pieces, bounds = pieces_of(plan), np.asarray(plan.bounds)
+    work = pieces[:, wp.END] - pieces[:, wp.FIRST]
+    real = [max(cdiv(n, BLOCK), 1) + wp.START_COST for n, q in batch if q]
+    even = cdiv(sum(real), workers)
+    for w in range(workers):
+        assert work[bounds[w] : bounds[w + 1]].sum() <= even + 16 * max(1, even // 128)
+
+
+def test_equal_requests_are_not_split():
+    lens, starts = jnp.full((128,), 4096, jnp.int32), jnp.arange(129, dtype=jnp.int32)
+    plan = wp.balanced(lens, starts, tokens=128, block=BLOCK, workers=132, split_cost=0.03)
+    assert (np.asarray(plan.merges)[:128, 1] == 1).all()
+
+
+@given(batch=BATCHES, other=BATCHES)
+def test_batch_invariant_cuts_do_not_see_the_neighbours(batch, other):
+    def cuts(plan, request):
+        pieces = pieces_of(plan)
+        return pieces[pieces[:, wp.REQUEST] == request][:, [wp.FIRST, wp.END]].tolist()
+
+    alone, among = make("batch_invariant", batch), make("batch_invariant", [*other, *batch])
+    for r in range(len(batch)):
+        assert cuts(alone, r) == cuts(among, len(other) + r)
