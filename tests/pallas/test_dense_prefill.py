@@ -134,3 +134,17 @@ def test_memory_is_linear_in_length():
         return program.memory_analysis().temp_size_in_bytes
 
     assert temp(4096) < 2.2 * temp(2048)
+
+
+@pytest.mark.parametrize("poison", [jnp.nan, jnp.inf])
+def test_rubbish_in_a_request_stays_there(backend, rng, poison):
+    a, b = 50, 60
+    case = prefill_case(rng, query_lens=[a, b], pad=0, dtype="float32")
+    q, kv, k_rope, meta = case.args
+    clean = solve(case, backend)
+    kv = kv.at[a - 5].set(poison)
+    dirty = run(mla_prefill, q, kv, k_rope, meta, scale=case.scale, backend=backend)
+    np.testing.assert_array_equal(dirty.out[a:], clean.out[a:])
+    np.testing.assert_array_equal(dirty.lse[a:], clean.lse[a:])
+    np.testing.assert_array_equal(dirty.out[: a - 5], clean.out[: a - 5])
+    assert not np.isfinite(dirty.out[a - 5 : a]).any()

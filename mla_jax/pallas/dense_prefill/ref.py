@@ -96,12 +96,17 @@ def dense_prefill(
             if rope:
                 s = s + jnp.einsum("qhd,kd->hqk", q[..., nope:], k_rope, **f32)
             key = first + jnp.arange(cols, dtype=first.dtype)
+            # A value that is not finite spoils the queries that see it, and nobody else.
+            v_tile = kv[..., nope:]
+            spoilt = ~jnp.isfinite(v_tile).all(axis=-1).T[:, None]  # [heads, 1, keys]
+            s = jnp.where(spoilt, jnp.nan, s)
             s = jnp.where((begin[:, None] <= key) & (key < end[:, None]), s, -jnp.inf)
             new_top = jnp.maximum(top, lax.stop_gradient(jnp.max(s, axis=-1)))
             safe = jnp.where(jnp.isneginf(new_top), 0.0, new_top)
             w = jnp.exp(s - safe[..., None])
             shrink = jnp.exp(top - safe)
-            value = jnp.einsum("hqk,khd->hqd", w, kv[..., nope:], **f32)
+            v_tile = jnp.where(jnp.isfinite(v_tile), v_tile, 0.0)
+            value = jnp.einsum("hqk,khd->hqd", w, v_tile, **f32)
             total = total * shrink + jnp.sum(w, axis=-1)
             return new_top, total, acc * shrink[..., None] + value
 
