@@ -123,8 +123,8 @@ class CommonAttentionHost:
             encoder_seq_lens_cpu=None,
             num_reqs=len(bounds),
             num_actual_tokens=int(starts[-1]),
-            max_query_len=int(max(query_lens, default=0)),
-            max_seq_len=int(max(bounds, default=0)),
+            max_query_len=int(np.max(query_lens, initial=0)),
+            max_seq_len=int(np.max(bounds, initial=0)),
         )
 
     @property
