@@ -130,7 +130,7 @@ def test_config_is_hashable_and_read_from_a_model():
     assert {given: 1}[config()] == 1
     assert given.is_r1_compatible
     assert not config(GLM).is_r1_compatible
-    with pytest.raises(ArgumentError, match="telepathy.*sliding_window"):
+    with pytest.raises(ArgumentError, match=r"telepathy.*sliding_window"):
         config(features=["telepathy"])
 
 
@@ -234,7 +234,7 @@ def test_unknown_names_list_the_valid_ones():
 
 def test_custom_has_no_class_until_registered():
     backends = registry((Priority(names=(CUSTOM, "A")),), A=Blackwell)
-    with pytest.raises(ArgumentError, match="CUSTOM.*register"):
+    with pytest.raises(ArgumentError, match=r"CUSTOM.*register"):
         backends.select(SM90, config(), CUSTOM)
     assert backends.select(SM100, config()) is Blackwell
     backends.register(CUSTOM, f"{HERE}.Plain")
@@ -429,7 +429,7 @@ def test_a_chunk_of_no_context_is_refused():
     life = start(XLAPrefillBackend)
     pm = MLAPrefillMetadata(new=life.attach(common).prefill.new, context=None)
     q = jnp.zeros((16, 2, 6))
-    with pytest.raises(ArgumentError, match="pm.context"):
+    with pytest.raises(ArgumentError, match=r"pm\.context"):
         life.impl(1.0).run_prefill_context_chunk(pm, 0, q, q, q[..., :3])
 
 
