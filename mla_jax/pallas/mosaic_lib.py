@@ -5,6 +5,15 @@ left operand in registers nor accumulators carried from outside, so the three pr
 have a second, slower form for it. Everything else is the same program.
 """
 
+# Mosaic GPU states its types in part only; roles are decided while tracing.
+# pyright: reportPrivateImportUsage=false
+# pyright: reportArgumentType=false
+# pyright: reportAbstractUsage=false
+# pyright: reportCallIssue=false
+# pyright: reportReturnType=false
+# pyright: reportInvalidTypeForm=false
+# pyright: reportUnusedExpression=false
+
 import math
 from collections.abc import Callable, Sequence
 

@@ -23,6 +23,10 @@ With all of Q in shared memory its traffic alone would take 2368 cycles; so 232 
 ``docs/kernels/dense_decode.md`` holds the measurements.
 """
 
+# Mosaic GPU states its types in part only; roles are decided while tracing.
+# pyright: reportPrivateImportUsage=false
+# pyright: reportPossiblyUnbound=false
+
 import functools
 import math
 from dataclasses import dataclass
