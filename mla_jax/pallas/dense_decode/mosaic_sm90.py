@@ -25,7 +25,7 @@ With all of Q in shared memory its traffic alone would take 2368 cycles; so 232 
 
 # Mosaic GPU states its types in part only; roles are decided while tracing.
 # pyright: reportPrivateImportUsage=false
-# pyright: reportPossiblyUnbound=false
+# pyright: reportPossiblyUnboundVariable=false
 
 import functools
 import math
