@@ -212,8 +212,8 @@ def _pack(
             need = _local(length, shard) - _local(start, shard)
             take = length - start
             if used + need > budget:
-                room = min((budget - used) * shard.ranks, workspace_rows, take - 1)
-                take = room // align * align
+                # aligned and too little for the rest, so at least one row remains
+                take = (budget - used) * shard.ranks // align * align
             if take:
                 filling.append(ContextSpan(request, start, take))
             used += _local(start + take, shard) - _local(start, shard)
