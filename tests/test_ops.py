@@ -109,7 +109,8 @@ def test_unknown_backend_lists_the_names(our_errors):
     with pytest.raises(UnsupportedError) as refusal:
         decode(backend="mosiac")
     assert str(refusal.value) == (
-        "dense_decode[mosiac]: no backend of this name (registered: xla). Would accept: xla."
+        "dense_decode[mosiac]: no backend of this name (registered: xla, mosaic). "
+        "Would accept: xla."
     )
 
 
