@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from mla_jax.metadata.buckets import CommonBucket, MLALadder
 from mla_jax.metadata.builder import MLACommonMetadataBuilder
 from mla_jax.metadata.common import CommonAttentionHost, build_common
 from mla_jax.metadata.indexer import DeepseekV32IndexerMetadataBuilder, get_max_prefill_buffer_size
+from mla_jax.metadata.packed import Packed, pack
 from mla_jax.metadata.sparse import build_c128a_topk_metadata
 from mla_jax.metadata.sparse_buckets import IndexerLadder, SWALadder
 from mla_jax.metadata.sparse_swa import DeepseekSparseSWAMetadataBuilder
@@ -37,10 +38,14 @@ HOST_TARGET = 150
 METHOD = (
     "returned is whatever is built and not merely passed on. kernels_us: sum of the kernels' times "
     "of one call (CUPTI, median of calls), kernels: how many; chain_us: slope of wall time over "
-    "the turns of a loop around the same build in one program, gaps between kernels count; "
-    "dispatch_us: Python call to return, host arrays as the decision leaves them, device idle; "
-    "decide_us: padding, split, rungs and chunk plans; medians. 15 of 16 requests decode, each "
-    "16th prefills 241 tokens; lengths uniform up to the longest; page 64"
+    "the turns of a loop around the same build in one program, gaps between kernels count. "
+    "host_us: Python time of a step, from the lengths to the return of the call: decide_us "
+    "(split, rungs, chunk plans, padding, packing into one buffer) and the call of a program that "
+    "builds everything and, like a model, uses it there (here: sums it) and returns one array; "
+    "device idle. least_us: the least of all calls instead of the median. empty_us: the call of a "
+    "program that only sums the buffer. alone_us: the call of a program that returns every array "
+    "it builds. 15 of 16 requests decode, each 16th prefills 241 tokens; lengths uniform up to "
+    "the longest; page 64"
 )
 
 
@@ -50,7 +55,8 @@ class Batch:
 
     requests: int
     max_len: int
-    host: CommonAttentionHost
+    query_lens: np.ndarray
+    seq_lens: np.ndarray
     bucket: CommonBucket  # of its own size
     padded: CommonBucket  # of the default ladder of dense latent attention
     tables: dict[CommonBucket, jax.Array]
@@ -75,31 +81,40 @@ class Batch:
         return cls(
             requests=requests,
             max_len=max_len,
-            host=host,
+            query_lens=query,
+            seq_lens=seq,
             bucket=exact,
             padded=padded,
             tables=tables,
         )
 
-    def arrays(self, bucket: CommonBucket) -> tuple[np.ndarray, np.ndarray, jax.Array, np.ndarray]:
-        """What ``build_common`` takes."""
-        h = self.host.pad_to(bucket)
-        starts, lens = h.query_start_loc_cpu, h.seq_lens_cpu_upper_bound
-        return starts, lens, self.tables[bucket], np.int32(h.num_reqs)
+    def host(self) -> CommonAttentionHost:
+        """A new one: what it remembers belongs to one step."""
+        return CommonAttentionHost.of(self.query_lens, self.seq_lens)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """``build(arrays, decisions)`` on the device after ``decide()`` on the host."""
+    """``decide()`` on the host, then ``build(*decision, table)`` on the device."""
 
-    decide: Callable[[], tuple]  # what build takes
-    build: Callable[[tuple, tuple], object]
+    decide: Callable[[], tuple]
+    build: Callable[..., object]
+    table: jax.Array
 
-    def fresh(self, arrays, decisions) -> list[jax.Array]:
+    def packed(self) -> Packed:
+        """What the host sends."""
+        return pack(self.decide())
+
+    def fresh(self, packed: Packed, table: jax.Array) -> list[jax.Array]:
         """What is built, without what was given: inside a step that costs nothing."""
-        given = {id(x) for x in jax.tree.leaves((arrays, decisions))}
-        found = jax.tree.leaves(self.build(arrays, decisions))
+        decision = packed.unpack()
+        given = {id(x) for x in jax.tree.leaves((decision, table))}
+        found = jax.tree.leaves(self.build(*decision, table))
         return [x for x in found if id(x) not in given]
+
+    def used(self, packed: Packed, table: jax.Array) -> jax.Array:
+        """Everything is built and used inside the program."""
+        return sum(jnp.sum(x.astype(jnp.int32)) for x in self.fresh(packed, table))
 
 
 def mla(bucket: CommonBucket) -> MLACommonMetadataBuilder:
@@ -155,13 +170,17 @@ def programs(batch: Batch) -> dict[str, Program]:
 
     def program(build, *builders, bucket=batch.bucket) -> Program:
         def decide():
-            return batch.arrays(bucket), tuple(b.decide(batch.host) for b in builders)
+            host = batch.host()
+            decisions = tuple(b.decide(host) for b in builders)
+            padded = host.pad_to(bucket)
+            starts, lens = padded.query_start_loc_cpu, padded.seq_lens_cpu_upper_bound
+            return starts, lens, np.int32(host.num_reqs), decisions
 
-        def run(arrays, decisions):
-            common = build_common(*arrays, bucket=bucket, page=PAGE)
+        def run(starts, lens, num_reqs, decisions, table):
+            common = build_common(starts, lens, table, num_reqs, bucket=bucket, page=PAGE)
             return build(common, *decisions)
 
-        return Program(decide=decide, build=run)
+        return Program(decide=decide, build=run, table=batch.tables[bucket])
 
     def model(*builders, bucket=batch.bucket) -> Program:
         def build(common, *decisions):
@@ -197,10 +216,7 @@ def programs(batch: Batch) -> dict[str, Program]:
     def search(method) -> Program:
         lanes = jnp.arange(batch.bucket.tokens, dtype=jnp.int32)
         find = partial(jnp.searchsorted, side="right", method=method)
-        return Program(
-            decide=lambda: (batch.arrays(batch.bucket), ()),
-            build=lambda arrays, _: find(arrays[0][1:], lanes),
-        )
+        return program(lambda common: find(common.query_start_loc[1:], lanes))
 
     return {
         "v3": model(dense, bucket=batch.padded),
@@ -219,37 +235,36 @@ def programs(batch: Batch) -> dict[str, Program]:
 def chain(program: Program, turns: int):
     """One program that builds ``turns`` times; what it returns keeps every array alive."""
 
-    def run(arguments, zero):
-        (starts, lens, *rest), decisions = arguments
-
+    def run(packed, table, zero):
         def turn(i):
-            return program.fresh((starts + zero * i, lens + zero * i, *rest), decisions)
+            return program.fresh(replace(packed, words=packed.words + zero * i), table)
 
         return jax.lax.fori_loop(1, turns, lambda i, _: turn(i), turn(jnp.int32(0)))
 
     return jax.jit(run)
 
 
-def microseconds(run: Callable[[], object], rounds: int) -> float:
-    """Median wall time until ``run`` returns; the device is idle when it begins."""
-    times = []
+def times(run: Callable[[], object], rounds: int) -> list[float]:
+    """Microseconds until ``run`` returns, in order of size; the device is idle when it begins."""
+    found = []
     for _ in range(rounds):
         start = time.perf_counter()
         result = run()
-        times.append(time.perf_counter() - start)
+        found.append(1e6 * (time.perf_counter() - start))
         jax.block_until_ready(result)
-    return statistics.median(times) * 1e6
+    return sorted(found)
 
 
 def chain_us(program: Program, *, rounds: int) -> float:
     """Slope of wall time over the turns of the loop."""
     few, many = 8, 72
-    arguments = jax.device_put((program.decide(), np.int32(0)))
+    arguments = jax.device_put((program.packed(), program.table, np.int32(0)))
     wall = []
     for turns in (few, many):
         run = chain(program, turns)
         jax.block_until_ready(run(*arguments))
-        wall.append(microseconds(lambda r=run: jax.block_until_ready(r(*arguments)), rounds))
+        one = times(lambda r=run: jax.block_until_ready(r(*arguments)), rounds)
+        wall.append(statistics.median(one))
     return (wall[1] - wall[0]) / (many - few)
 
 
@@ -268,12 +283,15 @@ def kernel_times(run, arguments, *, rounds: int) -> list[tuple[str, float]]:
 
 def measure(name: str, batch: Batch, program: Program, *, rounds: int, chained: bool) -> dict:
     """One row of the table."""
-    arguments = program.decide()
-    run = jax.jit(program.fresh)
-    jax.block_until_ready(run(*arguments))
+    table, packed = program.table, program.packed()
+    alone, used = jax.jit(program.fresh), jax.jit(program.used)
+    empty = jax.jit(lambda packed: jnp.sum(packed.words))
+    jax.block_until_ready([alone(packed, table), used(packed, table), empty(packed)])
     kernels = []
     if jax.default_backend() == "gpu":
-        kernels = kernel_times(run, jax.device_put(arguments), rounds=rounds)
+        kernels = kernel_times(alone, jax.device_put((packed, table)), rounds=rounds)
+    calls = 20 * rounds
+    host = times(lambda: used(program.packed(), table), calls)
     return {
         "case": name,
         "requests": batch.requests,
@@ -283,9 +301,12 @@ def measure(name: str, batch: Batch, program: Program, *, rounds: int, chained: 
         "kernels": len(kernels) or None,
         "slowest": sorted(kernels, key=lambda k: -k[1])[:6],
         "chain_us": round(chain_us(program, rounds=rounds), 2) if chained else None,
-        "dispatch_us": round(microseconds(lambda: run(*arguments), 4 * rounds), 1),
-        "decide_us": round(microseconds(program.decide, rounds), 1),
         "target_us": TARGETS.get(name),
+        "host_us": round(statistics.median(host), 1),
+        "least_us": round(host[0], 1),
+        "decide_us": round(statistics.median(times(program.packed, calls)), 1),
+        "empty_us": round(statistics.median(times(lambda: empty(packed), calls)), 1),
+        "alone_us": round(statistics.median(times(lambda: alone(packed, table), calls)), 1),
     }
 
 
@@ -296,9 +317,12 @@ COLUMNS = (
     "kernels_us",
     "kernels",
     "chain_us",
-    "dispatch_us",
-    "decide_us",
     "target_us",
+    "host_us",
+    "least_us",
+    "decide_us",
+    "empty_us",
+    "alone_us",
 )
 
 

@@ -30,6 +30,7 @@ from mla_jax.metadata.indexer_decode import (
     DeepSeekV32IndexerDecodeMetadata,
     build_decode_tensors,
 )
+from mla_jax.metadata.packed import padded_rows
 from mla_jax.metadata.sparse import get_compressed_slot_mapping
 from mla_jax.metadata.sparse_buckets import IndexerBucket, IndexerLadder
 from mla_jax.metadata.split import split_decodes_and_prefills
@@ -161,7 +162,7 @@ class DeepseekV32IndexerMetadataBuilder(
             host, self.next_n, require_uniform=not self.use_flattening
         )
         d, r = split.num_decodes, host.num_reqs
-        lens = np.diff(host.query_start_loc_cpu[: r + 1])
+        lens = host.query_lens_cpu[:r]
         chunks = plan_indexer_chunks(
             host.seq_lens_cpu_upper_bound[d:r] // self.compress_ratio,
             lens[d:],
@@ -175,27 +176,23 @@ class DeepseekV32IndexerMetadataBuilder(
         decodes, prefills, decode_tokens, prefill_tokens = split
         rows = decode_tokens if self.use_flattening else decodes
         ladder = self.ladder
-
-        def largest(size) -> int:
-            return max((size(c) for c in chunks), default=0)
-
         bucket = IndexerBucket(
             decode_rows=ladder.decode_rows.rung(rows),
             decode_len=(1 if self.use_flattening else decode_len) if rows else 0,
             chunks=ladder.chunks.rung(max(len(chunks), 1) if prefills else 0),
-            chunk_requests=ladder.chunk_requests.rung(largest(lambda c: c.stop - c.start)),
-            chunk_queries=ladder.chunk_queries.rung(
-                largest(lambda c: c.query_stop - c.query_start)
+            chunk_requests=ladder.chunk_requests.rung(
+                max([c.stop - c.start for c in chunks], default=0)
             ),
-            chunk_keys=ladder.chunk_keys.rung(largest(lambda c: c.total_seq_lens)),
+            chunk_queries=ladder.chunk_queries.rung(
+                max([c.query_stop - c.query_start for c in chunks], default=0)
+            ),
+            chunk_keys=ladder.chunk_keys.rung(max([c.total_seq_lens for c in chunks], default=0)),
         )
-        rest = [NO_CHUNK] * (bucket.chunks - len(chunks))
+        counts = [decodes, prefills, decode_tokens, prefill_tokens, len(chunks)]
         return IndexerDecision(
             bucket=bucket,
-            counts=np.array(
-                [decodes, prefills, decode_tokens, prefill_tokens, len(chunks)], np.int32
-            ),
-            plan=np.array([*chunks, *rest], np.int32).reshape(-1, 6),
+            counts=np.array(counts, np.int32),
+            plan=padded_rows(chunks, bucket.chunks, NO_CHUNK),
         )
 
     def build(
@@ -261,5 +258,5 @@ class DeepseekV32IndexerMetadataBuilder(
 
     def warmup_decision(self, decision: IndexerDecision) -> IndexerDecision:
         """The same bucket with nothing in it."""
-        empty = np.array([NO_CHUNK] * decision.bucket.chunks, np.int32).reshape(-1, 6)
+        empty = padded_rows([], decision.bucket.chunks, NO_CHUNK)
         return IndexerDecision(bucket=decision.bucket, counts=np.zeros((5,), np.int32), plan=empty)

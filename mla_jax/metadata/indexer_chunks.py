@@ -4,8 +4,8 @@ The host packs requests under two limits, gathered rows and logits elements; the
 one chunk from one row of that plan.
 """
 
-from bisect import bisect_left
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import jax
@@ -53,23 +53,10 @@ def split_indexer_prefill_chunks(
     alone and is cut along its queries into pieces of ``max(1, max_logits // keys)`` rows. Queries
     count from the group's first token; ``offset`` is added to requests.
     """
-    keys = np.concatenate([[0], np.cumsum(compressed_seq_lens, dtype=np.int64)]).tolist()
-    queries = np.concatenate([[0], np.cumsum(query_lens, dtype=np.int64)]).tolist()
-    pieces = []
-    start, total = 0, len(keys) - 1
-    while start < total:
-
-        def overflows(last: int, start=start) -> bool:
-            n = keys[last + 1] - keys[start]
-            return n > workspace or (queries[last + 1] - queries[start]) * n > max_logits
-
-        stop = max(bisect_left(range(total), True, lo=start, key=overflows), start + 1)
-        n, m = keys[stop] - keys[start], queries[stop] - queries[start]
-        step = max(1, max_logits // n) if n else max(1, m)
-        group = (start + offset, stop + offset)
-        pieces += [(group, (a, min(a + step, m))) for a in range(0, m, step)]
-        start = stop
-    return pieces
+    return [
+        ((c.start, c.stop), (c.query_start, c.query_stop))
+        for c in _pieces(compressed_seq_lens, query_lens, workspace, max_logits, offset)
+    ]
 
 
 def plan_indexer_chunks(
@@ -81,15 +68,28 @@ def plan_indexer_chunks(
     offset: int = 0,
 ) -> list[IndexerChunk]:
     """The pieces that have keys, with what the host knows of each."""
-    pieces = split_indexer_prefill_chunks(
-        compressed_seq_lens, query_lens, workspace=workspace, max_logits=max_logits, offset=offset
-    )
-    chunks = []
-    for (start, stop), (first, last) in pieces:
-        keys = int(compressed_seq_lens[start - offset : stop - offset].sum())
-        if keys:
-            chunks.append(IndexerChunk(start, stop, first, last, keys, int(first > 0)))
-    return chunks
+    pieces = _pieces(compressed_seq_lens, query_lens, workspace, max_logits, offset)
+    return [c for c in pieces if c.total_seq_lens]
+
+
+def _pieces(compressed_seq_lens, query_lens, workspace, max_logits, offset) -> list[IndexerChunk]:
+    """Greedy groups of requests, each cut along its queries if its logits do not fit."""
+    pieces: list[IndexerChunk] = []
+    start = n = m = 0
+    sizes = zip(compressed_seq_lens.tolist(), query_lens.tolist(), strict=True)
+    end = (workspace + 1, 0)  # overflows: closes the last group
+    for i, (keys, queries) in enumerate(chain(sizes, [end])):
+        total, rows = n + keys, m + queries
+        if i > start and (total > workspace or total * rows > max_logits):
+            step = m if n * m <= max_logits else max(1, max_logits // n)
+            for first in range(0, m, step or 1):
+                last = min(first + step, m)
+                pieces.append(
+                    IndexerChunk(start + offset, i + offset, first, last, n, int(first > 0))
+                )
+            start, total, rows = i, keys, queries
+        n, m = total, rows
+    return pieces
 
 
 @jax.tree_util.register_dataclass

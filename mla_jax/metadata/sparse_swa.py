@@ -6,6 +6,7 @@ batch: per-token arrays of the two are matched by absolute token index only.
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from mla_jax.metadata.common import (
     token_positions,
     token_to_request,
 )
+from mla_jax.metadata.packed import padded_rows
 from mla_jax.metadata.plan import (
     OVERHEAD,
     WorkPlan,
@@ -30,6 +32,7 @@ from mla_jax.metadata.sparse import c128a_width, compressed_lens
 from mla_jax.metadata.sparse_buckets import SWABucket, SWALadder
 from mla_jax.metadata.split import DecodePrefillSplit, split_decodes_and_prefills
 from mla_jax.metadata.window import (
+    NO_CHUNK,
     compute_prefill_gather_lens,
     plan_window_chunks,
     sliding_window_indices,
@@ -137,7 +140,7 @@ class DeepseekSparseSWAMetadataBuilder(
         for ratio in self.compress_ratios:
             layer_type(ratio)
 
-    @property
+    @cached_property
     def layer_types(self) -> tuple[str, ...]:
         """Types present, in the order of ``RATIOS``."""
         present = {layer_type(r) for r in self.compress_ratios} or {"swaonly"}
@@ -152,7 +155,7 @@ class DeepseekSparseSWAMetadataBuilder(
         r = d + split.num_prefills
         plans = {
             name: plan_window_chunks(
-                np.diff(host.query_start_loc_cpu[d : r + 1]),
+                host.query_lens_cpu[d:r],
                 host.seq_lens_cpu_upper_bound[d:r],
                 ratio=RATIOS[name],
                 window=self.window,
@@ -172,11 +175,11 @@ class DeepseekSparseSWAMetadataBuilder(
             chunks=self.ladder.chunks.rung(max(map(len, plans.values()))),
             c128a_width=width,
         )
-        padded = [[*plan, *[(0,) * 4] * (bucket.chunks - len(plan))] for plan in plans.values()]
+        chunks = [padded_rows(plan, bucket.chunks, NO_CHUNK) for plan in plans.values()]
         return SWADecision(
             bucket=bucket,
             counts=np.array([*split, *map(len, plans.values())], np.int32),
-            chunks=np.array(padded, np.int32).reshape(len(plans), bucket.chunks, 4),
+            chunks=np.stack(chunks),
         )
 
     def build(

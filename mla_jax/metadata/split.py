@@ -62,7 +62,7 @@ def split_decodes_and_prefills(
     requests, tokens = host.num_reqs, host.num_actual_tokens
     if requests == 0:
         return DecodePrefillSplit(0, 0, 0, 0)
-    lens = np.diff(starts[: requests + 1])
+    lens = host.query_lens_cpu[:requests]
     everything = DecodePrefillSplit(requests, 0, tokens, 0)
     short = treat_short_extends_as_decodes
     uniform = require_uniform and decode_threshold > 1
@@ -77,9 +77,9 @@ def split_decodes_and_prefills(
         prefill = prefill | _is_prefilling(host)
     if debug and not require_uniform:
         _check_order(lens, prefill)
-    if not prefill.any():
+    first = int(prefill.argmax())
+    if not prefill[first]:
         return everything
-    first = int(np.argmax(prefill))
     before = int(starts[first])
     return DecodePrefillSplit(first, requests - first, before, tokens - before)
 

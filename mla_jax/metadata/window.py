@@ -10,6 +10,7 @@ from mla_jax.metadata.sparse import convert_req_index_to_global_index
 from mla_jax.types import PAD_SLOT, Array, Bool, Int, cdiv, round_up
 
 __all__ = [
+    "NO_CHUNK",
     "WindowChunk",
     "combine_topk_swa_indices",
     "compute_prefill_gather_lens",
@@ -60,6 +61,10 @@ class WindowChunk(NamedTuple):
     stride: int
 
 
+NO_CHUNK = WindowChunk(0, 0, 0, 0)
+"""A padding chunk: no prefills."""
+
+
 def plan_window_chunks(
     query_lens: Int[np.ndarray, "requests"],
     seq_lens: Int[np.ndarray, "requests"],
@@ -76,20 +81,22 @@ def plan_window_chunks(
     without the first term for ``ratio <= 1`` (no compressed states). A prefill that fits no
     workspace stands alone.
     """
-    states = seq_lens // ratio if ratio > 1 else np.zeros_like(seq_lens)
-    tails = compute_prefill_gather_lens(query_lens, seq_lens, window=window)
     most = cdiv(max_model_len, ratio) if ratio > 1 else 0
     rows = chunk_requests * (most + window + max_batched_tokens)
     chunks: list[WindowChunk] = []
-    start, total = 0, len(seq_lens)
-    while start < total:
-        widest = np.maximum.accumulate(states[start:])
-        strides = widest + np.maximum.accumulate(tails[start:])
-        needed = np.arange(1, total - start + 1, dtype=np.int64) * strides
-        count = max(int(np.searchsorted(needed, rows, side="right")), 1)
-        stride = int(strides[count - 1])
-        chunks.append(WindowChunk(start, start + count, int(widest[count - 1]), stride))
-        start += count
+    start = compressed = tail = 0
+    for i, (queries, keys) in enumerate(zip(query_lens.tolist(), seq_lens.tolist(), strict=True)):
+        states = keys // ratio if ratio > 1 else 0
+        context = keys - queries  # the rest is compute_prefill_gather_lens of one request
+        gathered = queries + (0 if context < 0 else context if context < window else window - 1)
+        widest = states if states > compressed else compressed
+        longest = gathered if gathered > tail else tail
+        if i > start and (i + 1 - start) * (widest + longest) > rows:
+            chunks.append(WindowChunk(start, i, compressed, compressed + tail))
+            start, widest, longest = i, states, gathered
+        compressed, tail = widest, longest
+    if len(seq_lens):
+        chunks.append(WindowChunk(start, len(seq_lens), compressed, compressed + tail))
     return chunks
 
 

@@ -1,0 +1,42 @@
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mla_jax.errors import MetadataError
+from mla_jax.metadata.packed import pack, padded_rows
+
+SHAPES = st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), max_size=5)
+
+
+@given(SHAPES)
+def test_packed_arrays_come_back(shapes):
+    rng = np.random.default_rng(0)
+    tree = {i: rng.integers(-9, 9, s, np.int32) for i, s in enumerate(shapes)}
+    packed = pack(tree)
+    assert packed.words.size == sum(x.size for x in tree.values())
+    found = packed.unpack()
+    assert jax.tree.structure(found) == jax.tree.structure(tree)
+    jax.tree.map(np.testing.assert_array_equal, found, tree)
+
+
+def test_one_layout_is_one_program():
+    unpack = jax.jit(lambda packed: packed.unpack())
+    for i in range(3):
+        found = unpack(pack((np.full(3, i, np.int32), np.int32(7 * i))))
+        assert found[0].tolist() == [i] * 3 and int(found[1]) == 7 * i
+    assert unpack._cache_size() == 1
+    unpack(pack((np.zeros(4, np.int32), np.int32(0))))
+    assert unpack._cache_size() == 2
+
+
+@pytest.mark.parametrize("leaf", [np.zeros(2, np.int64), 1, np.zeros(2, bool)])
+def test_only_host_arrays_of_int32(leaf):
+    with pytest.raises(MetadataError, match="numpy array of int32"):
+        pack((np.zeros(1, np.int32), leaf))
+
+
+def test_padded_rows():
+    assert padded_rows([(1, 2), (3, 4)], 4, (0, 9)).tolist() == [[1, 2], [3, 4], [0, 9], [0, 9]]
+    assert padded_rows([], 0, (0, 9)).shape == (0, 2)
