@@ -41,7 +41,7 @@ METHOD = (
     "the turns of a loop around the same build in one program, gaps between kernels count. "
     "host_us: Python time of a step, from the lengths to the return of the call: decide_us "
     "(split, rungs, chunk plans, padding, packing into one buffer) and the call of a program that "
-    "builds everything and, like a model, uses it there (here: sums it) and returns one array; "
+    "builds everything and, like a model, uses it there (here: one kernel reads it all); "
     "device idle. least_us: the least of all calls instead of the median. empty_us: the call of a "
     "program that only sums the buffer. alone_us: the call of a program that returns every array "
     "it builds. 15 of 16 requests decode, each 16th prefills 241 tokens; lengths uniform up to "
@@ -114,7 +114,7 @@ class Program:
 
     def used(self, packed: Packed, table: jax.Array) -> jax.Array:
         """Everything is built and used inside the program."""
-        return sum(jnp.sum(x.astype(jnp.int32)) for x in self.fresh(packed, table))
+        return jnp.concatenate([x.astype(jnp.int32).ravel() for x in self.fresh(packed, table)])
 
 
 def mla(bucket: CommonBucket) -> MLACommonMetadataBuilder:
@@ -172,9 +172,7 @@ def programs(batch: Batch) -> dict[str, Program]:
         def decide():
             host = batch.host()
             decisions = tuple(b.decide(host) for b in builders)
-            padded = host.pad_to(bucket)
-            starts, lens = padded.query_start_loc_cpu, padded.seq_lens_cpu_upper_bound
-            return starts, lens, np.int32(host.num_reqs), decisions
+            return *host.padded_arrays(bucket), decisions
 
         def run(starts, lens, num_reqs, decisions, table):
             common = build_common(starts, lens, table, num_reqs, bucket=bucket, page=PAGE)

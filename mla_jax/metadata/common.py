@@ -144,6 +144,14 @@ class CommonAttentionHost:
         """Cached tokens before this step, an upper bound where the lengths are."""
         return self.seq_lens_cpu_upper_bound - self.query_lens_cpu
 
+    def padded_arrays(
+        self, bucket: CommonBucket
+    ) -> tuple[Int[np.ndarray, "starts"], Int[np.ndarray, "requests"], np.int32]:
+        """What ``build_common`` takes besides the block table: starts, lengths, real requests."""
+        bucket.check_holds(requests=self.num_reqs, tokens=self.num_actual_tokens, pages=0)
+        starts = _pad(self.query_start_loc_cpu, bucket.requests + 1, "edge")
+        return starts, _pad(self.seq_lens_cpu_upper_bound, bucket.requests), np.int32(self.num_reqs)
+
     def pad_to(self, bucket: CommonBucket) -> "CommonAttentionHost":
         """Padded requests have length 0; the counts stay those of the real ones."""
         r = bucket.requests

@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 from mla_jax.errors import MetadataError
 from mla_jax.metadata.buckets import CommonBucket, Ladder, powers_of_two
 from mla_jax.metadata.check import check
-from mla_jax.metadata.common import build_common, slot_mapping, token_to_request
+from mla_jax.metadata.common import (
+    CommonAttentionHost,
+    build_common,
+    slot_mapping,
+    token_to_request,
+)
 from mla_jax.metadata.context_parallel import ContextShard, dcp_local_seq_lens
 from tests.metadata.batches import LARGE, RX, SMALL, batches, build, make
 
@@ -225,3 +230,15 @@ def test_programs_are_rungs():
         batch.common(bucket)
         used.add(bucket)
     assert build._cache_size() == len(used) > 4
+
+
+def test_padded_arrays_are_those_of_the_padded_host():
+    host = CommonAttentionHost.of(np.array([1, 3], np.int32), np.array([5, 7], np.int32))
+    bucket = CommonBucket(requests=4, tokens=8, pages=2)
+    starts, lens, requests = host.padded_arrays(bucket)
+    padded = host.pad_to(bucket)
+    assert starts.tolist() == padded.query_start_loc_cpu.tolist() == [0, 1, 4, 4, 4]
+    assert lens.tolist() == padded.seq_lens_cpu_upper_bound.tolist() == [5, 7, 0, 0]
+    assert requests == 2 and requests.dtype == np.int32
+    with pytest.raises(MetadataError, match="requests of a batch"):
+        host.padded_arrays(CommonBucket(requests=1, tokens=8, pages=2))
