@@ -13,11 +13,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import jaxlib
+
 import numpy as np
 
 from mla_jax.metadata.buckets import CommonBucket, MLALadder
@@ -362,7 +363,7 @@ def main() -> None:
             print(line(rows[-1]), flush=True)
     record = {
         "device": jax.devices()[0].device_kind,
-        "versions": {"jax": jax.__version__, "jaxlib": jaxlib.__version__},
+        "versions": {"jax": jax.__version__, "jaxlib": metadata.version("jaxlib")},
         "clocks": clocks(),
         "method": METHOD,
         "host_target_us": HOST_TARGET,

@@ -6,7 +6,7 @@ Requests are in batch order, tokens of one request contiguous and in position or
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +78,7 @@ def slot_mapping(
     return jnp.where(inside, page_id * page + row, PAD_SLOT)
 
 
-def _pad(array, size: int, mode: Literal["constant", "edge"] = "constant"):
+def _pad(array, size: int, mode: Literal["constant", "edge"] = "constant") -> Any:
     """Grow axis 0 to ``size`` with zeros (or the last entry), on the host or the device."""
     n = array.shape[0]
     if not isinstance(array, np.ndarray):

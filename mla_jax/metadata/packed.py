@@ -17,8 +17,6 @@ from mla_jax.types import Array, Int
 
 __all__ = ["Packed", "pack", "padded_rows"]
 
-_HOST = (np.ndarray, np.int32)
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +45,7 @@ def pack(tree: Any) -> Packed:
     """
     leaves, structure = jax.tree.flatten(tree)
     for leaf in leaves:
-        if not isinstance(leaf, _HOST) or leaf.dtype != np.int32:
+        if isinstance(leaf, jax.Array) or getattr(leaf, "dtype", None) != np.int32:
             given = f"{type(leaf).__name__} of {getattr(leaf, 'dtype', 'no dtype')}"
             raise MetadataError("pack: a leaf", given, "a numpy array of int32")
     words = np.concatenate([x.ravel() for x in leaves]) if leaves else np.zeros(0, np.int32)
