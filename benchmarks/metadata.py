@@ -18,7 +18,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-
 import numpy as np
 
 from mla_jax.metadata.buckets import CommonBucket, MLALadder
