@@ -21,15 +21,14 @@ from flax import nnx
 
 from mla_jax.config import ModelConfig
 from mla_jax.demo_task import KINDS, PAD, Question, ask, decode, encode, longest_answer
-from mla_jax.engine import Engine
+from mla_jax.engine import Engine, load_model
 from mla_jax.metadata.buckets import Ladder, MLALadder
 from mla_jax.model.deepseek_v3 import DeepseekV3
 from mla_jax.model.sampling import SamplingParams
-from mla_jax.model.weights import load, place
 from mla_jax.scheduler import Completion, Event
 from mla_jax.types import Array, cdiv
 
-__all__ = ["FOLDER", "build_engine", "load_model", "main", "questions", "recompute"]
+__all__ = ["FOLDER", "build_engine", "main", "questions", "recompute"]
 
 FOLDER = Path(__file__).parent / "demo_model"
 """The embedded checkpoint; ``docs/demo.md`` says how it was trained."""
@@ -47,15 +46,6 @@ def questions(count: int, *, seed: int) -> list[Question]:
     asked = [ask(rng, KINDS[i % len(KINDS)], tokens=n) for i, n in enumerate(span)]
     rng.shuffle(asked)
     return asked
-
-
-def load_model() -> tuple[DeepseekV3, ModelConfig]:
-    """The embedded checkpoint in float32, ready to decode."""
-    config = ModelConfig.from_hf(FOLDER)
-    model = nnx.eval_shape(lambda: DeepseekV3(config, dtype=jnp.float32, rngs=nnx.Rngs(0)))
-    place(model, load(FOLDER, config, dtype=jnp.float32))
-    model.absorb()
-    return model, config
 
 
 def build_engine(model: DeepseekV3, config: ModelConfig) -> Engine:
@@ -147,7 +137,7 @@ def _show(q: Question, completion: Completion) -> str:
 def main(*, requests: int = 32, seed: int = 0) -> int:
     """Run the demo and print its findings; 0 if every answer is right and recomputed alike."""
     began = time.perf_counter()
-    model, config = load_model()
+    model, config = load_model(FOLDER, dtype=jnp.float32)
     engine, asked = build_engine(model, config), questions(requests, seed=seed)
     wishes = [SamplingParams(max_new_tokens=longest_answer(q.kind)) for q in asked]
     prompts = [encode(q.prompt) for q in asked]

@@ -29,7 +29,7 @@ from mla_jax.pages import PagePool
 from mla_jax.scheduler import Completion, Event, Plan, Scheduler
 from mla_jax.types import cdiv
 
-__all__ = ["Engine", "Stats"]
+__all__ = ["Engine", "Stats", "load_model"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +46,23 @@ class Stats:
     preemptions: int
     compiles: int  # programs compiled; equal to len(buckets)
     buckets: dict[MLABucket, int]  # steps run in each
+
+
+def load_model(
+    folder: str | Path, *, dtype: DTypeLike = jnp.bfloat16, progress: Progress | None = None
+) -> tuple[DeepseekV3, ModelConfig]:
+    """The model of a Hugging Face folder, ready to decode.
+
+    Raises:
+        ConfigError: config.json has a key that this library does not implement.
+        WeightsError: the safetensors do not hold that model.
+    """
+    config = ModelConfig.from_hf(folder)
+    dtype = jnp.dtype(dtype)
+    model = nnx.eval_shape(lambda: DeepseekV3(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    place(model, load(folder, config, dtype=dtype, progress=progress))
+    model.absorb()
+    return model, config
 
 
 class Engine:
@@ -134,16 +151,7 @@ class Engine:
             ConfigError: config.json has a key that this library does not implement.
             WeightsError: the safetensors do not hold that model.
         """
-        config = ModelConfig.from_hf(folder)
-        dtype = jnp.dtype(dtype)
-        leaves = load(folder, config, dtype=dtype, progress=progress)
-
-        def build() -> DeepseekV3:
-            return DeepseekV3(config, dtype=dtype, rngs=nnx.Rngs(0))
-
-        model = nnx.eval_shape(build)
-        place(model, leaves)
-        model.absorb()
+        model, config = load_model(folder, dtype=dtype, progress=progress)
         return cls(model, config, **settings)
 
     def add(

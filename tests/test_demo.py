@@ -19,6 +19,7 @@ from mla_jax.demo_task import (
     longest_answer,
     solve,
 )
+from mla_jax.engine import load_model
 
 
 @given(st.sampled_from(KINDS), st.integers(24, 4000), st.integers(0, 2**16))
@@ -67,7 +68,7 @@ def test_questions_of_the_demo_are_mixed():
 
 
 def test_the_embedded_model_answers():
-    model, config = demo.load_model()
+    model, config = load_model(demo.FOLDER, dtype=jnp.float32)
     assert config.vocab == len(CHARACTERS) + 1
     assert config.eos == (EOS,)
     assert model.embed.embedding[...].dtype == jnp.float32

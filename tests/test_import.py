@@ -13,11 +13,11 @@ SILENT_IMPORT = """
 import time
 import jax
 import flax.nnx
-start = time.perf_counter()
+start = time.process_time()
 import mla_jax
 for name in mla_jax.__all__:
     getattr(mla_jax, name)
-seconds = time.perf_counter() - start
+seconds = time.process_time() - start
 from jax._src import xla_bridge
 assert not xla_bridge.backends_are_initialized(), "importing mla_jax initialised a backend"
 print(seconds)
@@ -33,7 +33,7 @@ def test_import_initialises_no_backend_and_is_quick():
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < 2.0  # seconds beyond jax and flax
+    assert float(done.stdout) < 2.0  # seconds of a core beyond jax and flax
 
 
 def environment_reads(source: str) -> list[int]:
