@@ -1,0 +1,177 @@
+"""New token records to their slots on Hopper: Pallas Mosaic GPU, in place.
+
+Computes ``ref.write_latent``. Tiles of ``tile`` tokens pass through a ring of ``stages`` slots;
+a tile comes in two bulk copies (latent, rotary part) and leaves row by row, two bulk copies to
+each slot of the cache, issued by four warps side by side::
+
+  ahead   load(i + stages - 1) ---------------------------.
+  now     wait full -> [quantise] -> copy each row -> slot of i - 1 may be refilled
+
+Blocks take tiles in turn. A last tile that is not full begins early and repeats rows of its
+neighbour: both write the same bytes. The bound is the copy bandwidth of the chip:
+``docs/kernels/cache_io.md``.
+"""
+
+# Mosaic GPU states its types in part only.
+# pyright: reportPrivateImportUsage=false
+# pyright: reportArgumentType=false
+# pyright: reportCallIssue=false
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+
+from mla_jax.types import Array, Float, Int, cdiv
+
+__all__ = ["scratch", "write"]
+
+WARPS = 4
+IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS  # makes a contiguous copy a bulk copy
+
+
+def scratch(
+    dtypes: tuple[DTypeLike, DTypeLike],
+    stored: DTypeLike,
+    *,
+    tile: int,
+    widths: tuple[int, int],
+    stages: int,
+    quantised: bool,
+) -> dict:
+    """Shared memory and barriers of one thread block; ``widths`` are rank and rope."""
+    buffers = {
+        "latent": plgpu.SMEM((stages, tile, widths[0]), dtypes[0]),
+        "rope": plgpu.SMEM((stages, tile, widths[1]), dtypes[1]),
+        "full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # copy engine -> warpgroup
+    }
+    if quantised:
+        buffers["codes"] = plgpu.SMEM((2, tile, widths[0]), stored)
+        buffers["rope_codes"] = plgpu.SMEM((2, tile, widths[1]), stored)
+    return buffers
+
+
+def write(
+    pages: Float[Array, "pages page row"],
+    scale: Float[Array, ""],
+    kv_latent: Float[Array, "latents rank"],
+    k_rope: Float[Array, "ropes rope"],
+    slots: Int[Array, "tokens"],
+    *,
+    quantised: bool,
+    tile: int,
+    stages: int,
+    workers: int,
+    interpret: object = None,
+) -> Float[Array, "pages page row"]:
+    """``ref.write_latent``; a plain cache has the dtype of the data.
+
+    The result is the buffer of ``pages`` where XLA may reuse it, that is where the caller
+    donates it; otherwise XLA copies the whole cache first.
+    """
+    widths = kv_latent.shape[1], k_rope.shape[1]
+    dtypes = kv_latent.dtype, k_rope.dtype
+    tiles = cdiv(slots.shape[0], tile)
+    buffers = scratch(
+        dtypes, pages.dtype, tile=tile, widths=widths, stages=stages, quantised=quantised
+    )
+    kernel = plgpu.kernel(
+        functools.partial(_body, tile=tile, stages=stages, tiles=tiles),
+        out_type=(),
+        scratch_types=buffers,
+        grid=(min(workers, tiles),),
+        grid_names=("worker",),
+        kernel_name="mla_write",
+        interpret=interpret,
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+    )
+    pages_ref = jax.new_ref(pages)
+    kernel(kv_latent, k_rope, slots, scale.reshape(1), pages_ref)
+    return jax.freeze(pages_ref)
+
+
+def _encode(x: jax.Array, scale, dtype: DTypeLike) -> jax.Array:
+    """``CacheFormat.encode``; a float32 division rounds to nearest."""
+    largest = float(jnp.finfo(dtype).max)
+    return jnp.clip(x.astype(jnp.float32) / scale, -largest, largest).astype(dtype)
+
+
+def _body(
+    latent_g, rope_g, slots_g, scale_g, pages_g,
+    *, tile, stages, tiles, latent, rope, full, codes=None, rope_codes=None,
+):  # fmt: skip
+    num_pages, page, _ = pages_g.shape
+    rank, tokens = latent_g.shape[1], slots_g.shape[0]
+    size = min(tile, tokens)
+    worker, workers = lax.axis_index("worker"), lax.axis_size("worker")
+    mine = lax.div(tiles - worker + workers - 1, jnp.int32(workers))
+
+    def slot(i):
+        return lax.rem(i, jnp.int32(stages))
+
+    def start(i):
+        return jnp.minimum((worker + i * workers) * tile, tokens - size)
+
+    def load(i):
+        @pl.when(i < mine)
+        def _():
+            for src, dst in ((latent_g, latent), (rope_g, rope)):
+                plgpu.copy_gmem_to_smem(
+                    src.at[pl.ds(start(i), size)],
+                    dst.at[slot(i), pl.ds(0, size)],
+                    full.at[slot(i)],
+                    oob_mode=IN_BOUNDS,
+                )
+
+    def send(places, head, tail):
+        """Rows of a tile to their places; one group of each warp."""
+        rows = tile // WARPS
+
+        @plgpu.warp_map
+        def _(warp):
+            for j in range(rows):
+                place = places[j]
+                for w in range(1, WARPS):
+                    place = jnp.where(warp == w, places[w * rows + j], place)
+                r = warp * rows + j
+
+                @pl.when((place >= 0) & (place < num_pages * page))
+                def _(place=place, r=r):
+                    page_id = lax.div(place, jnp.int32(page))
+                    row = pages_g.at[page_id, place - page_id * page]
+                    for src, at in ((head, 0), (tail, rank)):
+                        src = src.at[r]
+                        dst = row.at[pl.ds(at, src.shape[0])]
+                        plgpu.copy_smem_to_gmem(src, dst, commit_group=False)
+
+            plgpu.commit_smem_to_gmem_group()
+
+    def step(i, carry):
+        first = start(i)
+        places = [slots_g[first + j] if j < size else jnp.int32(-1) for j in range(tile)]
+        s, o = slot(i), lax.rem(i, jnp.int32(2))
+        if codes is None:
+            plgpu.barrier_wait(full.at[s])
+            send(places, latent.at[s], rope.at[s])
+            # The copies of i may still read their slot, those of i - 1 may not.
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        else:
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            plgpu.barrier_wait(full.at[s])
+            for src, dst in ((latent, codes), (rope, rope_codes)):
+                layout = plgpu.Layout.WG_STRIDED(src.shape[1:], vec_size=4)
+                x = plgpu.load(src.at[s], layout=layout)
+                dst[o] = _encode(x, scale_g[0], dst.dtype)
+            plgpu.commit_smem()  # also: every thread has read the slot
+            send(places, codes.at[o], rope_codes.at[o])
+        load(i + stages - 1)
+        return carry
+
+    for i in range(stages - 1):
+        load(jnp.int32(i))
+    lax.fori_loop(0, mine, step, ())
+    plgpu.wait_smem_to_gmem(0)
