@@ -80,7 +80,9 @@ def write(
         dtypes, pages.dtype, tile=tile, widths=widths, stages=stages, quantised=quantised
     )
     kernel = plgpu.kernel(
-        functools.partial(_body, tile=tile, stages=stages, tiles=tiles),
+        functools.partial(
+            _body, tile=tile, stages=stages, tiles=tiles, simulate=interpret is not None
+        ),
         out_type=(),
         scratch_types=buffers,
         grid=(min(workers, tiles),),
@@ -94,15 +96,30 @@ def write(
     return jax.freeze(pages_ref)
 
 
-def _encode(x: jax.Array, scale, dtype: DTypeLike) -> jax.Array:
-    """``CacheFormat.encode``; a float32 division rounds to nearest."""
+def _encode(x: jax.Array, scale, dtype: DTypeLike, layout, *, simulate: bool) -> jax.Array:
+    """``CacheFormat.encode``."""
     largest = float(jnp.finfo(dtype).max)
-    return jnp.clip(x.astype(jnp.float32) / scale, -largest, largest).astype(dtype)
+    x, scale = x.astype(jnp.float32), plgpu.layout_cast(jnp.full(x.shape, scale), layout)
+    x = x / scale if simulate else _divide(x, scale, layout)
+    return jnp.clip(x, -largest, largest).astype(dtype)
+
+
+def _divide(x: jax.Array, y: jax.Array, layout) -> jax.Array:
+    """``x / y`` rounded to nearest; XLA lets the compiler of ``/`` be off by two units."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout, layout),
+        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout),
+    )
+    def divide(_, x, y):
+        return x._pointwise(x._lift_fast_instr("div.rn.f32"), y)
+
+    return divide(x, y)
 
 
 def _body(
     latent_g, rope_g, slots_g, scale_g, pages_g,
-    *, tile, stages, tiles, latent, rope, full, codes=None, rope_codes=None,
+    *, tile, stages, tiles, simulate, latent, rope, full, codes=None, rope_codes=None,
 ):  # fmt: skip
     num_pages, page, _ = pages_g.shape
     rank, tokens = latent_g.shape[1], slots_g.shape[0]
@@ -165,7 +182,7 @@ def _body(
             for src, dst in ((latent, codes), (rope, rope_codes)):
                 layout = plgpu.Layout.WG_STRIDED(src.shape[1:], vec_size=4)
                 x = plgpu.load(src.at[s], layout=layout)
-                dst[o] = _encode(x, scale_g[0], dst.dtype)
+                dst[o] = _encode(x, scale_g[0], dst.dtype, layout, simulate=simulate)
             plgpu.commit_smem()  # also: every thread has read the slot
             send(places, codes.at[o], rope_codes.at[o])
         load(i + stages - 1)
