@@ -32,7 +32,7 @@ from jax.typing import DTypeLike
 from mla_jax.pallas.mosaic_lib import store_part
 from mla_jax.types import Array, Float, Int, cdiv
 
-__all__ = ["gather", "scratch"]
+__all__ = ["gather", "owner", "scratch"]
 
 I32 = jnp.int32
 PROBES = 15  # of one round of the search; their loads overlap
@@ -91,7 +91,7 @@ def gather(
     return kernel(pages, scale.reshape(1), page_table, first, row_starts)
 
 
-def _owner(starts_g, row, requests: int):
+def owner(starts_g, row, requests: int):
     """How many of ``starts[1:]`` are at most ``row``: rounds of overlapping loads."""
     low, span = jnp.int32(0), requests
     while span:
@@ -199,7 +199,7 @@ def _body(
         store(i, now, live, offset, n)
         return i + 1, behind(now, n), ahead(i + stages - 1, then)
 
-    now = at_request(low, _owner(starts_g, low, requests))
+    now = at_request(low, owner(starts_g, low, requests))
     then = now
     for i in range(stages - 1):
         then = ahead(jnp.int32(i), then)

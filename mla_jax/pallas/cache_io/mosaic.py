@@ -16,7 +16,9 @@ __all__ = [
     "GatherTuning",
     "WriteTuning",
     "gather_latent",
+    "gather_tuning",
     "write_latent",
+    "write_tuning",
 ]
 
 _SIZES = {
@@ -50,9 +52,9 @@ WRITE = Requirement(
 class GatherTuning:
     """What may change the speed of a gather; no result depends on it."""
 
-    part: int = 16  # rows of one copy, a power of two that divides the page
-    stages: int = 4  # copies in flight of a thread block, and one more on its way out
-    workers: int = 132 * 3  # thread blocks
+    part: int  # rows of one copy, a power of two that divides the page
+    stages: int  # slots of the ring: one is on its way out, the others on their way in
+    workers: int  # thread blocks
 
     def __post_init__(self):
         assert self.part & (self.part - 1) == 0 < self.part, "a power of two"
@@ -63,13 +65,24 @@ class GatherTuning:
 class WriteTuning:
     """What may change the speed of a write; no result depends on it."""
 
-    tile: int = 16  # tokens of one copy, a multiple of 8
-    stages: int = 3
-    workers: int = 132 * 4  # thread blocks, at most
+    tile: int  # tokens of one copy, a multiple of 8
+    stages: int  # slots of the ring: one is on its way out, the others on their way in
+    workers: int  # thread blocks, at most
 
     def __post_init__(self):
         assert self.tile % 8 == 0 < self.tile, "a multiple of 8"
         assert self.stages >= 2 and self.workers >= 1, "two slots, one thread block"
+
+
+def gather_tuning(*, page: int, rows: int, row_bytes: int) -> GatherTuning:
+    """Three thread blocks of a multiprocessor, 16 rows a copy."""
+    del page, rows
+    return GatherTuning(part=16, stages=max(2, min(4, 73_728 // (16 * row_bytes))), workers=396)
+
+
+def write_tuning(*, tokens: int) -> WriteTuning:
+    """Small tiles where there are few tokens."""
+    return WriteTuning(tile=16 if tokens > 2048 else 8, stages=3, workers=528)
 
 
 def gather_latent(
@@ -89,7 +102,8 @@ def gather_latent(
     del format  # dtypes say it all
     if not (rows and page_table.shape[0] and page_table.shape[1]):
         return jnp.zeros((rows, pages.shape[2]), dtype)
-    tuning = tuning or GatherTuning()
+    _, page, row = pages.shape
+    tuning = tuning or gather_tuning(page=page, rows=rows, row_bytes=row * pages.dtype.itemsize)
     return gather_sm90.gather(
         pages,
         scale,
@@ -124,7 +138,7 @@ def write_latent(
     """
     if not slots.shape[0]:
         return pages
-    tuning = tuning or WriteTuning()
+    tuning = tuning or write_tuning(tokens=slots.shape[0])
     return write_sm90.write(
         pages,
         scale,

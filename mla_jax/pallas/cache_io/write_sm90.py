@@ -7,8 +7,8 @@ each slot of the cache, issued by four warps side by side::
   ahead   load(i + stages - 1) ---------------------------.
   now     wait full -> [quantise] -> copy each row -> slot of i - 1 may be refilled
 
-Blocks take tiles in turn. A last tile that is not full begins early and repeats rows of its
-neighbour: both write the same bytes. The bound is the copy bandwidth of the chip:
+Blocks take tiles in turn. A last tile that is not full begins early and skips the rows of its
+neighbour. The bound is the copy bandwidth of the chip:
 ``docs/kernels/cache_io.md``.
 """
 
@@ -130,8 +130,11 @@ def _body(
     def slot(i):
         return lax.rem(i, jnp.int32(stages))
 
+    def begin(i):
+        return (worker + i * workers) * tile
+
     def start(i):
-        return jnp.minimum((worker + i * workers) * tile, tokens - size)
+        return jnp.minimum(begin(i), tokens - size)
 
     def load(i):
         @pl.when(i < mine)
@@ -168,8 +171,9 @@ def _body(
             plgpu.commit_smem_to_gmem_group()
 
     def step(i, carry):
-        first = start(i)
-        places = [slots_g[first + j] if j < size else jnp.int32(-1) for j in range(tile)]
+        first, repeated = start(i), begin(i) - start(i)
+        places = [jnp.where(j < repeated, -1, slots_g[first + j]) for j in range(size)]
+        places += [jnp.int32(-1)] * (tile - size)
         s, o = slot(i), lax.rem(i, jnp.int32(2))
         if codes is None:
             plgpu.barrier_wait(full.at[s])
