@@ -34,7 +34,9 @@ def bits(x):
     return np.asarray(x).view(np.uint8)
 
 
-def gather_case(rng, lens, first, take, *, rows, lead=0, dims=V3, page=64, format="bf16", scale=0.3):
+def gather_case(
+    rng, lens, first, take, *, rows, lead=0, dims=V3, page=64, format="bf16", scale=0.3
+):
     """Arguments of ``gather_latent`` and its rows; ``lead`` rows before the first are nobody's."""
     scale = scale if FORMATS[format].quantised else 1.0
     cache, table, parts = paged(rng, lens, dims=dims, page=page, format=format, scale=scale)
@@ -65,7 +67,9 @@ def write_case(rng, slots, *, surplus=3, num_pages=6, dims=V3, page=64, format="
     )
     x = draw(rng, len(slots) + surplus, dims.row, dtype=dtype)
     x[-surplus:] = np.nan
-    stored = x if not fmt.quantised else np.clip(x.astype(np.float32) / np.float32(scale), -448, 448)
+    stored = (
+        x if not fmt.quantised else np.clip(x.astype(np.float32) / np.float32(scale), -448, 448)
+    )
     want = pages.reshape(-1, dims.row)
     for s, row in zip(slots, stored.astype(pages.dtype), strict=False):
         if 0 <= s < len(want):
