@@ -94,13 +94,14 @@ GATHERED = {
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.parametrize("name", GATHERED)
-def test_interpreted_gather(name, rng):
+def test_interpreted_gather(name, stages, rng):
     """Every part of the walk on a CPU, with race detection."""
     lens, first, take, more = GATHERED[name]
     args, kwargs, want = gather_case(rng, lens, first, take, dims=SMALL, **more)
     params = plgpu.InterpretGPUParams(detect_races=True)
-    tuning = mosaic.GatherTuning(part=16, stages=3, workers=3)
+    tuning = mosaic.GatherTuning(part=16, stages=stages, workers=3)
     got = gather(args, kwargs, tuning=tuning, interpret=params)
     np.testing.assert_array_equal(bits(got), bits(want))
     assert not get_races().races_found
@@ -115,11 +116,12 @@ WRITTEN = {
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("name", WRITTEN)
-def test_interpreted_write(name, rng):
+def test_interpreted_write(name, stages, rng):
     args, want = write_case(rng, dims=SMALL, page=16, **WRITTEN[name])
     params = plgpu.InterpretGPUParams(detect_races=True)
-    tuning = mosaic.WriteTuning(tile=8, stages=2, workers=2)
+    tuning = mosaic.WriteTuning(tile=8, stages=stages, workers=2)
     got = write(args, tuning=tuning, interpret=params)
     np.testing.assert_array_equal(bits(got), bits(want))
     assert not get_races().races_found

@@ -4,8 +4,8 @@ Computes ``ref.gather_latent``. A thread block owns ``share`` rows of the result
 part by part: a part is ``part`` aligned rows of one page, contiguous in the cache and in the
 result, or as many rows that nobody fills. Parts pass through a ring of ``stages`` slots::
 
-  ahead   place(i + stages - 1) -> bulk load -------.
-  now     place(i) -> wait full -> [dequantise] -> bulk store -> slot of i - 1 may be refilled
+  ahead   place(i + stages) -> bulk load ---------------------------------.
+  now     place(i) -> wait full -> [dequantise] -> bulk store -> slot of i - 1 is free
 
 Whole parts are loaded; the first and the last part of a request are stored in powers of two.
 The place of a part follows from its row alone: a search in ``row_starts`` finds the first
@@ -55,7 +55,7 @@ def scratch(stored: DTypeLike, dtype: DTypeLike, *, part: int, row: int, stages:
         "full": plgpu.Barrier(num_barriers=stages),  # copy engine -> warpgroup
     }
     if jnp.dtype(stored) != jnp.dtype(dtype):
-        buffers["wide"] = plgpu.SMEM((2, part, row), dtype)  # dequantised, on its way out
+        buffers["wide"] = plgpu.SMEM((min(stages, 2), part, row), dtype)  # on its way out
     return buffers
 
 
@@ -114,6 +114,7 @@ def _body(
     low = lax.axis_index("worker") * share
     high = jnp.minimum(low + share, rows)
     lead = starts_g[0]  # rows before it are nobody's
+    late = min(stages - 1, 1)  # stores that may still read their slot
 
     def slot(i):
         return lax.rem(i, jnp.int32(stages))
@@ -169,13 +170,12 @@ def _body(
             plgpu.commit_smem()
 
         store_part(ring.at[slot(i)], offset, out_g, c.row, n, most=part)
-        # The store of i may still read its slot, that of i - 1 may not.
-        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        plgpu.wait_smem_to_gmem(late, wait_read_only=True)
 
     def store_wide(i, c: Cursor, live, offset, n):
-        out = wide.at[lax.rem(i, jnp.int32(2))]
+        out = wide.at[lax.rem(i, jnp.int32(late + 1))]
         layout = plgpu.Layout.WG_STRIDED(ring.shape[1:], vec_size=8)
-        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        plgpu.wait_smem_to_gmem(late, wait_read_only=True)
 
         @pl.when(live)
         def _():
@@ -197,11 +197,13 @@ def _body(
         i, now, then = carry
         live, offset, n = part_of(now)
         store(i, now, live, offset, n)
-        return i + 1, behind(now, n), ahead(i + stages - 1, then)
+        free = i - late if wide is None else i  # the part whose slot may be refilled
+        then = lax.cond(free >= 0, lambda: ahead(free + stages, then), lambda: then)
+        return i + 1, behind(now, n), then
 
     now = at_request(low, owner(starts_g, low, requests))
     then = now
-    for i in range(stages - 1):
+    for i in range(stages):
         then = ahead(jnp.int32(i), then)
     lax.while_loop(lambda carry: carry[1].row < high, step, (jnp.int32(0), now, then))
     plgpu.wait_smem_to_gmem(0)

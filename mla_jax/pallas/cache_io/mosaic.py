@@ -58,7 +58,7 @@ class GatherTuning:
 
     def __post_init__(self):
         assert self.part & (self.part - 1) == 0 < self.part, "a power of two"
-        assert self.stages >= 2 and self.workers >= 1, "two slots, one thread block"
+        assert min(self.stages, self.workers) >= 1, "one slot, one thread block"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class WriteTuning:
 
     def __post_init__(self):
         assert self.tile % 8 == 0 < self.tile, "a multiple of 8"
-        assert self.stages >= 2 and self.workers >= 1, "two slots, one thread block"
+        assert min(self.stages, self.workers) >= 1, "one slot, one thread block"
 
 
 def gather_tuning(*, page: int, rows: int, row_bytes: int) -> GatherTuning:

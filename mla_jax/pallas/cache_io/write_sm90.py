@@ -4,8 +4,8 @@ Computes ``ref.write_latent``. Tiles of ``tile`` tokens pass through a ring of `
 a tile comes in two bulk copies (latent, rotary part) and leaves row by row, two bulk copies to
 each slot of the cache, issued by four warps side by side::
 
-  ahead   load(i + stages - 1) ---------------------------.
-  now     wait full -> [quantise] -> copy each row -> slot of i - 1 may be refilled
+  ahead   load(i + stages) -----------------------------.
+  now     wait full -> [quantise] -> copy each row -> slot of i - 1 is free
 
 Blocks take tiles in turn. A last tile that is not full begins early and skips the rows of its
 neighbour. The bound is the copy bandwidth of the chip:
@@ -31,6 +31,7 @@ from mla_jax.types import Array, Float, Int, cdiv
 __all__ = ["scratch", "write"]
 
 WARPS = 4
+SAFE = 60  # scales of 2**-60 to 2**60 are divided by with a reciprocal
 IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS  # makes a contiguous copy a bulk copy
 
 
@@ -50,8 +51,9 @@ def scratch(
         "full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # copy engine -> warpgroup
     }
     if quantised:
-        buffers["codes"] = plgpu.SMEM((2, tile, widths[0]), stored)
-        buffers["rope_codes"] = plgpu.SMEM((2, tile, widths[1]), stored)
+        out = min(stages, 2)
+        buffers["codes"] = plgpu.SMEM((out, tile, widths[0]), stored)
+        buffers["rope_codes"] = plgpu.SMEM((out, tile, widths[1]), stored)
     return buffers
 
 
@@ -96,25 +98,54 @@ def write(
     return jax.freeze(pages_ref)
 
 
-def _encode(x: jax.Array, scale, dtype: DTypeLike, layout, *, simulate: bool) -> jax.Array:
-    """``CacheFormat.encode``."""
-    largest = float(jnp.finfo(dtype).max)
-    x, scale = x.astype(jnp.float32), plgpu.layout_cast(jnp.full(x.shape, scale), layout)
-    x = x / scale if simulate else _divide(x, scale, layout)
-    return jnp.clip(x, -largest, largest).astype(dtype)
+def _encode(src, scale, dst, *, simulate: bool) -> None:
+    """``dst = CacheFormat.encode(src)``: the quotient is rounded once, before the cast."""
+    layout = plgpu.Layout.WG_STRIDED(src.shape, vec_size=4)
+
+    def encode(divide):
+        x = plgpu.load(src, layout=layout).astype(jnp.float32)
+        largest = 2.0 * float(jnp.finfo(dst.dtype).max)
+        x = jnp.clip(x, -largest * scale, largest * scale)  # no infinity; the cast saturates
+        y = plgpu.layout_cast(jnp.full(src.shape, scale), layout)
+        dst[...] = divide(x, y).astype(dst.dtype)
+
+    if simulate:
+        encode(lambda x, y: jnp.clip(x / y, -448.0, 448.0))
+        return
+    usual = (scale >= 2.0**-SAFE) & (scale <= 2.0**SAFE)
+    pl.when(usual)(lambda: encode(functools.partial(_inline, _quotient, layout)))
+    pl.when(jnp.logical_not(usual))(lambda: encode(functools.partial(_inline, _division, layout)))
 
 
-def _divide(x: jax.Array, y: jax.Array, layout) -> jax.Array:
-    """``x / y`` rounded to nearest; XLA lets the compiler of ``/`` be off by two units."""
+def _inline(f, layout, x: jax.Array, y: jax.Array) -> jax.Array:
+    """``f`` of two float32 arrays of one layout, in terms of their registers."""
+    result = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout)
+    return plgpu.inline_mgpu(arg_types=(layout, layout), return_type=result)(f)(x, y)
 
-    @plgpu.inline_mgpu(
-        arg_types=(layout, layout),
-        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout),
-    )
-    def divide(_, x, y):
-        return x._pointwise(x._lift_fast_instr("div.rn.f32"), y)
 
-    return divide(x, y)
+def _division(_, x, y):
+    """``x / y`` to nearest; XLA lets the compiler of a plain ``/`` be off by two units."""
+    return x._pointwise(x._lift_fast_instr("div.rn.f32"), y)
+
+
+def _quotient(_, x, y):
+    """``x / y`` to nearest, if all elements of ``y`` are equal and nothing under- or overflows.
+
+    One reciprocal for all, and two corrections by the exact remainder: the steps that a
+    division takes as well, less its own reciprocal and its tests for exponents.
+    """
+    fma, negative = (x._lift_fast_instr(name) for name in ("fma.rn.f32", "neg.f32"))
+    divisor = y.registers.flat[0]
+    inverse = x._lift_fast_instr("rcp.rn.f32")(divisor)
+    divisor = negative(divisor)
+
+    def one(a):
+        q = x._lift_fast_instr("mul.rn.f32")(a, inverse)
+        for _ in range(2):
+            q = fma(fma(q, divisor, a), inverse, q)
+        return q
+
+    return x._pointwise(one)
 
 
 def _body(
@@ -126,6 +157,7 @@ def _body(
     size = min(tile, tokens)
     worker, workers = lax.axis_index("worker"), lax.axis_size("worker")
     mine = lax.div(tiles - worker + workers - 1, jnp.int32(workers))
+    late = min(stages - 1, 1)  # groups of copies that may still read their slot
 
     def slot(i):
         return lax.rem(i, jnp.int32(stages))
@@ -169,30 +201,32 @@ def _body(
                         plgpu.copy_smem_to_gmem(src, dst, commit_group=False)
 
             plgpu.commit_smem_to_gmem_group()
+            plgpu.wait_smem_to_gmem(late, wait_read_only=True)
+
+        plgpu.commit_smem()  # a barrier: every warp has waited
 
     def step(i, carry):
         first, repeated = start(i), begin(i) - start(i)
         places = [jnp.where(j < repeated, -1, slots_g[first + j]) for j in range(size)]
         places += [jnp.int32(-1)] * (tile - size)
-        s, o = slot(i), lax.rem(i, jnp.int32(2))
+        s, o = slot(i), lax.rem(i, jnp.int32(late + 1))
         if codes is None:
             plgpu.barrier_wait(full.at[s])
             send(places, latent.at[s], rope.at[s])
-            # The copies of i may still read their slot, those of i - 1 may not.
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            pl.when(i >= late)(lambda: load(i - late + stages))
         else:
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
             plgpu.barrier_wait(full.at[s])
             for src, dst in ((latent, codes), (rope, rope_codes)):
-                layout = plgpu.Layout.WG_STRIDED(src.shape[1:], vec_size=4)
-                x = plgpu.load(src.at[s], layout=layout)
-                dst[o] = _encode(x, scale_g[0], dst.dtype, layout, simulate=simulate)
+                _encode(src.at[s], scale_g[0], dst.at[o], simulate=simulate)
             plgpu.commit_smem()  # also: every thread has read the slot
+            load(i + stages)
             send(places, codes.at[o], rope_codes.at[o])
-        load(i + stages - 1)
         return carry
 
-    for i in range(stages - 1):
+    for i in range(stages):
         load(jnp.int32(i))
     lax.fori_loop(0, mine, step, ())
-    plgpu.wait_smem_to_gmem(0)
+
+    @plgpu.warp_map
+    def _(_):
+        plgpu.wait_smem_to_gmem(0)
