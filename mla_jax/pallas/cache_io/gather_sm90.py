@@ -18,6 +18,7 @@ The bound is the copy bandwidth of the chip: ``docs/kernels/cache_io.md``.
 # pyright: reportPrivateImportUsage=false
 # pyright: reportArgumentType=false
 # pyright: reportCallIssue=false
+# pyright: reportOptionalMemberAccess=false
 
 import functools
 from typing import NamedTuple

@@ -210,7 +210,7 @@ def _body(
         places = [jnp.where(j < repeated, -1, slots_g[first + j]) for j in range(size)]
         places += [jnp.int32(-1)] * (tile - size)
         s, o = slot(i), lax.rem(i, jnp.int32(late + 1))
-        if codes is None:
+        if codes is None or rope_codes is None:
             plgpu.barrier_wait(full.at[s])
             send(places, latent.at[s], rope.at[s])
             pl.when(i >= late)(lambda: load(i - late + stages))
