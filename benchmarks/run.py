@@ -27,7 +27,7 @@ METHOD = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.run", description=__doc__)
-    parser.add_argument("suite", choices=["decode"])
+    parser.add_argument("suite", choices=["decode", "gather"])
     parser.add_argument("--peers", type=Path, help="folder with the peers' shared objects")
     parser.add_argument("--out", type=Path, help="JSON file; default benchmarks/results/")
     parser.add_argument("--cases", nargs="*", help="names of cases; all by default")
@@ -47,7 +47,7 @@ def main() -> None:
         "device": kind,
         "versions": _versions(),
         "clocks": _clocks(),
-        "method": METHOD,
+        "method": getattr(suite, "METHOD", METHOD),
         "extra": suite.extra(),
         "rows": [],
     }

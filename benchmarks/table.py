@@ -1,5 +1,6 @@
 """``python -m benchmarks.table`` writes docs/performance.md from the newest results."""
 
+import functools
 import json
 import math
 from pathlib import Path
@@ -21,6 +22,25 @@ The floor is the larger of FLOPs / 800 TFLOP/s and bytes / 4.25 TB/s. Case names
 queries of each, heads, keys of each (ragged: 1 to 16384).
 """
 
+TRAFFIC = """Cache traffic is compared with a device-to-device copy that moves as many bytes, in the
+same run. Case names: operation, format of the cache, megabytes of stored rows.
+"""
+
+TRAFFIC_COLUMNS = {  # heading: key, digits
+    "span µs": ("ours_span_us", 1),
+    "back to back µs": ("ours_slope_us", 1),
+    "copy span": ("copy_span_us", 1),
+    "copy back to back": ("copy_slope_us", 1),
+    "torch span": ("peer_span_us", 1),
+    "torch back to back": ("peer_slope_us", 1),
+    "XLA span": ("xla_span_us", 1),
+    "GB/s": ("gbs", 0),
+    "% of copy": ("copy_percent", 1),
+    "% of copy back to back": ("copy_percent_slope", 1),
+    "ratio to torch": ("ratio_span", 2),
+    "back to back": ("ratio_slope", 2),
+}
+
 COLUMNS = (
     "case", "sum µs", "span µs", "back to back µs", "peer sum", "peer span", "peer back to back",
     "ratio sum", "ratio span", "ratio back to back", "TFLOP/s", "GB/s", "% of floor", "error",
@@ -37,15 +57,18 @@ def _section(path: Path) -> str:
     record = json.loads(path.read_text())
     rows = record["rows"]
     versions = ", ".join(f"{k} {v}" for k, v in record["versions"].items())
+    traffic = "copy_percent" in rows[0]
+    columns = ("case", *TRAFFIC_COLUMNS) if traffic else COLUMNS
     lines = [
         f"## {path.stem}",
         "",
         f"{record['device']}; {versions}; clocks {record['clocks']}. {record['method']}.",
         "",
+        *([TRAFFIC] if traffic else []),
         *([record["note"], ""] if "note" in record else []),
-        f"| {' | '.join(COLUMNS)} |",
-        f"|{'---|' * len(COLUMNS)}",
-        *(f"| {' | '.join(_cells(row))} |" for row in rows),
+        f"| {' | '.join(columns)} |",
+        f"|{'---|' * len(columns)}",
+        *(f"| {' | '.join(_traffic(row) if traffic else _cells(row))} |" for row in rows),
         "",
     ]
     main = [r for r in rows if r["case"] not in record.get("extra", [])]
@@ -57,10 +80,16 @@ def _section(path: Path) -> str:
     return "\n".join([*lines, ""])
 
 
-def _cells(row: dict) -> list[str]:
-    def number(key: str, digits: int) -> str:
-        return f"{row[key]:.{digits}f}" if row.get(key, 0) > 0 else "–"
+def _number(row: dict, key: str, digits: int) -> str:
+    return f"{row[key]:.{digits}f}" if row.get(key, 0) > 0 else "–"
 
+
+def _traffic(row: dict) -> list[str]:
+    return [f"`{row['case']}`", *(_number(row, *x) for x in TRAFFIC_COLUMNS.values())]
+
+
+def _cells(row: dict) -> list[str]:
+    number = functools.partial(_number, row)
     times = ("ours_us", "ours_span_us", "ours_slope_us", "peer_us", "peer_span_us", "peer_slope_us")
     ratios = ("ratio", "ratio_span", "ratio_slope")
     return [

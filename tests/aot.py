@@ -69,8 +69,13 @@ def available() -> str:
     return ""
 
 
-def compile_sm90(fn: Callable, *args: Any) -> tuple[Any, list[KernelReport]]:
-    """The compiled ``fn`` and a report on each of its Mosaic GPU kernels, in name order."""
+def compile_sm90(
+    fn: Callable, *args: Any, donate: tuple[int, ...] = ()
+) -> tuple[Any, list[KernelReport]]:
+    """The compiled ``fn`` and a report on each of its Mosaic GPU kernels, in name order.
+
+    ``donate`` are positions of arguments whose memory the results may take.
+    """
     topology = topologies.get_topology_desc(platform="cuda", target_config=_H200, topology="1x1x1")
     mesh = topologies.make_mesh(topology, (1,), ("device",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -78,7 +83,7 @@ def compile_sm90(fn: Callable, *args: Any) -> tuple[Any, list[KernelReport]]:
     with tempfile.TemporaryDirectory() as folder:
         flags = {f"MOSAIC_GPU_DUMP_{k}": "1" for k in ("PTXAS", "PTX")}
         with _environment(MOSAIC_GPU_DUMP_TO=folder, **flags):
-            compiled = jax.jit(fn).lower(*specs).compile()
+            compiled = jax.jit(fn, donate_argnums=donate).lower(*specs).compile()
         reports = [_read(path) for path in sorted(Path(folder).glob("*.ptxas"))]
     return compiled, reports
 

@@ -9,15 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mla_jax.cache import FORMATS, LatentCache
+from mla_jax.config import MLADims
 from mla_jax.ops import copy_blocks, gather_latent, swap_blocks, write_latent
 from tests.cases import GARBAGE_PAGE, TINY, draw, paged, run, starts
 
 OP = "write_latent"
 FORMAT = pytest.mark.parametrize("format", FORMATS)
+WIDE = MLADims(heads=3, rank=64, nope=8, rope=64, v=6, q_rank=None)  # what kernels accept
+SIZES = pytest.mark.parametrize(("dims", "page"), [(TINY, 4), (WIDE, 16)], ids=["tiny", "wide"])
+DTYPE = {"fp16": "float16", "fp32": "float32"}  # of the rows that a format stores; else bfloat16
 
 
-def alloc(**kwargs):
-    sizes = {"num_pages": 5, "page": 4, "rank": TINY.rank, "rope": TINY.rope}
+def alloc(dims=TINY, **kwargs):
+    sizes = {"num_pages": 5, "page": 4, "rank": dims.rank, "rope": dims.rope}
     return LatentCache.alloc(**(sizes | kwargs))
 
 
@@ -28,27 +32,30 @@ def bits(x):
 
 
 @FORMAT
-def test_write_touches_its_slots_only(format, backend, rng):
+@SIZES
+def test_write_touches_its_slots_only(dims, page, format, backend, rng):
     """Slot -1 is skipped, surplus rows are ignored, and the last row of the cache survives."""
-    cache = alloc(format=format)
-    kv, kr = (jnp.asarray(draw(rng, 7, n, dtype="bfloat16")) for n in (TINY.rank, TINY.rope))
-    slots = jnp.array([-1, 5, -1, 18, 20, 1000], jnp.int32)  # 20 slots: the last two are outside
+    cache = alloc(dims, page=page, format=format)
+    dtype = DTYPE.get(format, "bfloat16")
+    kv, kr = (jnp.asarray(draw(rng, 7, n, dtype=dtype)) for n in (dims.rank, dims.rope))
+    n = 5 * page  # slots: the last two tokens are outside
+    slots = jnp.array([-1, 5, -1, 18, n, 1000], jnp.int32)
     before = np.asarray(cache.pages)
     got = run(write_latent, cache, kv, kr, slots, backend=backend)
-    want = before.reshape(20, -1).copy()
+    want = before.reshape(n, -1).copy()
     stored = np.concatenate([kv, kr], axis=1).astype(before.dtype)
     want[5], want[18] = stored[1], stored[3]
-    np.testing.assert_array_equal(bits(got.pages).reshape(20, -1), bits(want))
+    np.testing.assert_array_equal(bits(got.pages).reshape(n, -1), bits(want))
 
 
 def test_plain_write_keeps_every_bit(backend):
     """All 2**16 bfloat16 patterns, NaNs included."""
-    codes = np.arange(2**16, dtype=np.uint16).reshape(-1, 32).view(ml_dtypes.bfloat16)
-    cache = alloc(num_pages=128, page=16, rank=24, rope=8, format="bf16")
+    codes = np.arange(2**16, dtype=np.uint16).reshape(-1, 128).view(ml_dtypes.bfloat16)
+    cache = alloc(num_pages=32, page=16, rank=64, rope=64, format="bf16")
     x = jnp.asarray(codes)
-    slots = jnp.arange(2048, dtype=jnp.int32)
-    got = run(write_latent, cache, x[:, :24], x[:, 24:], slots, backend=backend)
-    np.testing.assert_array_equal(bits(got.pages).reshape(-1, 32), codes.view(np.uint16))
+    slots = jnp.arange(512, dtype=jnp.int32)
+    got = run(write_latent, cache, x[:, :64], x[:, 64:], slots, backend=backend)
+    np.testing.assert_array_equal(bits(got.pages).reshape(-1, 128), codes.view(np.uint16))
 
 
 @pytest.mark.parametrize(
@@ -67,16 +74,21 @@ def test_fp8_rounds_to_nearest_even_and_saturates(value, byte, backend):
 
 
 @FORMAT
-def test_write_then_gather_round_trip(format, backend, rng):
-    cache = alloc(format=format, scale=0.5 if format == "fp8_e4m3" else 1.0)
-    kv, kr = (jnp.asarray(draw(rng, 6, n)) for n in (TINY.rank, TINY.rope))
+@SIZES
+def test_write_then_gather_round_trip(dims, page, format, backend, rng):
+    cache = alloc(dims, page=page, format=format, scale=0.5 if format == "fp8_e4m3" else 1.0)
+    dtype = DTYPE.get(format, "bfloat16")
+    kv, kr = (jnp.asarray(draw(rng, 6, n, dtype=dtype)) for n in (dims.rank, dims.rope))
     table = jnp.array([[3, 1, GARBAGE_PAGE]], jnp.int32)
-    slots = jnp.array([12, 13, 14, 15, 4, 5], jnp.int32)
+    slots = jnp.array([*(4 * page - 4 + np.arange(4)), page, page + 1], jnp.int32)
     cache = run(write_latent, cache, kv, kr, slots, backend=backend)
-    one = jnp.array([0], jnp.int32)
+    one = jnp.array([page - 4], jnp.int32)
     ends = jnp.array([0, 6], jnp.int32)
-    got = gather_latent(cache, table, one, ends, rows=8, dtype=jnp.float32)
-    x = np.concatenate([kv, kr], axis=1)
+    got = run(
+        gather_latent, cache, table, one, ends, rows=8, dtype=jnp.dtype(dtype), backend=backend
+    )
+    got = np.asarray(got).astype(np.float32)
+    x = np.concatenate([kv, kr], axis=1).astype(np.float32)
     scale = np.float32(cache.scale)
     want = (x / scale).astype(FORMATS[format].dtype).astype(np.float32) * scale
     np.testing.assert_array_equal(got[:6], want)
@@ -84,33 +96,37 @@ def test_write_then_gather_round_trip(format, backend, rng):
 
 
 @FORMAT
-def test_gather_any_start(format, backend, rng):
+@SIZES
+def test_gather_any_start(dims, page, format, backend, rng):
     """Unaligned starts, empty requests, padding rows zero, poisoned rest."""
     scale = 0.3 if format == "fp8_e4m3" else 1.0
-    lens, first, take = [11, 0, 9, 4], [6, 0, 0, 3], [5, 0, 7, 1]
-    cache, table, rows = paged(rng, lens, dims=TINY, page=4, format=format, scale=scale)
+    dtype = jnp.dtype(DTYPE.get(format, "bfloat16"))
+    lens, first, take = [2 * page + 3, 0, 2 * page + 1, 4], [6, 0, 0, 3], [5, 0, page + 3, 1]
+    cache, table, rows = paged(rng, lens, dims=dims, page=page, format=format, scale=scale)
     got = run(
         gather_latent, cache, table, jnp.asarray(first, jnp.int32), jnp.asarray(starts(take)),
-        rows=16, dtype=jnp.float32, backend=backend,
+        rows=page + 12, dtype=dtype, backend=backend,
     )  # fmt: skip
     want = [x[f : f + n] for x, f, n in zip(rows, first, take, strict=True)]
-    want = np.concatenate([*want, np.zeros((3, TINY.row))])
-    np.testing.assert_array_equal(np.asarray(got), want.astype(np.float32))
+    want = np.concatenate([*want, np.zeros((3, dims.row))])
+    np.testing.assert_array_equal(bits(got), bits(want.astype(np.float32).astype(dtype)))
 
 
-def test_gather_outside_the_table_is_zero(backend, rng):
-    cache, table, rows = paged(rng, [8], dims=TINY, page=4, format="fp32")
-    where = jnp.array([6], jnp.int32), jnp.array([0, 4], jnp.int32)
-    got = run(gather_latent, cache, table, *where, rows=4, dtype=jnp.float32, backend=backend)
-    np.testing.assert_array_equal(got[:2], rows[0][6:].astype(np.float32))
+@SIZES
+def test_gather_outside_the_table_is_zero(dims, page, backend, rng):
+    cache, table, rows = paged(rng, [2 * page], dims=dims, page=page)
+    where = jnp.array([2 * page - 2], jnp.int32), jnp.array([0, 4], jnp.int32)
+    got = run(gather_latent, cache, table, *where, rows=4, dtype=jnp.bfloat16, backend=backend)
+    np.testing.assert_array_equal(np.asarray(got[:2]).astype(np.float64), rows[0][-2:])
     assert not np.asarray(got[2:]).any()
 
 
 @pytest.mark.parametrize(("requests", "width", "rows"), [(0, 3, 4), (2, 0, 4), (2, 3, 0)])
 def test_gather_nothing(requests, width, rows, backend):
     zeros = [jnp.zeros(s, jnp.int32) for s in ((requests, width), (requests,), (requests + 1,))]
-    got = run(gather_latent, alloc(), *zeros, rows=rows, dtype=jnp.bfloat16, backend=backend)
-    assert got.shape == (rows, TINY.row) and not np.asarray(got).any()
+    cache = alloc(WIDE, page=16)
+    got = run(gather_latent, cache, *zeros, rows=rows, dtype=jnp.bfloat16, backend=backend)
+    assert got.shape == (rows, WIDE.row) and not np.asarray(got).any()
 
 
 @FORMAT
@@ -171,5 +187,7 @@ def test_offsets_past_two_to_the_31(backend):
     cache = write(cache)
     table = jnp.array([[cache.num_pages - 1]], jnp.int32)
     where = jnp.array([62], jnp.int32), jnp.array([0, 2], jnp.int32)
-    got = run(gather_latent, cache, table, *where, rows=2, dtype=jnp.float32, backend=backend)
-    np.testing.assert_array_equal(got, np.repeat([[0.0], [2.0]], 576, axis=1))
+    got = run(gather_latent, cache, table, *where, rows=2, dtype=jnp.bfloat16, backend=backend)
+    np.testing.assert_array_equal(
+        np.asarray(got, np.float32), np.repeat([[0.0], [2.0]], 576, axis=1)
+    )

@@ -1,9 +1,11 @@
 """Cache in, cache out: write, gather and move token records."""
 
-from mla_jax.pallas.cache_io import ref
+from mla_jax.pallas.cache_io import mosaic, ref
 from mla_jax.pallas.registry import Backend
 
 BACKENDS = (
+    Backend(op="write_latent", name="mosaic", run=mosaic.write_latent, requirement=mosaic.WRITE),
+    Backend(op="gather_latent", name="mosaic", run=mosaic.gather_latent, requirement=mosaic.GATHER),
     Backend(op="write_latent", name="xla", run=ref.write_latent),
     Backend(op="gather_latent", name="xla", run=ref.gather_latent),
     Backend(op="copy_blocks", name="xla", run=ref.copy_blocks),

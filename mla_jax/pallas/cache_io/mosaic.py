@@ -1,0 +1,153 @@
+"""Backend ``mosaic`` of cache traffic: what it accepts, how it is tuned, the two kernels."""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from mla_jax.cache import CacheFormat
+from mla_jax.pallas.cache_io import gather_sm90, write_sm90
+from mla_jax.pallas.registry import OneOf, Requirement, Within
+from mla_jax.types import Array, Float, Int, cdiv, round_up
+
+__all__ = [
+    "GATHER",
+    "WRITE",
+    "GatherTuning",
+    "WriteTuning",
+    "gather_latent",
+    "gather_tuning",
+    "write_latent",
+    "write_tuning",
+]
+
+_SIZES = {
+    "rank": Within(low=64, high=1024, multiple=64),
+    "rope": Within(low=64, high=128, multiple=64),
+    "page": Within(multiple=16),
+}
+
+GATHER = Requirement(
+    sm=OneOf(90),
+    features={
+        "out+cache": OneOf(
+            "bfloat16+bf16", "float16+fp16", "bfloat16+fp8_e4m3", "float16+fp8_e4m3"
+        ),
+        **_SIZES,
+    },
+)
+
+WRITE = Requirement(
+    sm=OneOf(90),
+    features={
+        "dtype+cache": OneOf(
+            "bfloat16+bf16", "float16+fp16", "bfloat16+fp8_e4m3", "float16+fp8_e4m3"
+        ),
+        **_SIZES,
+    },
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatherTuning:
+    """What may change the speed of a gather; no result depends on it."""
+
+    part: int  # rows of one copy, a power of two that divides the page
+    stages: int  # slots of the ring: one is on its way out, the others on their way in
+    workers: int  # thread blocks
+
+    def __post_init__(self):
+        assert self.part & (self.part - 1) == 0 < self.part, "a power of two"
+        assert min(self.stages, self.workers) >= 1, "one slot, one thread block"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteTuning:
+    """What may change the speed of a write; no result depends on it."""
+
+    tile: int  # tokens of one copy, a multiple of 8
+    stages: int  # slots of the ring: one is on its way out, the others on their way in
+    workers: int  # thread blocks, at most
+
+    def __post_init__(self):
+        assert self.tile % 8 == 0 < self.tile, "a multiple of 8"
+        assert min(self.stages, self.workers) >= 1, "one slot, one thread block"
+
+
+def gather_tuning(*, page: int, rows: int, row_bytes: int) -> GatherTuning:
+    """Three thread blocks of a multiprocessor, 16 rows a copy."""
+    del page, rows
+    return GatherTuning(part=16, stages=max(2, min(4, 73_728 // (16 * row_bytes))), workers=396)
+
+
+def write_tuning(*, tokens: int) -> WriteTuning:
+    """Small tiles where there are few tokens."""
+    return WriteTuning(tile=16 if tokens > 2048 else 8, stages=3, workers=528)
+
+
+def gather_latent(
+    pages: Float[Array, "pages page row"],
+    scale: Float[Array, ""],
+    page_table: Int[Array, "requests width"],
+    first: Int[Array, "requests"],
+    row_starts: Int[Array, "starts"],
+    *,
+    rows: int,
+    dtype: DTypeLike,
+    format: CacheFormat,
+    tuning: GatherTuning | None = None,
+    interpret: object = None,
+) -> Float[Array, "{rows} row"]:
+    """``ref.gather_latent``, bit for bit; ``interpret`` runs on a CPU."""
+    del format  # dtypes say it all
+    if not (rows and page_table.shape[0] and page_table.shape[1]):
+        return jnp.zeros((rows, pages.shape[2]), dtype)
+    _, page, row = pages.shape
+    tuning = tuning or gather_tuning(page=page, rows=rows, row_bytes=row * pages.dtype.itemsize)
+    return gather_sm90.gather(
+        pages,
+        scale,
+        page_table,
+        first,
+        row_starts,
+        rows=rows,
+        dtype=dtype,
+        part=tuning.part,
+        stages=tuning.stages,
+        share=round_up(cdiv(rows, tuning.workers), tuning.part),
+        interpret=interpret,
+    )
+
+
+def write_latent(
+    pages: Float[Array, "pages page row"],
+    scale: Float[Array, ""],
+    kv_latent: Float[Array, "latents rank"],
+    k_rope: Float[Array, "ropes rope"],
+    slots: Int[Array, "tokens"],
+    *,
+    format: CacheFormat,
+    tuning: WriteTuning | None = None,
+    interpret: object = None,
+) -> Float[Array, "pages page row"]:
+    """``ref.write_latent``, bit for bit, in place; ``interpret`` runs on a CPU.
+
+    Donate the cache to the jitted caller: the pages are then updated where they are, and
+    nothing but the new rows moves. A caller that keeps the old cache gets a right result too,
+    but XLA copies the whole cache first.
+    """
+    if not slots.shape[0]:
+        return pages
+    tuning = tuning or write_tuning(tokens=slots.shape[0])
+    return write_sm90.write(
+        pages,
+        scale,
+        kv_latent if format.quantised else kv_latent.astype(pages.dtype),
+        k_rope if format.quantised else k_rope.astype(pages.dtype),
+        slots,
+        quantised=format.quantised,
+        tile=tuning.tile,
+        stages=tuning.stages,
+        workers=tuning.workers,
+        interpret=interpret,
+    )

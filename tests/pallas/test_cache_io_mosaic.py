@@ -1,0 +1,306 @@
+"""Backend ``mosaic`` of cache traffic: interpreted, compiled for an H200, and on a GPU.
+
+The shared suite in ``test_cache_io.py`` runs it on a GPU too, on the cases it accepts.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from mla_jax.cache import FORMATS, LatentCache
+from mla_jax.config import MLADims
+from mla_jax.ops import explain, gather_latent, write_latent
+from mla_jax.pallas.cache_io import gather_sm90, mosaic, write_sm90
+from mla_jax.pallas.device import DeviceInfo
+from mla_jax.pallas.mosaic_lib import SHARED_MEMORY, shared_bytes
+from tests import aot
+from tests.cases import V3, draw, paged, starts
+
+H200 = DeviceInfo(platform="gpu", kind="NVIDIA H200", sm=90, sms=132)
+SMALL = MLADims(heads=1, rank=64, nope=8, rope=64, v=8, q_rank=None)
+DTYPE = {"bf16": "bfloat16", "fp16": "float16", "fp8_e4m3": "bfloat16"}
+FORMAT = pytest.mark.parametrize("format", DTYPE)
+
+
+def bits(x):
+    """Raw bytes, so that NaNs compare."""
+    return np.asarray(x).view(np.uint8)
+
+
+def gather_case(
+    rng, lens, first, take, *, rows, lead=0, dims=V3, page=64, format="bf16", scale=0.3
+):
+    """Arguments of ``gather_latent`` and its rows; ``lead`` rows before the first are nobody's."""
+    scale = scale if FORMATS[format].quantised else 1.0
+    cache, table, parts = paged(rng, lens, dims=dims, page=page, format=format, scale=scale)
+    dtype = jnp.dtype(DTYPE[format])
+    ends = starts(take) + np.int32(lead)
+    want = np.zeros((max(rows, ends[-1]), dims.row), dtype)
+    for r, (f, n) in enumerate(zip(first, take, strict=True)):
+        got = parts[r][f : f + n].astype(np.float32).astype(dtype)  # behind the table: zeros
+        want[ends[r] : ends[r] + len(got)] = got
+    args = cache, table, jnp.asarray(first, jnp.int32), jnp.asarray(ends)
+    return args, {"rows": rows, "dtype": dtype}, want[:rows]
+
+
+def gather(args, kwargs, **more):
+    cache, *index = args
+    return mosaic.gather_latent(
+        cache.pages, cache.scale, *index, format=cache.format, **kwargs, **more
+    )
+
+
+def write_case(rng, slots, *, surplus=3, num_pages=6, dims=V3, page=64, format="bf16", scale=0.3):
+    """Arguments of ``write_latent``, the cache full of NaN, and the pages it should give."""
+    fmt, dtype = FORMATS[format], DTYPE[format]
+    scale = scale if fmt.quantised else 1.0
+    pages = np.full((num_pages, page, dims.row), np.nan).astype(jnp.dtype(fmt.dtype))
+    cache = LatentCache(
+        pages=jnp.asarray(pages), scale=jnp.float32(scale), rank=dims.rank, format=fmt
+    )
+    x = draw(rng, len(slots) + surplus, dims.row, dtype=dtype)
+    x[-surplus:] = np.nan
+    stored = (
+        x if not fmt.quantised else np.clip(x.astype(np.float32) / np.float32(scale), -448, 448)
+    )
+    want = pages.reshape(-1, dims.row)
+    for s, row in zip(slots, stored.astype(pages.dtype), strict=False):
+        if 0 <= s < len(want):
+            want[s] = row
+    data = jnp.asarray(x[:, : dims.rank]), jnp.asarray(x[:, dims.rank :])
+    return (cache, *data, jnp.asarray(slots, jnp.int32)), pages
+
+
+def write(args, **more):
+    cache, *data = args
+    return mosaic.write_latent(cache.pages, cache.scale, *data, format=cache.format, **more)
+
+
+GATHERED = {
+    "odd_starts": ([70, 0, 60, 33], [33, 0, 0, 32], [37, 0, 60, 1], {"rows": 112, "page": 32}),
+    "fp8": ([30, 17], [5, 1], [25, 16], {"rows": 45, "page": 16, "format": "fp8_e4m3"}),
+    "lead_and_tail": ([9, 40], [2, 7], [7, 33], {"rows": 75, "page": 64, "lead": 19}),
+    "many_empty": ([1, 0] * 12, [0] * 24, [1, 0] * 12, {"rows": 16, "page": 16}),
+    "behind_the_table": ([16], [9], [20], {"rows": 24, "page": 16}),
+    "fp16_cut": ([130], [3], [127], {"rows": 100, "page": 128, "format": "fp16"}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize("name", GATHERED)
+def test_interpreted_gather(name, stages, rng):
+    """Every part of the walk on a CPU, with race detection."""
+    lens, first, take, more = GATHERED[name]
+    args, kwargs, want = gather_case(rng, lens, first, take, dims=SMALL, **more)
+    params = plgpu.InterpretGPUParams(detect_races=True)
+    tuning = mosaic.GatherTuning(part=16, stages=stages, workers=3)
+    got = gather(args, kwargs, tuning=tuning, interpret=params)
+    np.testing.assert_array_equal(bits(got), bits(want))
+    assert not get_races().races_found
+
+
+WRITTEN = {
+    "shuffled": {"format": "bf16", "slots": [*range(40, 60), -1, 5, 4, 95, -1, 96, 2**30, 7]},
+    "one": {"format": "fp16", "slots": [17]},
+    "fp8": {"format": "fp8_e4m3", "scale": 0.5, "slots": [*range(60, 40, -1), -1, 96, 3]},
+    "none": {"format": "fp8_e4m3", "slots": [-1] * 9},
+}  # a scale of 0.5, because the interpreter multiplies by the reciprocal
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("name", WRITTEN)
+def test_interpreted_write(name, stages, rng):
+    args, want = write_case(rng, dims=SMALL, page=16, **WRITTEN[name])
+    params = plgpu.InterpretGPUParams(detect_races=True)
+    tuning = mosaic.WriteTuning(tile=8, stages=stages, workers=2)
+    got = write(args, tuning=tuning, interpret=params)
+    np.testing.assert_array_equal(bits(got), bits(want))
+    assert not get_races().races_found
+
+
+@given(
+    lens=st.lists(st.integers(0, 5), min_size=1, max_size=300),
+    lead=st.integers(0, 3),
+    row=st.integers(-1, 800),
+)
+def test_the_search_finds_the_first_owner(lens, lead, row):
+    ends = starts(lens) + lead
+    found = gather_sm90.owner(jnp.asarray(ends, jnp.int32), jnp.int32(row), len(lens))
+    assert int(found) == np.searchsorted(ends[1:], row, side="right")
+
+
+@pytest.mark.parametrize("rank", [64, 512, 1024])
+@pytest.mark.parametrize("rope", [64, 128])
+@FORMAT
+def test_shared_memory_fits(rank, rope, format):
+    fmt, dtype, row = FORMATS[format], DTYPE[format], rank + rope
+    g = mosaic.gather_tuning(page=16, rows=10**6, row_bytes=row * fmt.itemsize)
+    out = gather_sm90.scratch(fmt.dtype, dtype, part=g.part, row=row, stages=g.stages)
+    assert shared_bytes(out) <= SHARED_MEMORY
+    w = mosaic.write_tuning(tokens=10**6)
+    out = write_sm90.scratch(
+        (dtype, "float32" if fmt.quantised else dtype), fmt.dtype, tile=w.tile,
+        widths=(rank, rope), stages=w.stages, quantised=fmt.quantised,
+    )  # fmt: skip
+    assert shared_bytes(out) <= SHARED_MEMORY
+
+
+spec = jax.ShapeDtypeStruct
+int32 = functools.partial(spec, dtype=jnp.int32)
+CACHE_PAGES = 60_000  # 4.4 GB of bfloat16
+
+
+def page_specs(format, page=64):
+    dtype = jnp.dtype(FORMATS[format].dtype)
+    return spec((CACHE_PAGES, page, 576), dtype), spec((), jnp.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(aot.available()), reason=aot.available() or "available")
+@pytest.mark.parametrize("page", [16, 128])
+@FORMAT
+def test_gather_compiles_for_sm90(format, page):
+    fn = functools.partial(
+        mosaic.gather_latent, rows=5000, dtype=DTYPE[format], format=FORMATS[format]
+    )
+    args = *page_specs(format, page), int32((200, 40)), int32((200,)), int32((201,))
+    compiled, (report,) = aot.compile_sm90(fn, *args)
+    assert report.spilled == 0, report.log
+    assert report.shared <= SHARED_MEMORY
+    assert compiled.memory_analysis().temp_size_in_bytes < 10**6
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(aot.available()), reason=aot.available() or "available")
+@pytest.mark.parametrize("tokens", [1, 128, 5000])
+@FORMAT
+def test_write_compiles_for_sm90(format, tokens):
+    """In place: the donated cache is the result, and nothing of its size is copied or made."""
+    data = (spec((5000, n), jnp.dtype(DTYPE[format])) for n in (512, 64))
+    pages, scale = page_specs(format)
+    fn = functools.partial(mosaic.write_latent, format=FORMATS[format])
+    args = pages, scale, *data, int32((tokens,))
+    compiled, (report,) = aot.compile_sm90(fn, *args, donate=(0,))
+    assert report.spilled == 0, report.log
+    assert report.shared <= SHARED_MEMORY
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes == pages.size * pages.dtype.itemsize
+    assert memory.temp_size_in_bytes < 10**6
+    assert " copy(" not in compiled.as_text()
+
+
+def test_explain_names_the_missing_capability():
+    cache = jax.eval_shape(lambda: LatentCache.alloc(num_pages=8, page=24, rank=512, rope=64))
+    rows = [spec((4, n), jnp.bfloat16) for n in (512, 64)]
+    text = explain("write_latent", cache, *rows, int32((4,)), device=H200)
+    assert "page=24 not in [1, …] multiples of 16" in text
+    index = int32((2, 4)), int32((2,)), int32((3,))
+    text = explain("gather_latent", cache, *index, rows=9, dtype="float32", device=H200)
+    assert "out+cache=float32+bf16 not in" in text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page", [16, 32, 64, 128, 48])
+@FORMAT
+def test_gather_on_device(format, page, rng):
+    """One huge request among small and empty ones, any start, poison everywhere else."""
+    lens = [5000, 0, 1, page - 1, page, page + 1, 777, *rng.integers(0, 300, 60)]
+    first = [int(rng.integers(0, n + 1)) for n in lens]
+    take = [int(rng.integers(0, n - f + 1)) for n, f in zip(lens, first, strict=True)]
+    total = sum(take)
+    for rows, lead in ((total, 0), (total + 1000, 37), (max(total // 2, 1), 5)):
+        case = lens, first, take
+        args, kwargs, want = gather_case(rng, *case, rows=rows, lead=lead, page=page, format=format)
+        solve = functools.partial(gather_latent, *args, **kwargs, backend="mosaic")
+        first_time = np.asarray(solve())
+        np.testing.assert_array_equal(bits(first_time), bits(want))
+        for _ in range(3):
+            np.testing.assert_array_equal(bits(solve()), bits(first_time))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tuning", [(16, 2, 1), (32, 3, 132), (16, 12, 2000)])
+@FORMAT
+def test_gather_at_any_tuning(tuning, format, rng):
+    lens, first, take = [900, 0, 65, 3000], [100, 0, 1, 999], [800, 0, 64, 2001]
+    args, kwargs, want = gather_case(rng, lens, first, take, rows=3000, format=format)
+    part, stages, workers = tuning
+    if FORMATS[format].quantised:
+        stages = min(stages, 6)
+    chosen = mosaic.GatherTuning(part=part, stages=stages, workers=workers)
+    np.testing.assert_array_equal(bits(gather(args, kwargs, tuning=chosen)), bits(want))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 2, 7, 16, 17, 128, 3000])
+@FORMAT
+def test_write_on_device(format, tokens, rng):
+    slots = rng.permutation(100 * 64)[:tokens]
+    slots[rng.random(tokens) < 0.2] = -1
+    args, want = write_case(rng, slots, num_pages=100, format=format)
+    got = write_latent(*args, backend="mosaic")
+    np.testing.assert_array_equal(bits(got.pages), bits(want))
+
+
+@pytest.mark.gpu
+def test_every_quotient_is_rounded_once(rng):
+    """All bfloat16 numbers divided by odd scales: the byte of the rounded float32 quotient."""
+    codes = np.arange(2**16, dtype=np.uint16).reshape(-1, 576 // 9)
+    x = jnp.asarray(np.tile(codes, (1, 9)).view(jnp.bfloat16))
+    n = x.shape[0]
+    for scale in (0.3, 1 / 3, 1.1e-3, 7.77):
+        cache = LatentCache.alloc(num_pages=16, page=64, rank=512, rope=64, format="fp8_e4m3",
+                                  scale=scale)  # fmt: skip
+        args = cache, x[:, :512], x[:, 512:], jnp.arange(n, dtype=jnp.int32)
+        got = np.asarray(write_latent(*args, backend="mosaic").pages).reshape(n, 576)
+        with np.errstate(over="ignore"):
+            quotient = np.asarray(x).astype(np.float32) / np.float32(scale)
+        want = np.clip(quotient, -448, 448).astype(got.dtype)
+        number = ~np.isnan(quotient)
+        np.testing.assert_array_equal(bits(got)[number], bits(want)[number])
+        assert np.isnan(got.astype(np.float32))[~number].all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", ["bf16", "fp8_e4m3"])
+def test_pages_behind_four_gigabytes(format, rng):
+    """More than 2**32 elements in fp8 and 2**31 in bf16; the buffer stays where it is."""
+    limit = 2**32 if format == "fp8_e4m3" else 2**31
+    num_pages = limit // (64 * 576) + 3
+    cache = LatentCache.alloc(num_pages=num_pages, page=64, rank=512, rope=64, format=format)
+    tokens = 200
+    x = jnp.asarray(draw(rng, tokens, 576, dtype="bfloat16"))
+    slots = num_pages * 64 - 1 - rng.permutation(tokens)
+    step = jax.jit(functools.partial(write_latent, backend="mosaic"), donate_argnums=0)
+    where = cache.pages.unsafe_buffer_pointer()
+    cache = step(cache, x[:, :512], x[:, 512:], jnp.asarray(slots, jnp.int32))
+    assert cache.pages.unsafe_buffer_pointer() == where
+    assert not np.asarray(cache.pages[:3]).astype(np.float32).any()
+    pages = np.arange(num_pages - 4, num_pages)
+    got = gather_latent(
+        cache, jnp.asarray(pages[None], jnp.int32), jnp.array([0], jnp.int32),
+        jnp.array([0, 256], jnp.int32), rows=256, dtype=jnp.bfloat16, backend="mosaic",
+    )  # fmt: skip
+    want = np.zeros((256, 576), np.float32)
+    stored = np.asarray(x).astype(FORMATS[format].dtype).astype(np.float32)
+    want[slots - (num_pages - 4) * 64] = stored
+    np.testing.assert_array_equal(np.asarray(got).astype(np.float32), want)
+
+
+@pytest.mark.gpu
+def test_a_kept_cache_is_not_changed(rng):
+    """Without donation XLA copies: the old cache keeps its bits."""
+    args, want = write_case(rng, rng.permutation(300))
+    before = bits(args[0].pages).copy()
+    got = jax.jit(functools.partial(write_latent, backend="mosaic"))(*args)
+    np.testing.assert_array_equal(bits(args[0].pages), before)
+    np.testing.assert_array_equal(bits(got.pages), bits(want))
