@@ -1,4 +1,7 @@
-"""Backend ``mosaic`` of cache traffic: what it accepts, how it is tuned, the two kernels."""
+"""Backend ``mosaic`` of cache traffic: what it accepts, how it is tuned, the two kernels.
+
+A kernel is imported where it runs: Mosaic GPU takes more than a second to import.
+"""
 
 from dataclasses import dataclass
 
@@ -6,7 +9,6 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from mla_jax.cache import CacheFormat
-from mla_jax.pallas.cache_io import gather_sm90, write_sm90
 from mla_jax.pallas.registry import OneOf, Requirement, Within
 from mla_jax.types import Array, Float, Int, cdiv, round_up
 
@@ -99,6 +101,8 @@ def gather_latent(
     interpret: object = None,
 ) -> Float[Array, "{rows} row"]:
     """``ref.gather_latent``, bit for bit; ``interpret`` runs on a CPU."""
+    from mla_jax.pallas.cache_io import gather_sm90
+
     del format  # dtypes say it all
     if not (rows and page_table.shape[0] and page_table.shape[1]):
         return jnp.zeros((rows, pages.shape[2]), dtype)
@@ -136,6 +140,8 @@ def write_latent(
     nothing but the new rows moves. A caller that keeps the old cache gets a right result too,
     but XLA copies the whole cache first.
     """
+    from mla_jax.pallas.cache_io import write_sm90
+
     if not slots.shape[0]:
         return pages
     tuning = tuning or write_tuning(tokens=slots.shape[0])
