@@ -34,13 +34,14 @@ class Case:
     queries: int
     heads: int
     keys: int
-    batch_invariant: bool = False
+    tuning: tuple[tuple[str, int], ...] = ()  # what differs from the library's own choice
 
     @property
     def name(self) -> str:
         keys = self.keys or "ragged"
-        plan = "_invariant" if self.batch_invariant else ""
-        return f"b{self.batch}_q{self.queries}_h{self.heads}_k{keys}{plan}"
+        changed = "".join(f"/{k}={int(v)}" for k, v in self.tuning)
+        changed = changed.replace("/batch_invariant=1", "_invariant")
+        return f"b{self.batch}_q{self.queries}_h{self.heads}_k{keys}{changed}"
 
     @property
     def lens(self) -> list[int]:
@@ -87,8 +88,8 @@ CASES = (
 
 EXTRA = (
     Case(128, 1, 20, 8192),
-    Case(128, 1, 128, 8192, batch_invariant=True),
-    Case(128, 1, 16, 8192, batch_invariant=True),
+    Case(128, 1, 128, 8192, (("batch_invariant", True),)),
+    Case(128, 1, 16, 8192, (("batch_invariant", True),)),
 )
 
 
@@ -102,6 +103,14 @@ def extra() -> list[str]:
     return [c.name for c in EXTRA]
 
 
+def find(name: str) -> Case:
+    """The case of a name, its tuning changed by what follows: ``case/field=value/...``."""
+    name, *changes = name.split("/")
+    case = next(c for c in (*CASES, *EXTRA) if c.name == name)
+    pairs = (change.split("=") for change in changes)
+    return dataclasses.replace(case, tuning=(*case.tuning, *((k, int(v)) for k, v in pairs)))
+
+
 def run(peers: Path | None, chosen: list[str], turn: AbstractContextManager) -> Iterator[dict]:
     """Check and time the chosen cases, row by row; the device is used inside ``turn`` alone."""
     make_peer = None
@@ -109,7 +118,7 @@ def run(peers: Path | None, chosen: list[str], turn: AbstractContextManager) -> 
         from benchmarks import flashmla
 
         make_peer = flashmla.load(peers)
-    for case in (c for c in (*CASES, *EXTRA) if c.name in chosen):
+    for case in map(find, chosen):
         programs = _compile(case)
         with turn:
             row = _row(case, programs, make_peer)
@@ -134,7 +143,7 @@ def line(row: dict) -> str:
 
 def _tuning(case: Case) -> mosaic.Tuning:
     found = mosaic.heuristic(case.batch * case.queries, case.heads, case.queries)
-    return dataclasses.replace(found, batch_invariant=case.batch_invariant)
+    return dataclasses.replace(found, **dict(case.tuning))
 
 
 def _attend(case: Case, q_latent, q_rope, pages, table, lens, starts, plan):

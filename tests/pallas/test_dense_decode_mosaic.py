@@ -48,12 +48,14 @@ INTERPRETED = {
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("defer", [False, True])
 @pytest.mark.parametrize("name", INTERPRETED)
-def test_interpreted_with_race_detection(name, rng):
+def test_interpreted_with_race_detection(name, defer, rng):
     """Control flow, barriers and races on a CPU; not asynchrony of products, nor registers."""
     dims = dataclasses.replace(V2_LITE, heads=8)
     case = decode_case(rng, dims=dims, **INTERPRETED[name])
-    tuning = dataclasses.replace(mosaic.heuristic(8, 8, case.args[3].max_query_len), workers=2)
+    found = mosaic.heuristic(8, 8, case.args[3].max_query_len)
+    tuning = dataclasses.replace(found, workers=2, defer=defer, prefetch=defer)
     params = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=4)
     judge_decode(attend(case, tuning, params), case)
     assert not get_races().races_found

@@ -64,9 +64,7 @@ def heuristic(tokens: int, heads: int, max_query_len: int) -> Tuning:
     """
     rows = round_up(heads, 8)
     compute_bound = rows * max_query_len > sm90.ROWS
-    return Tuning(
-        defer=compute_bound, prefetch=compute_bound, early_launch=tokens * rows <= FEW_ROWS
-    )
+    return Tuning(defer=compute_bound, prefetch=compute_bound, early_launch=True)
 
 
 def make_plan(
@@ -163,10 +161,9 @@ def dense_decode(
         early_launch=tuning.early_launch and interpret is None,
         interpret=interpret,
     )
-    rows = tokens * sizes.heads
     return AttnState(
-        out=out[:rows].reshape(tokens, sizes.heads, rank)[:, :heads],
-        lse=lse[:rows].reshape(tokens, sizes.heads)[:, :heads],
+        out=out.reshape(tokens, sizes.heads, rank)[:, :heads],
+        lse=lse.reshape(tokens, sizes.heads)[:, :heads],
     )
 
 
@@ -178,7 +175,6 @@ def _sizes(heads: int, max_query_len: int, page: int, tuning: Tuning) -> sm90.Si
 
 
 def _rows(q: Float[Array, "tokens heads columns"], heads: int) -> Float[Array, "rows columns"]:
-    """Queries as rows ``(token, head)``: heads padded, and one tile of rows at least."""
+    """Queries as rows ``(token, head)``, heads padded."""
     tokens, given, columns = q.shape
-    q = jnp.pad(q, ((0, 0), (0, heads - given), (0, 0))).reshape(tokens * heads, columns)
-    return jnp.pad(q, ((0, max(sm90.ROWS - tokens * heads, 0)), (0, 0)))
+    return jnp.pad(q, ((0, 0), (0, heads - given), (0, 0))).reshape(tokens * heads, columns)

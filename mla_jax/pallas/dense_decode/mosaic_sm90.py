@@ -109,7 +109,8 @@ def scratch(dtype, copies: int, simulate: bool) -> dict:
         "tail_full": barrier(2),  # copy engine -> scores
         "q_taken": barrier(count=SLOTS),  # scores -> left, right: the slot of Q is free
         "p_ready": barrier(count=SLOTS),  # scores -> left, right: P and its factor
-        "go": barrier(count=SLOTS),  # scores -> left, right: QK of the next block is done
+        "qk_done": barrier(count=SLOTS),  # scores -> left, right: deferred PV may run
+        "p_free": barrier(2),  # left, right -> scores: deferred P was read
         "left_done": barrier(count=SLOTS),  # left -> right: P was read
         "rope_sent": barrier(count=SLOTS),  # right -> left: rope is in the queue
         "inverse_ready": barrier(count=2),  # scores -> left, right: 1 / sum of a piece
@@ -136,8 +137,8 @@ def attend(
     """``out`` [tokens * heads, 512] and ``lse`` [tokens * heads] of requests in one piece, and
     float32 ``[slots * tiles * 64, 512]``, base-2 ``[slots, tiles, 64]`` of the other pieces.
 
-    Queries are ``[tokens * heads, columns]`` with at least 64 rows. Rows that no piece of a
-    whole request covers are left as they were allocated.
+    Queries are ``[tokens * heads, columns]``. Rows that no piece of a whole request covers are
+    left as they were allocated.
     """
     rows, dtype = q_latent.shape[0], q_latent.dtype
     tiles, simulate = sizes.tiles, interpret is not None
@@ -179,8 +180,10 @@ def _body(
     *, sizes, scale, defer, prefetch, early_launch, simulate,
     left, right, k_rope, q_tail, stats,
     left_full, right_full, rope_full, tail_full,
-    q_taken, p_ready, go, left_done, rope_sent, inverse_ready, q_spill=None,
+    q_taken, p_ready, qk_done, p_free, left_done, rope_sent, inverse_ready, q_spill=None,
 ):  # fmt: skip
+    if early_launch:  # of the merge: its blocks take the multiprocessors as they become free
+        plgpu.griddepcontrol_launch_dependents()
     wg, worker, tile = (lax.axis_index(n) for n in ("wg", "worker", "tile"))
     begin, end = bounds_g[worker], bounds_g[worker + 1]
     (k_left, stage_left), (k_right, stage_right) = left, right
@@ -235,7 +238,7 @@ def _body(
             plgpu.copy_gmem_to_smem(src, buffer.at[pl.ds(i * size, size)], barrier)
 
     def load_queries(p, columns, buffer, barrier):
-        size = ROWS // copies  # as many arrivals as a block has
+        size = min(ROWS // copies, ql_g.shape[0])  # as many arrivals as a block has
         for i in range(copies):
             rows = pl.ds(pl.multiple_of(row_of(p) + i * size, 8), size)
             plgpu.copy_gmem_to_smem(
@@ -247,6 +250,13 @@ def _body(
 
     def parity(x):
         return lax.rem(x, jnp.int32(2))
+
+    def rope_slot(block):
+        return block * 0 if defer else parity(block)
+
+    def p_slot(rope):
+        """P has a place of its own, or overwrites the rotary columns of its block."""
+        return rope + 1 if defer else rope
 
     def scores():
         plgpu.set_max_registers(REGISTERS[0], action="increase")
@@ -274,16 +284,27 @@ def _body(
             plgpu.barrier_arrive(q_taken.at[slot(g0)])
             plgpu.barrier_wait(tail_full)
 
+            def publish(w, s, r):
+                k_rope[r] = w
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(p_ready.at[s])
+
+            def publish_late(w, s):
+                plgpu.barrier_wait(p_free)
+                publish(w, s, p_slot(s * 0))
+
             def step(j, carry):
-                top, total = carry
+                top, total, late = carry
                 g = g0 + 1 + j
-                s, r = slot(g), parity(g - (p - begin) - 1)
+                s, r = slot(g), rope_slot(g - (p - begin) - 1)
                 kl, kr = k_left.at[s], k_right.at[s]
 
                 def products(acc):
                     head = None if q_spill is None else q_spill.at[:, pl.ds(0, HALF - TAIL)]
                     plgpu.barrier_wait(left_full.at[s])
                     lib.matmul_registers(acc, ql, kl.T, q_spill)
+                    if defer:  # under the products of this block
+                        pl.when(j > 0)(lambda: publish_late(late, slot(g + 2)))
                     plgpu.barrier_wait(right_full.at[s])
                     lib.matmul_registers(acc, qr, kr.at[:, pl.ds(0, HALF - TAIL)].T, head)
                     last = kr.at[:, pl.ds(HALF - TAIL, TAIL)].T
@@ -291,8 +312,8 @@ def _body(
                     plgpu.barrier_wait(rope_full.at[r])
                     lib.matmul(acc, q_tail.at[1], k_rope.at[r].T, simulate=simulate)
                     if defer:
-                        plgpu.wgmma_wait(1)
-                        pl.when(j > 0)(lambda: plgpu.barrier_arrive(go.at[slot(g + 2)]))
+                        plgpu.wgmma_wait(0)
+                        plgpu.barrier_arrive(qk_done.at[s])
                     return acc[...]
 
                 x = pl.run_scoped(products, plgpu.ACC((ROWS, BLOCK), F32))
@@ -303,15 +324,18 @@ def _body(
                 shrink = jnp.exp2(top - new_top)
                 w = jnp.exp2(x * scale - lib.fill_rows(new_top, BLOCK))
                 stats[ALPHA + s] = shrink
-                k_rope[r] = w.astype(k_rope.dtype)
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(p_ready.at[s])
-                return new_top, total * shrink + w.sum(axis=1)
+                rounded = w.astype(k_rope.dtype)
+                if not defer:
+                    publish(rounded, s, r)
+                total = total * lib.fill_rows(shrink, 8) + lib.fold_columns(w, 8)
+                return new_top, total, rounded if defer else late
 
-            start = lib.row_vector(LOWEST, ROWS), lib.row_vector(0.0, ROWS)
-            top, total = lax.fori_loop(0, n, step, start)
+            late = lib.tile(0, (ROWS, BLOCK), k_rope.dtype) if defer else ()
+            start = lib.row_vector(LOWEST, ROWS), lib.tile(0.0, (ROWS, 8), F32), late
+            top, total, late = lax.fori_loop(0, n, step, start)
             if defer:
-                plgpu.barrier_arrive(go.at[slot(g0 + n)])
+                publish_late(late, slot(g0 + n))
+            total = total.sum(axis=1)
             i = parity(p - begin)
             stats[INVERSE + i] = jnp.where(total > 0.0, 1.0 / total, 0.0)
             plgpu.barrier_arrive(inverse_ready.at[i])
@@ -333,6 +357,8 @@ def _body(
             return g0 + n + 1
 
         lax.fori_loop(begin, end, piece, jnp.int32(0))
+        if defer:
+            plgpu.barrier_wait(p_free)
         plgpu.wait_smem_to_gmem(0)
 
     def half(right: bool, keys, stage, full):
@@ -345,11 +371,12 @@ def _body(
             pl.when((p < end) & (e > 0))(lambda: load_block(place, columns, keys.at[s], full.at[s]))
 
         def load_tail(p):
-            rows = pl.ds(row_of(p), ROWS)
+            size = min(ROWS, ql_g.shape[0])
+            rows, to = pl.ds(row_of(p), size), pl.ds(0, size)
             plgpu.copy_gmem_to_smem(
-                ql_g.at[rows, pl.ds(RANK - TAIL, TAIL)], q_tail.at[0], tail_full
+                ql_g.at[rows, pl.ds(RANK - TAIL, TAIL)], q_tail.at[0, to], tail_full
             )
-            plgpu.copy_gmem_to_smem(qr_g.at[rows], q_tail.at[1], tail_full)
+            plgpu.copy_gmem_to_smem(qr_g.at[rows], q_tail.at[1, to], tail_full)
 
         def load_rope(p, place, r):
             pl.when(p < end)(lambda: load_block(place, rope, k_rope.at[r], rope_full.at[r]))
@@ -367,6 +394,9 @@ def _body(
                     if right:
                         plgpu.async_prefetch(pages_g.at[page_id, rows, rope])
 
+        if defer:  # nothing was published yet
+            plgpu.barrier_arrive(p_free)
+
         @pl.when(begin < end)
         def _():
             n = blocks_of(begin)
@@ -375,7 +405,7 @@ def _body(
                 load(p, x, locate(p, jnp.maximum(x - 1, 0)), e)
                 if right and e == 0:
                     load_tail(begin)
-                if right and e < 2:
+                if right and e < (1 if defer else 2):
                     p, j = block_after(begin, n, jnp.int32(e))
                     load_rope(p, locate(p, j), e)
 
@@ -391,6 +421,15 @@ def _body(
 
             plgpu.commit_smem()
 
+        def products_done(p, n, j, s):
+            """Wait for the scores of block ``j``; their rotary columns make room."""
+            if right:
+                rope_piece, rope_block = block_after(p, n, j + 1)
+                rope_place = locate(rope_piece, rope_block)
+            plgpu.barrier_wait(qk_done.at[s])
+            if right:
+                load_rope(rope_piece, rope_place, 0)
+
         def piece(p, g0):
             n, first = blocks_of(p), work_g[p, wp.FIRST]
             length = work_g[p, wp.LENGTH]
@@ -399,13 +438,15 @@ def _body(
             place = locate(target, jnp.maximum(e - 1, 0))
             plgpu.barrier_wait(q_taken.at[slot(g0)])
             load(target, e, place, slot(g0))
+            if defer:
+                products_done(p, n, jnp.int32(0), slot(g0 + 1))
 
             def step(j, o):
                 g = g0 + 1 + j
-                s, r = slot(g), parity(g - (p - begin) - 1)
+                s, r = slot(g), rope_slot(g - (p - begin) - 1)
                 target, e = element(p, n, j + 1 + SLOTS)
                 place = locate(target, jnp.maximum(e - 1, 0))
-                if right:
+                if right and not defer:
                     rope_piece, rope_block = block_after(p, n, j + 2)
                     rope_place = locate(rope_piece, rope_block)
                 if prefetch:
@@ -417,13 +458,16 @@ def _body(
                 valid = length - (first + j) * BLOCK
                 pl.when(valid < BLOCK)(lambda: clear(s, valid))
                 if defer:
-                    plgpu.barrier_wait(go.at[s])
+                    pl.when(j < n - 1)(lambda: products_done(p, n, j + 1, slot(g + 1)))
+                weights = p_slot(r)
                 o = lib.accumulate(
                     o,
-                    lambda acc: lib.matmul(acc, k_rope.at[r], keys.at[s], simulate=simulate),
+                    lambda acc: lib.matmul(acc, k_rope.at[weights], keys.at[s], simulate=simulate),
                     simulate=simulate,
                 )
-                if right:  # the rope is needed first: its copies go first into the queue
+                if defer:
+                    plgpu.barrier_arrive(p_free)
+                elif right:  # the rope is needed first: its copies go first into the queue
                     plgpu.barrier_wait(left_done.at[s])
                     load_rope(rope_piece, rope_place, r)
                     plgpu.barrier_arrive(rope_sent.at[s])
@@ -472,5 +516,3 @@ def _body(
     pl.when(wg == 0)(scores)
     pl.when(wg == 1)(lambda: half(False, k_left, stage_left, left_full))
     pl.when(wg == 2)(lambda: half(True, k_right, stage_right, right_full))
-    if early_launch:
-        plgpu.griddepcontrol_launch_dependents()

@@ -18,6 +18,9 @@ __all__ = ["FIELDS", "WorkPlan", "balanced", "batch_invariant"]
 FIELDS = REQUEST, FIRST, END, SLOT, LENGTH, TOKEN, QUERIES = tuple(range(7))
 """Columns of ``WorkPlan.pieces``; the eighth is zero."""
 
+MERGE_FIELDS = BASE, COUNT, QUERY, TOKEN_OF = tuple(range(4))
+"""Columns of ``WorkPlan.merges``."""
+
 START_COST = 2
 """Blocks of work that starting a piece is worth: its queries, its first pages, its result."""
 
@@ -36,7 +39,8 @@ class WorkPlan:
     slots: int = field(metadata={"static": True})  # rows of the scratch buffer, at most
     pieces: Int[Array, "pieces 8"]  # request, first and end block, slot or -1, keys, token, queries
     bounds: Int[Array, "bounds"]  # worker w owns pieces bounds[w] to bounds[w + 1]
-    merges: Int[Array, "tokens 3"]  # first slot, pieces (0 = padding, 1 = done), query of request
+    merges: Int[Array, "list 4"]  # [0, 0] rows that follow: first slot, pieces (0 = padding),
+    # query of its request, token; of tokens that no single piece finishes
 
 
 def balanced(
@@ -168,11 +172,15 @@ def _plan(seq_lens, query_starts, parts, piece, *, tokens, workers, pieces, slot
     t = jnp.arange(tokens, dtype=jnp.int32)
     owner = jnp.minimum(_find(query_starts[1:], t), parts.shape[0] - 1)
     count = jnp.where(t < query_starts[-1], parts[owner], 0)
+    listed = jnp.cumsum(count != 1, dtype=jnp.int32)
+    token = jnp.minimum(_find(listed, t), tokens - 1)  # of the list's row
+    rows = jnp.stack([slot_bases[owner], count, t - query_starts[owner], t], axis=1)[token]
+    head = jnp.zeros((1, 4), jnp.int32).at[0, 0].set(listed[-1])
     return WorkPlan(
         slots=slots,
         pieces=jnp.pad(table, ((0, LOOKAHEAD), (0, 0))).astype(jnp.int32),
         bounds=_find(worker, w, side="left"),
-        merges=jnp.stack([slot_bases[owner], count, t - query_starts[owner]], 1).astype(jnp.int32),
+        merges=jnp.concatenate([head, rows.astype(jnp.int32)]),
     )
 
 
