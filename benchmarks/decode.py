@@ -142,7 +142,7 @@ def line(row: dict) -> str:
 
 
 def _tuning(case: Case) -> mosaic.Tuning:
-    found = mosaic.heuristic(case.batch * case.queries, case.heads, case.queries)
+    found = mosaic.heuristic(case.heads, case.queries)
     return dataclasses.replace(found, **dict(case.tuning))
 
 

@@ -30,7 +30,9 @@ def main() -> None:
     parser.add_argument("suite", choices=["decode", "gather"])
     parser.add_argument("--peers", type=Path, help="folder with the peers' shared objects")
     parser.add_argument("--out", type=Path, help="JSON file; default benchmarks/results/")
-    parser.add_argument("--cases", nargs="*", help="all by default; NAME/field=value changes the tuning")
+    parser.add_argument(
+        "--cases", nargs="*", help="all by default; NAME/field=value changes the tuning"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile side by side")
     parser.add_argument("--limit", type=float, default=math.inf, help="seconds, with --jobs")
     parser.add_argument("--turn", type=Path, help="file that a process locks to use the device")

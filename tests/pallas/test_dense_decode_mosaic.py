@@ -54,7 +54,7 @@ def test_interpreted_with_race_detection(name, defer, rng):
     """Control flow, barriers and races on a CPU; not asynchrony of products, nor registers."""
     dims = dataclasses.replace(V2_LITE, heads=8)
     case = decode_case(rng, dims=dims, **INTERPRETED[name])
-    found = mosaic.heuristic(8, 8, case.args[3].max_query_len)
+    found = mosaic.heuristic(8, case.args[3].max_query_len)
     tuning = dataclasses.replace(found, workers=2, defer=defer, prefetch=defer)
     params = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=4)
     judge_decode(attend(case, tuning, params), case)
@@ -133,12 +133,10 @@ def test_explain_names_the_missing_capability():
 
 
 def test_heuristic_follows_the_rows_of_a_tile():
-    assert not mosaic.heuristic(128, 16, 4).defer
-    assert not mosaic.heuristic(128, 64, 1).prefetch
-    assert mosaic.heuristic(128, 128, 1).defer
-    assert mosaic.heuristic(128, 20, 3).prefetch
-    assert mosaic.heuristic(1, 128, 1).early_launch
-    assert not mosaic.heuristic(128, 128, 1).early_launch
+    assert not mosaic.heuristic(16, 4).defer
+    assert not mosaic.heuristic(64, 1).prefetch
+    assert mosaic.heuristic(128, 1).defer
+    assert mosaic.heuristic(20, 3).prefetch
 
 
 ON_DEVICE = {
@@ -182,7 +180,7 @@ def test_batch_invariance(heads, rng):
     case = decode_case(
         rng, dims=dims, seq_lens=[5000, 77, 3000, 640, 1], page=64, pad_tokens=0, pad_requests=0
     )
-    found = mosaic.heuristic(5, heads, 1)
+    found = mosaic.heuristic(heads, 1)
     tuning = dataclasses.replace(found, batch_invariant=True, chunk=8)
     full = attend(case, tuning)
     q_latent, q_rope, cache, meta = case.args

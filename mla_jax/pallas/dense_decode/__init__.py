@@ -15,5 +15,7 @@ BACKENDS = (
         run=mosaic.dense_decode,
         requirement=mosaic.REQUIREMENT,
         tuning=mosaic.Tuning,
+        tune=mosaic.tune,
+        plan=mosaic.make_plan,
     ),
 )

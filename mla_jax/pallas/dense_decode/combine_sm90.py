@@ -98,7 +98,9 @@ def _body(
         tile, row = lax.div(x, jnp.int32(64)), lax.rem(x, jnp.int32(64))
 
         def lses(first, count):
-            found = [part_lse_g[base + jnp.minimum(first + i, n - 1), tile, row] for i in range(count)]
+            found = [
+                part_lse_g[base + jnp.minimum(first + i, n - 1), tile, row] for i in range(count)
+            ]
             return [jnp.where(first + i < n, x, -jnp.inf) for i, x in enumerate(found)]
 
         def values(first):

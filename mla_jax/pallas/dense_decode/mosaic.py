@@ -6,13 +6,16 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from mla_jax.cache import CacheFormat
+from mla_jax.errors import ArgumentError
+from mla_jax.pallas import tuning as tuning_table
 from mla_jax.pallas.dense_decode import mosaic_sm90 as sm90
 from mla_jax.pallas.dense_decode import work_plan as wp
 from mla_jax.pallas.dense_decode.combine_sm90 import combine
-from mla_jax.pallas.registry import OneOf, Requirement, Within
+from mla_jax.pallas.device import DeviceInfo
+from mla_jax.pallas.registry import OneOf, Problem, Requirement, Tuned, Within
 from mla_jax.types import Array, AttnState, Float, Int, cdiv, round_up
 
-__all__ = ["REQUIREMENT", "Tuning", "dense_decode", "heuristic", "make_plan"]
+__all__ = ["REQUIREMENT", "Tuning", "dense_decode", "heuristic", "make_plan", "tune"]
 
 REQUIREMENT = Requirement(
     sm=OneOf(90),
@@ -28,9 +31,6 @@ REQUIREMENT = Requirement(
 
 MULTIPROCESSORS = 132
 """Of an H100 SXM or H200: one thread block each."""
-
-FEW_ROWS = 2048
-"""Rows of a step up to which the merge is launched early."""
 
 SPLIT_COST = 0.001
 """Blocks of one worker that a split costs for each of its rows: two parts written and read."""
@@ -56,12 +56,17 @@ class Tuning:
         assert min(self.chunk, self.workers) >= 1, "at least one"
 
 
-def heuristic(tokens: int, heads: int, max_query_len: int) -> Tuning:
-    """Two or more tiles of 64 rows share each page: compute bound. One: memory bound.
+def tune(problem: Problem, device: DeviceInfo) -> Tuned:
+    """The measured choice for a problem, or the heuristic where nothing near was measured."""
+    if found := tuning_table.lookup(problem, device):
+        record, source = found
+        return Tuned(value=Tuning(**record.tuning), source=source)
+    value = heuristic(int(problem["heads"]), int(problem["max_query_len"]))
+    return Tuned(value=value, source=f"heuristic: nothing near was measured on {device.kind}")
 
-    Launching the merge early saves two of forty microseconds where there are few rows, and
-    costs as much where there are many.
-    """
+
+def heuristic(heads: int, max_query_len: int) -> Tuning:
+    """Two or more tiles of 64 rows share each page: compute bound. One: memory bound."""
     rows = round_up(heads, 8)
     compute_bound = rows * max_query_len > sm90.ROWS
     return Tuning(defer=compute_bound, prefetch=compute_bound, early_launch=True)
@@ -76,9 +81,10 @@ def make_plan(
     max_query_len: int,
     page: int,
     width: int,
-    tuning: Tuning,
+    tuning: Tuning | None = None,
 ) -> wp.WorkPlan:
     """The work plan of one step; the same for all layers. ``width`` is the page table's."""
+    tuning = tuning or heuristic(heads, max_query_len)
     sizes = _sizes(heads, max_query_len, page, tuning)
     lens = jnp.clip(seq_lens, 0, width * page).astype(jnp.int32)
     starts = query_starts.astype(jnp.int32)
@@ -117,7 +123,7 @@ def dense_decode(
     del cache_scale, format, out_dtype  # the requirement admits one value of each
     tokens, heads, rank = q_latent.shape
     requests, width = page_table.shape
-    tuning = tuning or heuristic(tokens, heads, max_query_len)
+    tuning = tuning or heuristic(heads, max_query_len)
     if not (tokens and requests and width):
         return AttnState(
             out=jnp.zeros((tokens, heads, rank), q_latent.dtype),
@@ -135,6 +141,7 @@ def dense_decode(
             width=width,
             tuning=tuning,
         )
+    _check(plan, sizes, tokens)
     if scale <= 0:  # the kernel takes the maximum before it scales
         q_latent, q_rope = (q * jnp.asarray(jnp.sign(scale), q.dtype) for q in (q_latent, q_rope))
         scale = abs(scale) or 1.0
@@ -165,6 +172,16 @@ def dense_decode(
         out=out.reshape(tokens, sizes.heads, rank)[:, :heads],
         lse=lse.reshape(tokens, sizes.heads)[:, :heads],
     )
+
+
+def _check(plan: object, sizes: sm90.Sizes, tokens: int) -> None:
+    """Refuse a plan that was made for other sizes."""
+    if not isinstance(plan, wp.WorkPlan):
+        raise ArgumentError("mla_decode: plan", type(plan).__name__, "a WorkPlan of plan_decode")
+    given = {"tokens": plan.merges.shape[0] - 1, "workers": plan.bounds.shape[0] - 1}
+    allowed = {"tokens": tokens, "workers": sizes.workers}
+    if given != allowed:
+        raise ArgumentError("mla_decode: plan", given, f"{allowed}: plan_decode of this call")
 
 
 def _sizes(heads: int, max_query_len: int, page: int, tuning: Tuning) -> sm90.Sizes:
