@@ -78,7 +78,7 @@ def test_one_plan_serves_all_layers(monkeypatch):
     monkeypatch.setattr(ops, "REGISTRY", Registry((planned, *ops.REGISTRY.backends)))
     cfg = tiny.config()
     step, caches = Step.of(tiny.model(cfg), page=PAGE), tiny.caches(cfg, num_pages=8, page=PAGE)
-    out, caches = tiny.run(step, caches, PREFILL, prefills=[(TOKENS[:9], 0, [5, 2, 7])])
+    _, caches = tiny.run(step, caches, PREFILL, prefills=[(TOKENS[:9], 0, [5, 2, 7])])
     assert not made
     tiny.run(step, caches, DECODE, decodes=[([TOKENS[9]], 9, [5, 2, 7])])
     assert len(made) == 1

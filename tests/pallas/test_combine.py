@@ -12,11 +12,11 @@ HEADS, RANK = 2, 256
 UNTOUCHED = 7.0
 
 
-@pytest.mark.parametrize(("parts", "unroll"), [(1, 8), (2, 4)])
+@pytest.mark.parametrize(("parts", "unrolls"), [(1, (2, 8)), (2, (4,))])
 @pytest.mark.parametrize("count", [0, 1, 2, 5, 11, 40])
-def test_merge_of_pieces(count, parts, unroll, rng, monkeypatch):
+def test_merge_of_pieces(count, parts, unrolls, rng, monkeypatch):
     """Slots 1 to ``count`` hold the pieces; their neighbours and unused rows are NaN."""
-    monkeypatch.setattr(combine_sm90, "SHAPES", ((64, parts, unroll, 1),))
+    monkeypatch.setattr(combine_sm90, "SHAPES", ((64, parts, unrolls, 1),))
     monkeypatch.setattr(combine_sm90, "MULTIPROCESSORS", parts)
     part = np.full((count + 2, 1, 64, RANK), np.nan, np.float32)
     lse = np.full((count + 2, 1, 64), np.nan, np.float32)

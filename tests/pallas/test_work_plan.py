@@ -24,7 +24,7 @@ def build(lens, starts, kind, workers):
     common = {"tokens": TOKENS, "block": BLOCK, "workers": workers}
     if kind == "balanced":
         return wp.balanced(lens, starts, split_cost=0.03, **common)
-    return wp.batch_invariant(lens, starts, chunk=4, max_parts=cdiv(1500, 4 * BLOCK), **common)
+    return wp.batch_invariant(lens, starts, chunk=4, max_parts=4, **common)
 
 
 def make(kind, batch, workers=4):
@@ -107,6 +107,15 @@ def test_equal_requests_are_not_split():
     lens, starts = jnp.full((128,), 4096, jnp.int32), jnp.arange(129, dtype=jnp.int32)
     plan = wp.balanced(lens, starts, tokens=128, block=BLOCK, workers=132, split_cost=0.03)
     assert not merges_of(plan)
+
+
+def test_few_equal_requests_have_equal_pieces():
+    """32 requests of 128 blocks: four pieces each, one for a worker, none of them a remnant."""
+    lens, starts = jnp.full((32,), 8192, jnp.int32), jnp.arange(33, dtype=jnp.int32)
+    plan = wp.balanced(lens, starts, tokens=32, block=BLOCK, workers=132, split_cost=0.064)
+    pieces = pieces_of(plan)
+    assert (pieces[:, wp.END] - pieces[:, wp.FIRST]).tolist() == [32] * 128
+    assert (np.diff(np.asarray(plan.bounds)) <= 1).all()
 
 
 @given(batch=BATCHES, other=BATCHES)

@@ -5,8 +5,8 @@ a list at the head of ``WorkPlan.merges``; a fixed number of thread blocks walk 
 
     top = max_p lse_p         out = sum_p 2^(lse_p - top) part_p / sum_p 2^(lse_p - top)
 
-in the order of ``p``, so that bits depend on the pieces alone. With few rows several blocks
-share a row, each with a part of its columns, and have more pieces in flight.
+in the order of ``p``, so that bits depend on the pieces alone. With very few rows several
+blocks share a row, each with a part of its columns, and have more pieces in flight.
 """
 
 # Mosaic GPU states its types in part only.
@@ -29,9 +29,8 @@ __all__ = ["combine"]
 MULTIPROCESSORS = 132
 
 SHAPES = (  # rows at most, parts of the columns, pieces in flight, blocks of a multiprocessor
-    (256, 4, 32, 3),
-    (1024, 2, 16, 5),
-    (2**31 - 1, 1, 8, 5),
+    (64, 4, (4, 32), 3),
+    (2**31 - 1, 1, (2, 4, 8), 5),
 )
 LSES = 32
 """Logarithms in flight while their maximum is searched."""
@@ -54,11 +53,16 @@ def combine(
     kernel while its predecessor runs; it waits for its end before it reads the parts.
     """
     rows = (merges.shape[0] - 1) * heads
-    parts, unroll, resident = next(shape for most, *shape in SHAPES if rows <= most)
+    parts, unrolls, resident = next(shape for most, *shape in SHAPES if rows <= most)
     blocks = max(min(rows, MULTIPROCESSORS * resident // parts), 1)
     kernel = plgpu.kernel(
         functools.partial(
-            _body, heads=heads, blocks=blocks, parts=parts, unroll=unroll, early_launch=early_launch
+            _body,
+            heads=heads,
+            blocks=blocks,
+            parts=parts,
+            unrolls=unrolls,
+            early_launch=early_launch,
         ),
         out_type=(),
         grid=(blocks, parts),
@@ -78,7 +82,7 @@ def combine(
 
 def _body(
     part_g, part_lse_g, merges_g, out_g, lse_g,
-    *, heads, blocks, parts, unroll, early_launch,
+    *, heads, blocks, parts, unrolls, early_launch,
 ):  # fmt: skip
     block, column = lax.axis_index("block"), lax.axis_index("part")
     width = out_g.shape[1] // parts
@@ -103,8 +107,8 @@ def _body(
             ]
             return [jnp.where(first + i < n, x, -jnp.inf) for i, x in enumerate(found)]
 
-        def values(first):
-            at = [base + jnp.minimum(first + i, n - 1) for i in range(unroll)]
+        def values(first, count):
+            at = [base + jnp.minimum(first + i, n - 1) for i in range(count)]
             return [plgpu.load(part_g.at[a, tile, row, columns], layout=layout) for a in at]
 
         def add(state, found, loaded, top):
@@ -133,11 +137,15 @@ def _body(
         def _():
             store(*start, jnp.float32(0.0))
 
-        @pl.when((n > 0) & (n <= unroll))
-        def _():
-            found, loaded = lses(0, unroll), values(0)
+        def all_at_once(count):
+            found, loaded = lses(0, count), values(0, count)
             top = finite(functools.reduce(jnp.maximum, found))
             store(*add(start, found, loaded, top), top)
+
+        for fewer, count in zip((0, *unrolls), unrolls, strict=False):
+            pl.when((n > fewer) & (n <= count))(functools.partial(all_at_once, count))
+
+        unroll = unrolls[-1]
 
         @pl.when(n > unroll)
         def _():
@@ -149,7 +157,7 @@ def _body(
 
             def step(i, state):
                 first = i * unroll
-                return add(state, lses(first, unroll), values(first), top)
+                return add(state, lses(first, unroll), values(first, unroll), top)
 
             store(*lax.fori_loop(0, _steps(n, unroll), step, start), top)
 

@@ -92,10 +92,9 @@ def make_plan(
     if not tuning.batch_invariant:
         split_cost = SPLIT_COST * sizes.heads * sizes.queries
         return wp.balanced(lens, starts, split_cost=split_cost, **common)
-    longest = max(cdiv(width * page, sm90.BLOCK), 1)
-    chunk = max(tuning.chunk, cdiv(longest, MAX_PARTS))
-    parts = cdiv(longest, chunk)
-    return wp.batch_invariant(lens, starts, chunk=chunk, max_parts=parts, **common)
+    parts = max(cdiv(cdiv(width * page, sm90.BLOCK), tuning.chunk), 1)
+    parts = min(parts, MAX_PARTS)
+    return wp.batch_invariant(lens, starts, chunk=tuning.chunk, max_parts=parts, **common)
 
 
 def dense_decode(

@@ -47,6 +47,7 @@ BLOCK = 64  # keys of one step
 ROWS = 64  # query rows of a tile
 RANK, ROPE = 512, 64
 HALF = RANK // 2
+QUARTER = RANK // 4  # columns that are loaded, multiplied and released together
 TAIL = 64  # latent columns of Q that stay in shared memory, beside the rotary ones
 SLOTS = 3
 REGISTERS = (184, 160)  # of a thread: scores, halves; with less, products are serialised
@@ -93,8 +94,8 @@ def scratch(dtype, copies: int, simulate: bool) -> dict:
 
     def ring():  # a slot also takes half of a float32 result on its way out
         return plgpu.RefUnion(
-            lib.swizzled((SLOTS, BLOCK, HALF), dtype),
-            lib.swizzled((SLOTS, ROWS, HALF // 2), F32),
+            lib.swizzled((SLOTS, 2, BLOCK, QUARTER), dtype),
+            lib.swizzled((SLOTS, ROWS, QUARTER), F32),
         )
 
     buffers = {
@@ -103,20 +104,19 @@ def scratch(dtype, copies: int, simulate: bool) -> dict:
         "k_rope": lib.swizzled((2, BLOCK, ROPE), dtype),  # then P of the same block
         "q_tail": lib.swizzled((2, ROWS, 64), dtype),
         "stats": plgpu.SMEM((SLOTS + 3, ROWS), F32),
-        "left_full": barrier(copies, SLOTS),  # copy engine -> scores
-        "right_full": barrier(copies, SLOTS),  # copy engine -> scores
+        "left_full": barrier(copies, 2 * SLOTS),  # copy engine -> scores, quarter by quarter
+        "right_full": barrier(copies, 2 * SLOTS),  # copy engine -> scores, quarter by quarter
         "rope_full": barrier(copies, 2),  # copy engine -> scores
         "tail_full": barrier(2),  # copy engine -> scores
         "q_taken": barrier(count=SLOTS),  # scores -> left, right: the slot of Q is free
         "p_ready": barrier(count=SLOTS),  # scores -> left, right: P and its factor
-        "qk_done": barrier(count=SLOTS),  # scores -> left, right: deferred PV may run
-        "p_free": barrier(2),  # left, right -> scores: deferred P was read
+        "go": barrier(count=SLOTS),  # scores -> left, right: QK of the next block is done
         "left_done": barrier(count=SLOTS),  # left -> right: P was read
         "rope_sent": barrier(count=SLOTS),  # right -> left: rope is in the queue
         "inverse_ready": barrier(count=2),  # scores -> left, right: 1 / sum of a piece
     }
     if simulate:
-        buffers["q_spill"] = plgpu.SMEM((ROWS, HALF), dtype)
+        buffers["q_spill"] = plgpu.SMEM((ROWS, QUARTER), dtype)
     return buffers
 
 
@@ -180,10 +180,8 @@ def _body(
     *, sizes, scale, defer, prefetch, early_launch, simulate,
     left, right, k_rope, q_tail, stats,
     left_full, right_full, rope_full, tail_full,
-    q_taken, p_ready, qk_done, p_free, left_done, rope_sent, inverse_ready, q_spill=None,
+    q_taken, p_ready, go, left_done, rope_sent, inverse_ready, q_spill=None,
 ):  # fmt: skip
-    if early_launch:  # of the merge: its blocks take the multiprocessors as they become free
-        plgpu.griddepcontrol_launch_dependents()
     wg, worker, tile = (lax.axis_index(n) for n in ("wg", "worker", "tile"))
     begin, end = bounds_g[worker], bounds_g[worker + 1]
     (k_left, stage_left), (k_right, stage_right) = left, right
@@ -251,13 +249,6 @@ def _body(
     def parity(x):
         return lax.rem(x, jnp.int32(2))
 
-    def rope_slot(block):
-        return block * 0 if defer else parity(block)
-
-    def p_slot(rope):
-        """P has a place of its own, or overwrites the rotary columns of its block."""
-        return rope + 1 if defer else rope
-
     def scores():
         plgpu.set_max_registers(REGISTERS[0], action="increase")
 
@@ -276,44 +267,42 @@ def _body(
             n, first = blocks_of(p), work_g[p, wp.FIRST]
             whole, part = work_g[p, wp.SLOT] < 0, work_g[p, wp.SLOT]
             unmasked = work_g[p, wp.LENGTH] - work_g[p, wp.QUERIES] + 1
-            plgpu.barrier_wait(left_full.at[slot(g0)])
-            plgpu.barrier_wait(right_full.at[slot(g0)])
-            ql = plgpu.load(k_left.at[slot(g0)], layout=WGMMA)
-            qr = plgpu.load(k_right.at[slot(g0), :, pl.ds(0, HALF - TAIL)], layout=WGMMA)
+            for quarter in range(2):
+                plgpu.barrier_wait(left_full.at[2 * slot(g0) + quarter])
+                plgpu.barrier_wait(right_full.at[2 * slot(g0) + quarter])
+
+            def queries(side, quarter, count=QUARTER):
+                return plgpu.load(side.at[slot(g0), quarter, :, pl.ds(0, count)], layout=WGMMA)
+
+            q_regs = (  # the last columns of the right half stay in shared memory
+                (queries(k_left, 0), queries(k_left, 1)),
+                (queries(k_right, 0), queries(k_right, 1, QUARTER - TAIL)),
+            )
             plgpu.commit_smem()
             plgpu.barrier_arrive(q_taken.at[slot(g0)])
             plgpu.barrier_wait(tail_full)
 
-            def publish(w, s, r):
-                k_rope[r] = w
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(p_ready.at[s])
-
-            def publish_late(w, s):
-                plgpu.barrier_wait(p_free)
-                publish(w, s, p_slot(s * 0))
-
             def step(j, carry):
-                top, total, late = carry
+                top, total = carry
                 g = g0 + 1 + j
-                s, r = slot(g), rope_slot(g - (p - begin) - 1)
+                s, r = slot(g), parity(g - (p - begin) - 1)
                 kl, kr = k_left.at[s], k_right.at[s]
 
                 def products(acc):
-                    head = None if q_spill is None else q_spill.at[:, pl.ds(0, HALF - TAIL)]
-                    plgpu.barrier_wait(left_full.at[s])
-                    lib.matmul_registers(acc, ql, kl.T, q_spill)
-                    if defer:  # under the products of this block
-                        pl.when(j > 0)(lambda: publish_late(late, slot(g + 2)))
-                    plgpu.barrier_wait(right_full.at[s])
-                    lib.matmul_registers(acc, qr, kr.at[:, pl.ds(0, HALF - TAIL)].T, head)
-                    last = kr.at[:, pl.ds(HALF - TAIL, TAIL)].T
+                    for q, k, full in zip(q_regs, (kl, kr), (left_full, right_full), strict=True):
+                        for quarter in range(2):
+                            size = q[quarter].shape[1]
+                            spill = None if q_spill is None else q_spill.at[:, pl.ds(0, size)]
+                            keys = k.at[quarter, :, pl.ds(0, size)].T
+                            plgpu.barrier_wait(full.at[2 * s + quarter])
+                            lib.matmul_registers(acc, q[quarter], keys, spill)
+                    last = kr.at[1, :, pl.ds(QUARTER - TAIL, TAIL)].T
                     lib.matmul(acc, q_tail.at[0], last, simulate=simulate)
                     plgpu.barrier_wait(rope_full.at[r])
                     lib.matmul(acc, q_tail.at[1], k_rope.at[r].T, simulate=simulate)
                     if defer:
-                        plgpu.wgmma_wait(0)
-                        plgpu.barrier_arrive(qk_done.at[s])
+                        plgpu.wgmma_wait(1)
+                        pl.when(j > 0)(lambda: plgpu.barrier_arrive(go.at[slot(g + 2)]))
                     return acc[...]
 
                 x = pl.run_scoped(products, plgpu.ACC((ROWS, BLOCK), F32))
@@ -324,18 +313,17 @@ def _body(
                 shrink = jnp.exp2(top - new_top)
                 w = jnp.exp2(x * scale - lib.fill_rows(new_top, BLOCK))
                 stats[ALPHA + s] = shrink
-                rounded = w.astype(k_rope.dtype)
-                if not defer:
-                    publish(rounded, s, r)
+                k_rope[r] = w.astype(k_rope.dtype)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(p_ready.at[s])
                 total = total * lib.fill_rows(shrink, 8) + lib.fold_columns(w, 8)
-                return new_top, total, rounded if defer else late
+                return new_top, total
 
-            late = lib.tile(0, (ROWS, BLOCK), k_rope.dtype) if defer else ()
-            start = lib.row_vector(LOWEST, ROWS), lib.tile(0.0, (ROWS, 8), F32), late
-            top, total, late = lax.fori_loop(0, n, step, start)
-            if defer:
-                publish_late(late, slot(g0 + n))
+            start = lib.row_vector(LOWEST, ROWS), lib.tile(0.0, (ROWS, 8), F32)
+            top, total = lax.fori_loop(0, n, step, start)
             total = total.sum(axis=1)
+            if defer:
+                plgpu.barrier_arrive(go.at[slot(g0 + n)])
             i = parity(p - begin)
             stats[INVERSE + i] = jnp.where(total > 0.0, 1.0 / total, 0.0)
             plgpu.barrier_arrive(inverse_ready.at[i])
@@ -357,8 +345,8 @@ def _body(
             return g0 + n + 1
 
         lax.fori_loop(begin, end, piece, jnp.int32(0))
-        if defer:
-            plgpu.barrier_wait(p_free)
+        if early_launch:
+            plgpu.griddepcontrol_launch_dependents()
         plgpu.wait_smem_to_gmem(0)
 
     def half(right: bool, keys, stage, full):
@@ -366,9 +354,15 @@ def _body(
         columns = pl.ds(HALF if right else 0, HALF)
         rope = pl.ds(RANK, ROPE)
 
-        def load(p, e, place, s):
-            pl.when((p < end) & (e == 0))(lambda: load_queries(p, columns, keys.at[s], full.at[s]))
-            pl.when((p < end) & (e > 0))(lambda: load_block(place, columns, keys.at[s], full.at[s]))
+        def load(p, e, place, s, quarters=(0, 1)):
+            def each(copy):
+                for q in quarters:
+                    first = q * QUARTER
+                    buffer = keys.at[s, q]
+                    copy(pl.ds(columns.start + first, QUARTER), buffer, full.at[2 * s + q])
+
+            pl.when((p < end) & (e == 0))(lambda: each(functools.partial(load_queries, p)))
+            pl.when((p < end) & (e > 0))(lambda: each(functools.partial(load_block, place)))
 
         def load_tail(p):
             size = min(ROWS, ql_g.shape[0])
@@ -394,9 +388,6 @@ def _body(
                     if right:
                         plgpu.async_prefetch(pages_g.at[page_id, rows, rope])
 
-        if defer:  # nothing was published yet
-            plgpu.barrier_arrive(p_free)
-
         @pl.when(begin < end)
         def _():
             n = blocks_of(begin)
@@ -405,7 +396,7 @@ def _body(
                 load(p, x, locate(p, jnp.maximum(x - 1, 0)), e)
                 if right and e == 0:
                     load_tail(begin)
-                if right and e < (1 if defer else 2):
+                if right and e < 2:
                     p, j = block_after(begin, n, jnp.int32(e))
                     load_rope(p, locate(p, j), e)
 
@@ -414,21 +405,13 @@ def _body(
 
             @pl.loop(0, HALF // 64)
             def _(c):
-                ref = keys.at[s, :, pl.ds(pl.multiple_of(c * 64, 64), 64)]
+                column = pl.multiple_of(lax.rem(c, jnp.int32(2)) * 64, 64)
+                ref = keys.at[s, lax.div(c, jnp.int32(2)), :, pl.ds(column, 64)]
                 v = plgpu.load(ref, layout=WGMMA)
                 row = plgpu.broadcasted_iota(I32, (BLOCK, 64), 0, layout=WGMMA)
                 ref[...] = jnp.where(row < valid, v, jnp.zeros_like(v))
 
             plgpu.commit_smem()
-
-        def products_done(p, n, j, s):
-            """Wait for the scores of block ``j``; their rotary columns make room."""
-            if right:
-                rope_piece, rope_block = block_after(p, n, j + 1)
-                rope_place = locate(rope_piece, rope_block)
-            plgpu.barrier_wait(qk_done.at[s])
-            if right:
-                load_rope(rope_piece, rope_place, 0)
 
         def piece(p, g0):
             n, first = blocks_of(p), work_g[p, wp.FIRST]
@@ -438,15 +421,13 @@ def _body(
             place = locate(target, jnp.maximum(e - 1, 0))
             plgpu.barrier_wait(q_taken.at[slot(g0)])
             load(target, e, place, slot(g0))
-            if defer:
-                products_done(p, n, jnp.int32(0), slot(g0 + 1))
 
             def step(j, o):
                 g = g0 + 1 + j
-                s, r = slot(g), rope_slot(g - (p - begin) - 1)
+                s, r = slot(g), parity(g - (p - begin) - 1)
                 target, e = element(p, n, j + 1 + SLOTS)
                 place = locate(target, jnp.maximum(e - 1, 0))
-                if right and not defer:
+                if right:
                     rope_piece, rope_block = block_after(p, n, j + 2)
                     rope_place = locate(rope_piece, rope_block)
                 if prefetch:
@@ -458,23 +439,24 @@ def _body(
                 valid = length - (first + j) * BLOCK
                 pl.when(valid < BLOCK)(lambda: clear(s, valid))
                 if defer:
-                    pl.when(j < n - 1)(lambda: products_done(p, n, j + 1, slot(g + 1)))
-                weights = p_slot(r)
-                o = lib.accumulate(
-                    o,
-                    lambda acc: lib.matmul(acc, k_rope.at[weights], keys.at[s], simulate=simulate),
-                    simulate=simulate,
-                )
-                if defer:
-                    plgpu.barrier_arrive(p_free)
-                elif right:  # the rope is needed first: its copies go first into the queue
+                    plgpu.barrier_wait(go.at[s])
+
+                def values(acc):
+                    for q in range(2):
+                        to = acc.at[:, pl.ds(q * QUARTER, QUARTER)]
+                        lib.matmul(to, k_rope.at[r], keys.at[s, q], simulate=simulate)
+                    plgpu.wgmma_wait(1)
+                    pl.when(j < n - 1)(lambda: load(target, e, place, s, (0,)))
+
+                o = lib.accumulate(o, values, simulate=simulate)
+                if right:  # the rope is needed first: its copies go first into the queue
                     plgpu.barrier_wait(left_done.at[s])
                     load_rope(rope_piece, rope_place, r)
                     plgpu.barrier_arrive(rope_sent.at[s])
                 else:
                     plgpu.barrier_arrive(left_done.at[s])
                     plgpu.barrier_wait(rope_sent.at[s])
-                pl.when(j < n - 1)(lambda: load(target, e, place, s))
+                pl.when(j < n - 1)(lambda: load(target, e, place, s, (1,)))
                 return o
 
             o = lax.fori_loop(0, n, step, plgpu.layout_cast(jnp.zeros((ROWS, HALF), F32), WGMMA))
@@ -486,20 +468,23 @@ def _body(
 
             @pl.when(part < 0)
             def _():  # the slot of the last block takes the result
-                keys[s] = o.astype(keys.dtype)
+                for q in range(2):
+                    keys[s, q] = o[:, q * QUARTER : (q + 1) * QUARTER].astype(keys.dtype)
                 plgpu.commit_smem()
-                lib.store_rows(
-                    keys.at[s], out_g.at[:, columns], row_of(p), live_rows(p),
-                    rows=ROWS, step=sizes.step,
-                )  # fmt: skip
+                for q in range(2):
+                    at = pl.ds(columns.start + q * QUARTER, QUARTER)
+                    lib.store_rows(
+                        keys.at[s, q], out_g.at[:, at], row_of(p), live_rows(p),
+                        rows=ROWS, step=sizes.step,
+                    )  # fmt: skip
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
             @pl.when(part >= 0)
             def _():
                 row = (part * sizes.tiles + tile) * ROWS
                 for c in range(2):
-                    at = pl.ds(HALF * int(right) + c * HALF // 2, HALF // 2)
-                    stage[s] = o[:, c * HALF // 2 : (c + 1) * HALF // 2]
+                    at = pl.ds(columns.start + c * QUARTER, QUARTER)
+                    stage[s] = o[:, c * QUARTER : (c + 1) * QUARTER]
                     plgpu.commit_smem()
                     lib.store_rows(
                         stage.at[s], part_g.at[:, at], row, live_rows(p),
