@@ -16,18 +16,10 @@ from pathlib import Path
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-METHOD = (
-    "plan given to both sides; us: summed kernel time of an isolated call (kineto), span_us: start "
-    "of its first kernel to end of its last, slope_us: slope of wall time between 20 and 80 calls "
-    "(ours 20 in one jit, the peer as graph replays); medians, both sides interleaved in one "
-    "process on the same arrays; random-normal data, shuffled pages; tflops, gbs and "
-    "floor_percent are of span_us"
-)
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.run", description=__doc__)
-    parser.add_argument("suite", choices=["decode", "gather"])
+    parser.add_argument("suite", choices=["decode", "gather", "serve"])
     parser.add_argument("--peers", type=Path, help="folder with the peers' shared objects")
     parser.add_argument("--out", type=Path, help="JSON file; default benchmarks/results/")
     parser.add_argument(
@@ -49,7 +41,7 @@ def main() -> None:
         "device": kind,
         "versions": _versions(),
         "clocks": _clocks(),
-        "method": getattr(suite, "METHOD", METHOD),
+        "method": suite.METHOD,
         "extra": suite.extra(),
         "rows": [],
     }
@@ -68,7 +60,7 @@ def main() -> None:
 
 def _summarise(record: dict) -> None:
     for key in ("ratio", "ratio_span", "ratio_slope"):
-        found = [r[key] for r in record["rows"] if r[key] > 0 and r["case"] not in record["extra"]]
+        found = [r[key] for r in record["rows"] if r.get(key, 0) > 0 and r["case"] not in record["extra"]]
         if found:
             mean = math.exp(sum(map(math.log, found)) / len(found))
             print(f"{key}: {len(found)} rows, geometric mean {mean:.3f}, least {min(found):.3f}")

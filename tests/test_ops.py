@@ -147,7 +147,7 @@ def test_the_plan_of_a_kernel(rng, monkeypatch, our_errors):
     short = decode_case(rng, dims=V2_LITE, seq_lens=[3], page=16)
     plan = plan_of(case, "mosaic")
     assert int(plan.merges[0, 0]) == len(case.args[0]) - 2, "padding alone is listed"
-    with pytest.raises(ArgumentError, match="mla_decode: plan: given .'tokens': 3"):
+    with pytest.raises(ArgumentError, match=r"mla_decode: plan: given .'tokens': 3"):
         ops.mla_decode(*case.args, scale=1.0, backend="mosaic", plan=plan_of(short, "mosaic"))
 
 
