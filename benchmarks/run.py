@@ -60,7 +60,9 @@ def main() -> None:
 
 def _summarise(record: dict) -> None:
     for key in ("ratio", "ratio_span", "ratio_slope"):
-        found = [r[key] for r in record["rows"] if r.get(key, 0) > 0 and r["case"] not in record["extra"]]
+        found = [
+            r[key] for r in record["rows"] if r.get(key, 0) > 0 and r["case"] not in record["extra"]
+        ]
         if found:
             mean = math.exp(sum(map(math.log, found)) / len(found))
             print(f"{key}: {len(found)} rows, geometric mean {mean:.3f}, least {min(found):.3f}")

@@ -1,4 +1,7 @@
-"""Backend ``mosaic`` of dense decode: plan, kernel, merge."""
+"""Backend ``mosaic`` of dense decode: plan, kernel, merge.
+
+The kernels are imported where they run: Mosaic GPU takes more than a second to import.
+"""
 
 from dataclasses import dataclass
 
@@ -8,9 +11,8 @@ from jax.typing import DTypeLike
 from mla_jax.cache import CacheFormat
 from mla_jax.errors import ArgumentError
 from mla_jax.pallas import tuning as tuning_table
-from mla_jax.pallas.dense_decode import mosaic_sm90 as sm90
 from mla_jax.pallas.dense_decode import work_plan as wp
-from mla_jax.pallas.dense_decode.combine_sm90 import combine
+from mla_jax.pallas.dense_decode.sizes_sm90 import BLOCK, RANK, ROPE, ROWS, Sizes
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.registry import OneOf, Problem, Requirement, Tuned, Within
 from mla_jax.types import Array, AttnState, Float, Int, cdiv, round_up
@@ -21,8 +23,8 @@ REQUIREMENT = Requirement(
     sm=OneOf(90),
     features={
         "dtype+out+cache": OneOf("bfloat16+bfloat16+bf16", "float16+float16+fp16"),
-        "rank": OneOf(sm90.RANK),
-        "rope": OneOf(sm90.ROPE),
+        "rank": OneOf(RANK),
+        "rope": OneOf(ROPE),
         "page": OneOf(16, 32, 64, 128),
         "heads": Within(high=128),
         "max_query_len": Within(high=4),
@@ -68,7 +70,7 @@ def tune(problem: Problem, device: DeviceInfo) -> Tuned:
 def heuristic(heads: int, max_query_len: int) -> Tuning:
     """Two or more tiles of 64 rows share each page: compute bound. One: memory bound."""
     rows = round_up(heads, 8)
-    compute_bound = rows * max_query_len > sm90.ROWS
+    compute_bound = rows * max_query_len > ROWS
     return Tuning(defer=compute_bound, prefetch=compute_bound, early_launch=True)
 
 
@@ -88,11 +90,11 @@ def make_plan(
     sizes = _sizes(heads, max_query_len, page, tuning)
     lens = jnp.clip(seq_lens, 0, width * page).astype(jnp.int32)
     starts = query_starts.astype(jnp.int32)
-    common = {"tokens": tokens, "block": sm90.BLOCK, "workers": sizes.workers}
+    common = {"tokens": tokens, "block": BLOCK, "workers": sizes.workers}
     if not tuning.batch_invariant:
         split_cost = SPLIT_COST * sizes.heads * sizes.queries
         return wp.balanced(lens, starts, split_cost=split_cost, **common)
-    parts = max(cdiv(cdiv(width * page, sm90.BLOCK), tuning.chunk), 1)
+    parts = max(cdiv(cdiv(width * page, BLOCK), tuning.chunk), 1)
     parts = min(parts, MAX_PARTS)
     return wp.batch_invariant(lens, starts, chunk=tuning.chunk, max_parts=parts, **common)
 
@@ -119,6 +121,8 @@ def dense_decode(
     The weights of the values are rounded to that dtype. ``plan`` is ``make_plan`` of the same
     lengths and tuning, if it is at hand; ``interpret`` runs on a CPU.
     """
+    from mla_jax.pallas.dense_decode import combine_sm90, mosaic_sm90
+
     del cache_scale, format, out_dtype  # the requirement admits one value of each
     tokens, heads, rank = q_latent.shape
     requests, width = page_table.shape
@@ -144,7 +148,7 @@ def dense_decode(
     if scale <= 0:  # the kernel takes the maximum before it scales
         q_latent, q_rope = (q * jnp.asarray(jnp.sign(scale), q.dtype) for q in (q_latent, q_rope))
         scale = abs(scale) or 1.0
-    out, lse, part, part_lse = sm90.attend(
+    out, lse, part, part_lse = mosaic_sm90.attend(
         _rows(q_latent, sizes.heads),
         _rows(q_rope, sizes.heads),
         pages,
@@ -157,7 +161,7 @@ def dense_decode(
         early_launch=tuning.early_launch and interpret is None,
         interpret=interpret,
     )
-    out, lse = combine(
+    out, lse = combine_sm90.combine(
         out,
         lse,
         part.reshape(*part_lse.shape, rank),
@@ -173,7 +177,7 @@ def dense_decode(
     )
 
 
-def _check(plan: object, sizes: sm90.Sizes, tokens: int) -> None:
+def _check(plan: object, sizes: Sizes, tokens: int) -> None:
     """Refuse a plan that was made for other sizes."""
     if not isinstance(plan, wp.WorkPlan):
         raise ArgumentError("mla_decode: plan", type(plan).__name__, "a WorkPlan of plan_decode")
@@ -183,11 +187,11 @@ def _check(plan: object, sizes: sm90.Sizes, tokens: int) -> None:
         raise ArgumentError("mla_decode: plan", given, f"{allowed}: plan_decode of this call")
 
 
-def _sizes(heads: int, max_query_len: int, page: int, tuning: Tuning) -> sm90.Sizes:
+def _sizes(heads: int, max_query_len: int, page: int, tuning: Tuning) -> Sizes:
     padded = round_up(heads, 8)
-    tiles = cdiv(padded * max_query_len, sm90.ROWS)
+    tiles = cdiv(padded * max_query_len, ROWS)
     workers = max(tuning.workers // tiles, 1)
-    return sm90.Sizes(heads=padded, queries=max_query_len, page=page, workers=workers)
+    return Sizes(heads=padded, queries=max_query_len, page=page, workers=workers)
 
 
 def _rows(q: Float[Array, "tokens heads columns"], heads: int) -> Float[Array, "rows columns"]:

@@ -29,7 +29,6 @@ With all of Q in shared memory its traffic alone would take 2368 cycles; so 232 
 
 import functools
 import math
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -39,13 +38,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mla_jax.pallas import mosaic_lib as lib
 from mla_jax.pallas.dense_decode import work_plan as wp
+from mla_jax.pallas.dense_decode.sizes_sm90 import BLOCK, RANK, ROPE, ROWS, Sizes
 from mla_jax.pallas.mosaic_lib import ROW, WGMMA
 
-__all__ = ["BLOCK", "RANK", "ROPE", "ROWS", "Sizes", "attend"]
+__all__ = ["attend", "scratch"]
 
-BLOCK = 64  # keys of one step
-ROWS = 64  # query rows of a tile
-RANK, ROPE = 512, 64
 HALF = RANK // 2
 QUARTER = RANK // 4  # columns that are loaded, multiplied and released together
 TAIL = 64  # latent columns of Q that stay in shared memory, beside the rotary ones
@@ -56,31 +53,6 @@ ALPHA, INVERSE, LSE = 0, SLOTS, SLOTS + 2  # rows of the statistics buffer
 
 I32 = jnp.int32
 F32 = jnp.float32
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """What the kernel is compiled for, besides dtypes and array shapes."""
-
-    heads: int  # of one query token, a multiple of 8
-    queries: int  # of one request, at most
-    page: int  # tokens, 16 to 128
-    workers: int
-
-    @property
-    def tiles(self) -> int:
-        """Tiles of 64 rows that a request needs, at most."""
-        return -(-self.heads * self.queries // ROWS)
-
-    @property
-    def step(self) -> int:
-        """Live rows of any tile are a multiple of this."""
-        return math.gcd(self.heads, ROWS)
-
-    @property
-    def copies(self) -> int:
-        """Pages that one block touches."""
-        return max(BLOCK // self.page, 1)
 
 
 def scratch(dtype, copies: int, simulate: bool) -> dict:
