@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 
 from mla_jax.engine import Engine
-from mla_jax.metadata.buckets import MLABucket
+from mla_jax.metadata.buckets import Ladder, MLABucket, MLALadder
 from mla_jax.model.deepseek_v3 import DeepseekV3
 from mla_jax.model.presets import V2_LITE
 from mla_jax.model.sampling import SamplingBatch, SamplingParams
@@ -29,6 +29,7 @@ __all__ = ["CASES", "Case", "run"]
 LAYERS = 4  # of V2-Lite's 27, the first dense: compile time
 PAGE = 64
 STEPS = 40
+PROMPT = 8  # tokens of the engine's own requests
 METHOD = (
     f"V2-Lite widths, {LAYERS} layers (1 dense, the rest experts), bf16, random weights and cache "
     f"rows; median wall time of {STEPS} decode steps: batch to the device, step, tokens back; "
@@ -87,14 +88,22 @@ def _row(case: Case) -> dict:
     model = DeepseekV3(config, dtype=jnp.dtype(jnp.bfloat16), rngs=nnx.Rngs(0))
     model.absorb()
     pages = -(-(case.context + STEPS) // PAGE)
+    fed = PROMPT * case.batch
     engine = Engine(
         model,
         config,
         num_pages=1 + case.batch * pages,
         page=PAGE,
         max_requests=case.batch,
-        prefill_chunk=max(8 * case.batch, 16),
+        prefill_chunk=fed,
         max_model_len=case.context + STEPS,
+        ladder=MLALadder(  # two programs: all prompts, all decodes
+            decodes=Ladder("decode requests", (case.batch,)),
+            prefills=Ladder("prefill requests", (case.batch,)),
+            prefill_tokens=Ladder("prefill tokens", (fed,)),
+            pages=Ladder("pages of one request", (pages,)),
+            context_rows=fed,
+        ),
         backend=case.backend,
     )
     served = _serve(engine, case)
@@ -107,12 +116,13 @@ def _row(case: Case) -> dict:
         "tokens_per_s": case.batch / middle,
         "engine_tokens_per_s": served,
         "layers": LAYERS,
+        "programs": engine.stats().compiles,
     }
 
 
 def _serve(engine: Engine, case: Case) -> float:
     """New tokens a second of short requests through ``generate``, the second time."""
-    prompts = [[1 + i % 100] * 8 for i in range(case.batch)]
+    prompts = [[1 + i % 100] * PROMPT for i in range(case.batch)]
     wish = SamplingParams(max_new_tokens=STEPS, ignore_eos=True)
     engine.generate(prompts, wish)
     start = time.perf_counter()

@@ -110,7 +110,7 @@ def test_unknown_backend_lists_the_names(our_errors):
     with pytest.raises(UnsupportedError) as refusal:
         decode(backend="mosiac")
     assert str(refusal.value) == (
-        "dense_decode[mosiac]: no backend of this name (registered: xla, mosaic). "
+        "dense_decode[mosiac]: no backend of this name (registered: mosaic, xla). "
         "Would accept: xla."
     )
 
