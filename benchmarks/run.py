@@ -16,21 +16,15 @@ from pathlib import Path
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-METHOD = (
-    "plan given to both sides; us: summed kernel time of an isolated call (kineto), span_us: start "
-    "of its first kernel to end of its last, slope_us: slope of wall time between 20 and 80 calls "
-    "(ours 20 in one jit, the peer as graph replays); medians, both sides interleaved in one "
-    "process on the same arrays; random-normal data, shuffled pages; tflops, gbs and "
-    "floor_percent are of span_us"
-)
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.run", description=__doc__)
-    parser.add_argument("suite", choices=["decode", "gather"])
+    parser.add_argument("suite", choices=["decode", "gather", "serve"])
     parser.add_argument("--peers", type=Path, help="folder with the peers' shared objects")
     parser.add_argument("--out", type=Path, help="JSON file; default benchmarks/results/")
-    parser.add_argument("--cases", nargs="*", help="names of cases; all by default")
+    parser.add_argument(
+        "--cases", nargs="*", help="all by default; NAME/field=value changes the tuning"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile side by side")
     parser.add_argument("--limit", type=float, default=math.inf, help="seconds, with --jobs")
     parser.add_argument("--turn", type=Path, help="file that a process locks to use the device")
@@ -47,7 +41,7 @@ def main() -> None:
         "device": kind,
         "versions": _versions(),
         "clocks": _clocks(),
-        "method": getattr(suite, "METHOD", METHOD),
+        "method": suite.METHOD,
         "extra": suite.extra(),
         "rows": [],
     }
@@ -58,7 +52,7 @@ def main() -> None:
     )
     for row in rows:  # what was measured so far survives a kill
         record["rows"].append(row)
-        record["rows"].sort(key=lambda r: suite.names().index(r["case"]))
+        record["rows"].sort(key=lambda r: chosen.index(r["case"]))
         out.write_text(json.dumps(record, indent=1) + "\n")
     if not given.turn:
         _summarise(record)
@@ -66,7 +60,9 @@ def main() -> None:
 
 def _summarise(record: dict) -> None:
     for key in ("ratio", "ratio_span", "ratio_slope"):
-        found = [r[key] for r in record["rows"] if r[key] > 0 and r["case"] not in record["extra"]]
+        found = [
+            r[key] for r in record["rows"] if r.get(key, 0) > 0 and r["case"] not in record["extra"]
+        ]
         if found:
             mean = math.exp(sum(map(math.log, found)) / len(found))
             print(f"{key}: {len(found)} rows, geometric mean {mean:.3f}, least {min(found):.3f}")

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.typing import DTypeLike
 
 from mla_jax import ops
 from mla_jax.cache import LatentCache
@@ -86,6 +87,26 @@ class MLA(nnx.Module):
         latent, rope = kv[:, : self.dims.rank], kv[:, self.dims.rank :]
         return self.kv_norm(latent), rotate(rope, *angles, interleaved=self.rope.interleaved)
 
+    def plan(
+        self,
+        meta: MLAMetadata,
+        cache: LatentCache,
+        *,
+        dtype: DTypeLike,
+        backend: str | None = None,
+    ) -> object:
+        """What all layers of a step share when they decode; None where there is nothing."""
+        if meta.decode is None:
+            return None
+        return ops.plan_decode(
+            meta.decode,
+            cache,
+            tokens=meta.bucket.decodes,
+            heads=self.dims.heads,
+            dtype=dtype,
+            backend=backend,
+        )
+
     def __call__(
         self,
         x: Float[Array, "tokens hidden"],
@@ -93,10 +114,12 @@ class MLA(nnx.Module):
         cache: LatentCache,
         *,
         backend: str | None = None,
+        plan: object = None,
     ) -> tuple[Float[Array, "tokens hidden"], LatentCache]:
         """Write the new rows, attend over pages and new tokens, project back.
 
-        ``backend`` names the attention backend; None takes the best that qualifies.
+        ``backend`` names the attention backend; None takes the best that qualifies. ``plan`` is
+        ``self.plan`` of the same step, which serves every layer.
         """
         angles = cos_sin(meta.positions, self.rope)
         q_nope, q_rope = self.queries(x, angles)
@@ -108,7 +131,13 @@ class MLA(nnx.Module):
             n = meta.bucket.decodes
             q_latent = contract("thd,hdr->thr", q_nope[:n], self.k_absorb[...])
             state = ops.mla_decode(
-                q_latent, q_rope[:n], cache, meta.decode, scale=self.scale, backend=backend
+                q_latent,
+                q_rope[:n],
+                cache,
+                meta.decode,
+                scale=self.scale,
+                backend=backend,
+                plan=plan,
             )
             heads = heads.at[:n].set(contract("thr,hrv->thv", state.out, self.v_absorb[...]))
         if meta.prefill is not None:

@@ -1,13 +1,18 @@
 """The paged step against whole sequences without a cache."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mla_jax import ops
 from mla_jax.metadata.buckets import MLABucket
 from mla_jax.model.mla import absorb_weights
 from mla_jax.model.step import Step
+from mla_jax.pallas.dense_decode import ref
+from mla_jax.pallas.registry import Registry
 from tests.model import tiny
 
 PAGE = 4
@@ -54,6 +59,31 @@ def test_absorbed_decode_equals_expanded_prefill(moe, q_rank):
     for t in range(9, 20):
         out, caches = tiny.run(step, caches, DECODE, decodes=[([TOKENS[t]], t, pages)])
         close(out.logits[0], want[t])
+
+
+def test_one_plan_serves_all_layers(monkeypatch):
+    """Every layer of a step gets the plan that was made once; prefill alone makes none."""
+    made, used = [], []
+    (xla,) = (b for b in ops.REGISTRY.of("dense_decode") if b.name == "xla")
+
+    def run(*args, plan, **kwargs):
+        used.append(plan)
+        return ref.dense_decode(*args, **kwargs)
+
+    def plan(lens, starts, **sizes):
+        made.append(lens + 1)
+        return made[-1]
+
+    planned = dataclasses.replace(xla, name="planned", run=run, plan=plan)
+    monkeypatch.setattr(ops, "REGISTRY", Registry((planned, *ops.REGISTRY.backends)))
+    cfg = tiny.config()
+    step, caches = Step.of(tiny.model(cfg), page=PAGE), tiny.caches(cfg, num_pages=8, page=PAGE)
+    _, caches = tiny.run(step, caches, PREFILL, prefills=[(TOKENS[:9], 0, [5, 2, 7])])
+    assert not made
+    tiny.run(step, caches, DECODE, decodes=[([TOKENS[9]], 9, [5, 2, 7])])
+    assert len(made) == 1
+    assert len(used) == cfg.layers
+    assert all(p is made[0] for p in used)
 
 
 @pytest.mark.parametrize("cuts", [[], [1], [16], [7, 8, 31], [15, 16, 17]])

@@ -8,14 +8,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from mla_jax.pallas.dense_decode import combine_sm90
 from mla_jax.pallas.dense_decode.combine_sm90 import combine
 
-HEADS, RANK = 2, 128
+HEADS, RANK = 2, 256
 UNTOUCHED = 7.0
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 5, 11, pytest.param(40, marks=pytest.mark.slow)])
-def test_merge_of_pieces(count, rng, monkeypatch):
+@pytest.mark.parametrize(("parts", "unrolls"), [(1, (2, 8)), (2, (4,))])
+@pytest.mark.parametrize("count", [0, 1, 2, 5, 11, 40])
+def test_merge_of_pieces(count, parts, unrolls, rng, monkeypatch):
     """Slots 1 to ``count`` hold the pieces; their neighbours and unused rows are NaN."""
-    monkeypatch.setattr(combine_sm90, "_rows_per_block", lambda tokens, heads: heads)
+    monkeypatch.setattr(combine_sm90, "SHAPES", ((64, parts, unrolls, 1),))
+    monkeypatch.setattr(combine_sm90, "MULTIPROCESSORS", parts)
     part = np.full((count + 2, 1, 64, RANK), np.nan, np.float32)
     lse = np.full((count + 2, 1, 64), np.nan, np.float32)
     part[1 : count + 1, 0, HEADS : 2 * HEADS] = rng.normal(size=(count, HEADS, RANK))
@@ -27,7 +29,7 @@ def test_merge_of_pieces(count, rng, monkeypatch):
         jnp.full((2 * HEADS,), UNTOUCHED),
         jnp.asarray(part),
         jnp.asarray(lse),
-        jnp.asarray([[0, 1, 0], [1, count, 1]], jnp.int32),
+        jnp.asarray([[count != 1, 0, 0, 0], [1, count, 1, 1], [0, 0, 0, 0]], jnp.int32),
         heads=HEADS,
         early_launch=False,
         interpret=plgpu.InterpretGPUParams(num_tma_threads_per_device=4),

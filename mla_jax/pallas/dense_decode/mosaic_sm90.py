@@ -29,7 +29,6 @@ With all of Q in shared memory its traffic alone would take 2368 cycles; so 232 
 
 import functools
 import math
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -39,14 +38,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mla_jax.pallas import mosaic_lib as lib
 from mla_jax.pallas.dense_decode import work_plan as wp
+from mla_jax.pallas.dense_decode.sizes_sm90 import BLOCK, RANK, ROPE, ROWS, Sizes
 from mla_jax.pallas.mosaic_lib import ROW, WGMMA
 
-__all__ = ["BLOCK", "RANK", "ROPE", "ROWS", "Sizes", "attend"]
+__all__ = ["attend", "scratch"]
 
-BLOCK = 64  # keys of one step
-ROWS = 64  # query rows of a tile
-RANK, ROPE = 512, 64
 HALF = RANK // 2
+QUARTER = RANK // 4  # columns that are loaded, multiplied and released together
 TAIL = 64  # latent columns of Q that stay in shared memory, beside the rotary ones
 SLOTS = 3
 REGISTERS = (184, 160)  # of a thread: scores, halves; with less, products are serialised
@@ -55,31 +53,6 @@ ALPHA, INVERSE, LSE = 0, SLOTS, SLOTS + 2  # rows of the statistics buffer
 
 I32 = jnp.int32
 F32 = jnp.float32
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """What the kernel is compiled for, besides dtypes and array shapes."""
-
-    heads: int  # of one query token, a multiple of 8
-    queries: int  # of one request, at most
-    page: int  # tokens, 16 to 128
-    workers: int
-
-    @property
-    def tiles(self) -> int:
-        """Tiles of 64 rows that a request needs, at most."""
-        return -(-self.heads * self.queries // ROWS)
-
-    @property
-    def step(self) -> int:
-        """Live rows of any tile are a multiple of this."""
-        return math.gcd(self.heads, ROWS)
-
-    @property
-    def copies(self) -> int:
-        """Pages that one block touches."""
-        return max(BLOCK // self.page, 1)
 
 
 def scratch(dtype, copies: int, simulate: bool) -> dict:
@@ -93,8 +66,8 @@ def scratch(dtype, copies: int, simulate: bool) -> dict:
 
     def ring():  # a slot also takes half of a float32 result on its way out
         return plgpu.RefUnion(
-            lib.swizzled((SLOTS, BLOCK, HALF), dtype),
-            lib.swizzled((SLOTS, ROWS, HALF // 2), F32),
+            lib.swizzled((SLOTS, 2, BLOCK, QUARTER), dtype),
+            lib.swizzled((SLOTS, ROWS, QUARTER), F32),
         )
 
     buffers = {
@@ -103,8 +76,8 @@ def scratch(dtype, copies: int, simulate: bool) -> dict:
         "k_rope": lib.swizzled((2, BLOCK, ROPE), dtype),  # then P of the same block
         "q_tail": lib.swizzled((2, ROWS, 64), dtype),
         "stats": plgpu.SMEM((SLOTS + 3, ROWS), F32),
-        "left_full": barrier(copies, SLOTS),  # copy engine -> scores
-        "right_full": barrier(copies, SLOTS),  # copy engine -> scores
+        "left_full": barrier(copies, 2 * SLOTS),  # copy engine -> scores, quarter by quarter
+        "right_full": barrier(copies, 2 * SLOTS),  # copy engine -> scores, quarter by quarter
         "rope_full": barrier(copies, 2),  # copy engine -> scores
         "tail_full": barrier(2),  # copy engine -> scores
         "q_taken": barrier(count=SLOTS),  # scores -> left, right: the slot of Q is free
@@ -115,7 +88,7 @@ def scratch(dtype, copies: int, simulate: bool) -> dict:
         "inverse_ready": barrier(count=2),  # scores -> left, right: 1 / sum of a piece
     }
     if simulate:
-        buffers["q_spill"] = plgpu.SMEM((ROWS, HALF), dtype)
+        buffers["q_spill"] = plgpu.SMEM((ROWS, QUARTER), dtype)
     return buffers
 
 
@@ -136,8 +109,8 @@ def attend(
     """``out`` [tokens * heads, 512] and ``lse`` [tokens * heads] of requests in one piece, and
     float32 ``[slots * tiles * 64, 512]``, base-2 ``[slots, tiles, 64]`` of the other pieces.
 
-    Queries are ``[tokens * heads, columns]`` with at least 64 rows. Rows that no piece of a
-    whole request covers are left as they were allocated.
+    Queries are ``[tokens * heads, columns]``. Rows that no piece of a whole request covers are
+    left as they were allocated.
     """
     rows, dtype = q_latent.shape[0], q_latent.dtype
     tiles, simulate = sizes.tiles, interpret is not None
@@ -235,7 +208,7 @@ def _body(
             plgpu.copy_gmem_to_smem(src, buffer.at[pl.ds(i * size, size)], barrier)
 
     def load_queries(p, columns, buffer, barrier):
-        size = ROWS // copies  # as many arrivals as a block has
+        size = min(ROWS // copies, ql_g.shape[0])  # as many arrivals as a block has
         for i in range(copies):
             rows = pl.ds(pl.multiple_of(row_of(p) + i * size, 8), size)
             plgpu.copy_gmem_to_smem(
@@ -266,10 +239,17 @@ def _body(
             n, first = blocks_of(p), work_g[p, wp.FIRST]
             whole, part = work_g[p, wp.SLOT] < 0, work_g[p, wp.SLOT]
             unmasked = work_g[p, wp.LENGTH] - work_g[p, wp.QUERIES] + 1
-            plgpu.barrier_wait(left_full.at[slot(g0)])
-            plgpu.barrier_wait(right_full.at[slot(g0)])
-            ql = plgpu.load(k_left.at[slot(g0)], layout=WGMMA)
-            qr = plgpu.load(k_right.at[slot(g0), :, pl.ds(0, HALF - TAIL)], layout=WGMMA)
+            for quarter in range(2):
+                plgpu.barrier_wait(left_full.at[2 * slot(g0) + quarter])
+                plgpu.barrier_wait(right_full.at[2 * slot(g0) + quarter])
+
+            def queries(side, quarter, count=QUARTER):
+                return plgpu.load(side.at[slot(g0), quarter, :, pl.ds(0, count)], layout=WGMMA)
+
+            q_regs = (  # the last columns of the right half stay in shared memory
+                (queries(k_left, 0), queries(k_left, 1)),
+                (queries(k_right, 0), queries(k_right, 1, QUARTER - TAIL)),
+            )
             plgpu.commit_smem()
             plgpu.barrier_arrive(q_taken.at[slot(g0)])
             plgpu.barrier_wait(tail_full)
@@ -281,12 +261,14 @@ def _body(
                 kl, kr = k_left.at[s], k_right.at[s]
 
                 def products(acc):
-                    head = None if q_spill is None else q_spill.at[:, pl.ds(0, HALF - TAIL)]
-                    plgpu.barrier_wait(left_full.at[s])
-                    lib.matmul_registers(acc, ql, kl.T, q_spill)
-                    plgpu.barrier_wait(right_full.at[s])
-                    lib.matmul_registers(acc, qr, kr.at[:, pl.ds(0, HALF - TAIL)].T, head)
-                    last = kr.at[:, pl.ds(HALF - TAIL, TAIL)].T
+                    for q, k, full in zip(q_regs, (kl, kr), (left_full, right_full), strict=True):
+                        for quarter in range(2):
+                            size = q[quarter].shape[1]
+                            spill = None if q_spill is None else q_spill.at[:, pl.ds(0, size)]
+                            keys = k.at[quarter, :, pl.ds(0, size)].T
+                            plgpu.barrier_wait(full.at[2 * s + quarter])
+                            lib.matmul_registers(acc, q[quarter], keys, spill)
+                    last = kr.at[1, :, pl.ds(QUARTER - TAIL, TAIL)].T
                     lib.matmul(acc, q_tail.at[0], last, simulate=simulate)
                     plgpu.barrier_wait(rope_full.at[r])
                     lib.matmul(acc, q_tail.at[1], k_rope.at[r].T, simulate=simulate)
@@ -306,10 +288,12 @@ def _body(
                 k_rope[r] = w.astype(k_rope.dtype)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(p_ready.at[s])
-                return new_top, total * shrink + w.sum(axis=1)
+                total = total * lib.fill_rows(shrink, 8) + lib.fold_columns(w, 8)
+                return new_top, total
 
-            start = lib.row_vector(LOWEST, ROWS), lib.row_vector(0.0, ROWS)
+            start = lib.row_vector(LOWEST, ROWS), lib.tile(0.0, (ROWS, 8), F32)
             top, total = lax.fori_loop(0, n, step, start)
+            total = total.sum(axis=1)
             if defer:
                 plgpu.barrier_arrive(go.at[slot(g0 + n)])
             i = parity(p - begin)
@@ -333,6 +317,8 @@ def _body(
             return g0 + n + 1
 
         lax.fori_loop(begin, end, piece, jnp.int32(0))
+        if early_launch:
+            plgpu.griddepcontrol_launch_dependents()
         plgpu.wait_smem_to_gmem(0)
 
     def half(right: bool, keys, stage, full):
@@ -340,16 +326,23 @@ def _body(
         columns = pl.ds(HALF if right else 0, HALF)
         rope = pl.ds(RANK, ROPE)
 
-        def load(p, e, place, s):
-            pl.when((p < end) & (e == 0))(lambda: load_queries(p, columns, keys.at[s], full.at[s]))
-            pl.when((p < end) & (e > 0))(lambda: load_block(place, columns, keys.at[s], full.at[s]))
+        def load(p, e, place, s, quarters=(0, 1)):
+            def each(copy):
+                for q in quarters:
+                    first = q * QUARTER
+                    buffer = keys.at[s, q]
+                    copy(pl.ds(columns.start + first, QUARTER), buffer, full.at[2 * s + q])
+
+            pl.when((p < end) & (e == 0))(lambda: each(functools.partial(load_queries, p)))
+            pl.when((p < end) & (e > 0))(lambda: each(functools.partial(load_block, place)))
 
         def load_tail(p):
-            rows = pl.ds(row_of(p), ROWS)
+            size = min(ROWS, ql_g.shape[0])
+            rows, to = pl.ds(row_of(p), size), pl.ds(0, size)
             plgpu.copy_gmem_to_smem(
-                ql_g.at[rows, pl.ds(RANK - TAIL, TAIL)], q_tail.at[0], tail_full
+                ql_g.at[rows, pl.ds(RANK - TAIL, TAIL)], q_tail.at[0, to], tail_full
             )
-            plgpu.copy_gmem_to_smem(qr_g.at[rows], q_tail.at[1], tail_full)
+            plgpu.copy_gmem_to_smem(qr_g.at[rows], q_tail.at[1, to], tail_full)
 
         def load_rope(p, place, r):
             pl.when(p < end)(lambda: load_block(place, rope, k_rope.at[r], rope_full.at[r]))
@@ -384,7 +377,8 @@ def _body(
 
             @pl.loop(0, HALF // 64)
             def _(c):
-                ref = keys.at[s, :, pl.ds(pl.multiple_of(c * 64, 64), 64)]
+                column = pl.multiple_of(lax.rem(c, jnp.int32(2)) * 64, 64)
+                ref = keys.at[s, lax.div(c, jnp.int32(2)), :, pl.ds(column, 64)]
                 v = plgpu.load(ref, layout=WGMMA)
                 row = plgpu.broadcasted_iota(I32, (BLOCK, 64), 0, layout=WGMMA)
                 ref[...] = jnp.where(row < valid, v, jnp.zeros_like(v))
@@ -418,11 +412,15 @@ def _body(
                 pl.when(valid < BLOCK)(lambda: clear(s, valid))
                 if defer:
                     plgpu.barrier_wait(go.at[s])
-                o = lib.accumulate(
-                    o,
-                    lambda acc: lib.matmul(acc, k_rope.at[r], keys.at[s], simulate=simulate),
-                    simulate=simulate,
-                )
+
+                def values(acc):
+                    for q in range(2):
+                        to = acc.at[:, pl.ds(q * QUARTER, QUARTER)]
+                        lib.matmul(to, k_rope.at[r], keys.at[s, q], simulate=simulate)
+                    plgpu.wgmma_wait(1)
+                    pl.when(j < n - 1)(lambda: load(target, e, place, s, (0,)))
+
+                o = lib.accumulate(o, values, simulate=simulate)
                 if right:  # the rope is needed first: its copies go first into the queue
                     plgpu.barrier_wait(left_done.at[s])
                     load_rope(rope_piece, rope_place, r)
@@ -430,7 +428,7 @@ def _body(
                 else:
                     plgpu.barrier_arrive(left_done.at[s])
                     plgpu.barrier_wait(rope_sent.at[s])
-                pl.when(j < n - 1)(lambda: load(target, e, place, s))
+                pl.when(j < n - 1)(lambda: load(target, e, place, s, (1,)))
                 return o
 
             o = lax.fori_loop(0, n, step, plgpu.layout_cast(jnp.zeros((ROWS, HALF), F32), WGMMA))
@@ -442,20 +440,23 @@ def _body(
 
             @pl.when(part < 0)
             def _():  # the slot of the last block takes the result
-                keys[s] = o.astype(keys.dtype)
+                for q in range(2):
+                    keys[s, q] = o[:, q * QUARTER : (q + 1) * QUARTER].astype(keys.dtype)
                 plgpu.commit_smem()
-                lib.store_rows(
-                    keys.at[s], out_g.at[:, columns], row_of(p), live_rows(p),
-                    rows=ROWS, step=sizes.step,
-                )  # fmt: skip
+                for q in range(2):
+                    at = pl.ds(columns.start + q * QUARTER, QUARTER)
+                    lib.store_rows(
+                        keys.at[s, q], out_g.at[:, at], row_of(p), live_rows(p),
+                        rows=ROWS, step=sizes.step,
+                    )  # fmt: skip
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
             @pl.when(part >= 0)
             def _():
                 row = (part * sizes.tiles + tile) * ROWS
                 for c in range(2):
-                    at = pl.ds(HALF * int(right) + c * HALF // 2, HALF // 2)
-                    stage[s] = o[:, c * HALF // 2 : (c + 1) * HALF // 2]
+                    at = pl.ds(columns.start + c * QUARTER, QUARTER)
+                    stage[s] = o[:, c * QUARTER : (c + 1) * QUARTER]
                     plgpu.commit_smem()
                     lib.store_rows(
                         stage.at[s], part_g.at[:, at], row, live_rows(p),
@@ -472,5 +473,3 @@ def _body(
     pl.when(wg == 0)(scores)
     pl.when(wg == 1)(lambda: half(False, k_left, stage_left, left_full))
     pl.when(wg == 2)(lambda: half(True, k_right, stage_right, right_full))
-    if early_launch:
-        plgpu.griddepcontrol_launch_dependents()

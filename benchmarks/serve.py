@@ -1,0 +1,174 @@
+"""Decoding end to end: a model of V2-Lite's widths, random weights, by backend of dense decode.
+
+The step is the engine's own: host arrays to the device, one compiled program, tokens back to the
+host. Caches hold random rows of the stated context instead of a prompt's.
+"""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from mla_jax.engine import Engine
+from mla_jax.metadata.buckets import Ladder, MLABucket, MLALadder
+from mla_jax.model.deepseek_v3 import DeepseekV3
+from mla_jax.model.presets import V2_LITE
+from mla_jax.model.sampling import SamplingBatch, SamplingParams
+from mla_jax.model.step import StepBatch
+
+__all__ = ["CASES", "Case", "run"]
+
+LAYERS = 4  # of V2-Lite's 27, the first dense: compile time
+PAGE = 64
+STEPS = 40
+PROMPT = 8  # tokens of the engine's own requests
+METHOD = (
+    f"V2-Lite widths, {LAYERS} layers (1 dense, the rest experts), bf16, random weights and cache "
+    f"rows; median wall time of {STEPS} decode steps: batch to the device, step, tokens back; "
+    "tokens_per_s counts one token a request and step"
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """``batch`` requests of ``context`` cached tokens each; ``backend`` None is the library's."""
+
+    batch: int
+    context: int
+    backend: str | None
+
+    @property
+    def name(self) -> str:
+        return f"v2_lite_{LAYERS}l_b{self.batch}_c{self.context}/{self.backend or 'default'}"
+
+
+CASES = tuple(
+    Case(batch, context, backend)
+    for batch, context in ((1, 32768), (32, 4096), (128, 4096))
+    for backend in (None, "xla")
+)
+
+
+def names() -> list[str]:
+    """Names of all cases."""
+    return [c.name for c in CASES]
+
+
+def extra() -> list[str]:
+    """None: no row has a peer."""
+    return []
+
+
+def run(peers: Path | None, chosen: list[str], turn: AbstractContextManager) -> Iterator[dict]:
+    """Time the chosen cases, row by row; the device is used inside ``turn`` alone."""
+    del peers
+    for case in (c for c in CASES if c.name in chosen):
+        with turn:
+            row = _row(case)
+        print(
+            f"{row['case']:36s} {row['step_us']:9.0f} us a step {row['tokens_per_s']:9.0f} "
+            f"tokens/s; engine {row['engine_tokens_per_s']:.0f} tokens/s",
+            flush=True,
+        )
+        yield row
+
+
+def _row(case: Case) -> dict:
+    config = dataclasses.replace(
+        V2_LITE, layers=LAYERS, sparse_layers=V2_LITE.sparse_layers[:LAYERS]
+    )
+    model = DeepseekV3(config, dtype=jnp.dtype(jnp.bfloat16), rngs=nnx.Rngs(0))
+    model.absorb()
+    pages = -(-(case.context + STEPS) // PAGE)
+    fed = PROMPT * case.batch
+    engine = Engine(
+        model,
+        config,
+        num_pages=1 + case.batch * pages,
+        page=PAGE,
+        max_requests=case.batch,
+        prefill_chunk=fed,
+        max_model_len=case.context + STEPS,
+        ladder=MLALadder(  # two programs: all prompts, all decodes
+            decodes=Ladder("decode requests", (case.batch,)),
+            prefills=Ladder("prefill requests", (case.batch,)),
+            prefill_tokens=Ladder("prefill tokens", (fed,)),
+            pages=Ladder("pages of one request", (pages,)),
+            context_rows=fed,
+        ),
+        backend=case.backend,
+    )
+    served = _serve(engine, case)
+    times = _decode(engine, case, pages)
+    middle = statistics.median(times)
+    return {
+        "case": case.name,
+        "step_us": 1e6 * middle,
+        "step_us_least": 1e6 * min(times),
+        "tokens_per_s": case.batch / middle,
+        "engine_tokens_per_s": served,
+        "layers": LAYERS,
+        "programs": engine.stats().compiles,
+    }
+
+
+def _serve(engine: Engine, case: Case) -> float:
+    """New tokens a second of short requests through ``generate``, the second time."""
+    prompts = [[1 + i % 100] * PROMPT for i in range(case.batch)]
+    wish = SamplingParams(max_new_tokens=STEPS, ignore_eos=True)
+    engine.generate(prompts, wish)
+    start = time.perf_counter()
+    done = engine.generate(prompts, wish)
+    return sum(len(c.token_ids) for c in done) / (time.perf_counter() - start)
+
+
+def _decode(engine: Engine, case: Case, pages: int) -> list[float]:
+    """Seconds of decode steps that follow each other, the first ones left out."""
+    step, bucket = engine._step, _bucket(case, pages)
+    keys = jax.random.split(jax.random.key(1), len(engine._caches))
+    caches = [
+        dataclasses.replace(c, pages=jax.random.normal(k, c.pages.shape, c.pages.dtype))
+        for c, k in zip(engine._caches, keys, strict=True)
+    ]
+    order = np.random.default_rng(0).permutation(case.batch * pages).astype(np.int32)
+    table = 1 + order.reshape(case.batch, pages)
+    tokens, times = np.ones(case.batch, np.int32), []
+    for i in range(STEPS):
+        start = time.perf_counter()
+        batch = _batch(case, table, tokens, case.context + i + 1)
+        out, caches = step.run(step.leaves, caches, batch, bucket=bucket, want_logits=False)
+        tokens = np.asarray(jax.device_get(out.token_ids))
+        times.append(time.perf_counter() - start)
+    return times[5:]
+
+
+def _bucket(case: Case, pages: int) -> MLABucket:
+    return MLABucket(decodes=case.batch, prefills=0, prefill_tokens=0, pages=pages, context_rows=0)
+
+
+def _batch(case: Case, table: np.ndarray, tokens: np.ndarray, length: int) -> StepBatch:
+    n = case.batch
+    lens = np.full(n, length, np.int32)
+    batch = StepBatch(
+        token_ids=tokens,
+        query_starts=np.arange(n + 1, dtype=np.int32),
+        seq_lens=lens,
+        page_table=table,
+        num_decodes=np.asarray(n, np.int32),
+        sampling=SamplingBatch(
+            temperature=np.zeros(n, np.float32),
+            top_k=np.zeros(n, np.int32),
+            top_p=np.ones(n, np.float32),
+            seed=np.zeros(n, np.uint32),
+            position=lens,
+        ),
+    )
+    return jax.device_put(batch)
