@@ -27,7 +27,7 @@ METHOD = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.run", description=__doc__)
-    parser.add_argument("suite", choices=["decode", "gather"])
+    parser.add_argument("suite", choices=["decode", "gather", "prefill"])
     parser.add_argument("--peers", type=Path, help="folder with the peers' shared objects")
     parser.add_argument("--out", type=Path, help="JSON file; default benchmarks/results/")
     parser.add_argument("--cases", nargs="*", help="names of cases; all by default")
@@ -65,7 +65,8 @@ def main() -> None:
 
 
 def _summarise(record: dict) -> None:
-    for key in ("ratio", "ratio_span", "ratio_slope"):
+    keys = sorted({k for r in record["rows"] for k in r if k.startswith("ratio")})
+    for key in keys:
         found = [r[key] for r in record["rows"] if r[key] > 0 and r["case"] not in record["extra"]]
         if found:
             mean = math.exp(sum(map(math.log, found)) / len(found))
