@@ -412,9 +412,7 @@ def _body(
                     lambda acc: (issue_scores(acc, g + 1), acc[...])[1],
                     plgpu.ACC((HALF, block), F32),
                 )
-                values = lib.accumulate(
-                    values, lambda acc: issue_values(acc, p, g), simulate=True
-                )
+                values = lib.accumulate(values, lambda acc: issue_values(acc, p, g), simulate=True)
                 give()
                 return values, after(x)
 
@@ -454,7 +452,9 @@ def _body(
             def with_next():
                 if simulate:
                     take()
-                    done = lib.accumulate(values, lambda acc: issue_values(acc, p, g), simulate=True)
+                    done = lib.accumulate(
+                        values, lambda acc: issue_values(acc, p, g), simulate=True
+                    )
                     free_v(g)
                     finish(done)
                     plgpu.barrier_wait(q_full.at[wg])

@@ -67,11 +67,12 @@ def tiles(
     blocks = jnp.where(exists, (seen + block - 1) // block, -1)
 
     # A stable descending sort by counting: XLA's sort would take longer than a layer's slack.
-    before = (blocks[None] > blocks[:, None]) | ((blocks[None] == blocks[:, None]) & (i[None] < i[:, None]))
+    before = (blocks[None] > blocks[:, None]) | (
+        (blocks[None] == blocks[:, None]) & (i[None] < i[:, None])
+    )
     rank = jnp.sum(before, axis=1, dtype=jnp.int32)
     table = jnp.stack([edges[r] + begin, live, first_key[r], key_lens[r], offset, blocks], axis=1)
     table = jnp.pad(table, ((0, 0), (0, FIELDS - table.shape[1])))
     table = jnp.zeros_like(table).at[rank].set(table, unique_indices=True)
     counts = jnp.stack([jnp.sum(blocks > 0), jnp.sum(exists)]).astype(jnp.int32)
     return Schedule(tiles=table, counts=counts)
-
