@@ -39,7 +39,7 @@ from jax.typing import DTypeLike
 
 from mla_jax.pallas import mosaic_lib as lib
 from mla_jax.pallas.dense_prefill import schedule as sc
-from mla_jax.pallas.mosaic_lib import ROW, WGMMA
+from mla_jax.pallas.mosaic_lib import WGMMA
 
 __all__ = ["ROWS", "Sizes", "attend", "scratch"]
 
@@ -176,7 +176,7 @@ def _body(
     (q_m, q_c), (k_m, k_c), (v_m, v_c), (o_m, o_c) = (
         (ref, ref) if simulate else ref for ref in (q, k, v, o)
     )
-    block, stages, heads = sizes.block, sizes.stages, q_g.shape[1]
+    block, stages, heads, dtype = sizes.block, sizes.stages, q_g.shape[1], q_g.dtype
     k_chunks, v_chunks = sizes.k_chunks, sizes.v_chunks
     with_keys, in_all = counts_g[0], counts_g[1]
     items, dynamic = with_keys * heads, sizes.dynamic and not simulate
@@ -385,7 +385,7 @@ def _body(
             plgpu.barrier_arrive(v_free.at[slot(g)])
 
         def soften(x, j, t, top):
-            """Weights of block ``j`` under the new maximum, their sums, and the old ones' factor."""
+            """Weights of block ``j``, the new maximum, the old weights' factor, sums of rows."""
             keys, offset = fact(t, sc.KEYS), fact(t, sc.OFFSET)
 
             def mask():
@@ -402,10 +402,11 @@ def _body(
             x = lax.cond(full, lambda: x, mask)
             new_top = jnp.maximum(top, x.max(axis=1) * scale)
             w = jnp.exp2(x * scale - wide(new_top, block))
-            return new_top, jnp.exp2(top - new_top), w, w.sum(axis=1)
+            found = w, new_top, jnp.exp2(top - new_top), w.sum(axis=1)
+            return lax.optimization_barrier(found)  # else the assembler moves it behind the values
 
         def batch_of_both(values, p, g, after):
-            """``values += p V(g)`` beside ``S = Q K(g+1)^T``; ``after(S)`` runs under the former."""
+            """``values += p V(g)``, and under it ``after(Q K(g+1)^T)``."""
             if simulate:
                 take()
                 x = pl.run_scoped(
@@ -429,7 +430,7 @@ def _body(
 
                 row = lib.row_vector(0.0, HALF)
                 blank = plgpu.layout_cast(jnp.zeros((HALF, block), F32), WGMMA)
-                start = (plgpu.ACC.init(values), row, row, blank, row)
+                start = (plgpu.ACC.init(values), blank, row, row, row)
                 values_, *found = pl.run_state(with_values)(start)
                 return values_, *found
 
@@ -446,7 +447,7 @@ def _body(
             return pl.run_scoped(f, plgpu.ACC((HALF, block), F32))
 
         def last_batch(values, p, g, then, finish):
-            """``finish(values + p V(g))``, beside the first scores of tile ``then`` if it exists."""
+            """``finish(values + p V(g))``, and the first scores of tile ``then`` if it exists."""
             more = fact(then, sc.BLOCKS) > 0
 
             def with_next():
@@ -498,13 +499,12 @@ def _body(
         def tile_body(carry):
             t, g, x, _ = carry
             n = fact(t, sc.BLOCKS)
-            dtype = q_m.dtype
 
             def q_taken(j):
                 pl.when(j == n - 1)(lambda: plgpu.barrier_arrive(q_free.at[wg]))
 
             q_taken(0)
-            top, _, w, total = soften(x, 0, t, lib.row_vector(LOWEST, HALF))
+            w, top, _, total = soften(x, 0, t, lib.row_vector(LOWEST, HALF))
             values = plgpu.layout_cast(jnp.zeros((HALF, sizes.v), F32), WGMMA)
 
             def block_body(j, carry):
@@ -515,7 +515,7 @@ def _body(
                     q_taken(j + 1)
                     return soften(x, j + 1, t, top)
 
-                values, (top, shrink, w, added) = batch_of_both(values, p, g + j, after)
+                values, (w, top, shrink, added) = batch_of_both(values, p, g + j, after)
                 free_v(g + j)
                 values = values * wide(shrink, sizes.v)
                 return values, w.astype(dtype), top, total * shrink + added
