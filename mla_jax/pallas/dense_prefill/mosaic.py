@@ -27,8 +27,8 @@ REQUIREMENT = Requirement(
 MULTIPROCESSORS = 132
 """Of an H100 SXM or H200: one thread block each."""
 
-L2 = 24 << 20
-"""Bytes of keys and values that tiles may share in the L2 cache: half of it."""
+L2 = 10 << 20
+"""Bytes of keys and values that tiles may share in the L2 cache, which has two halves of 25 MB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +40,7 @@ class Tuning:
     stages: int = 2  # blocks in shared memory
     dynamic: bool = True  # a thread block takes its next tile when it is free
     workers: int = MULTIPROCESSORS  # thread blocks
+    turn: int = 1
 
     def __post_init__(self):
         assert self.block % 64 == 0, "products need multiples of 64 keys"
@@ -112,7 +113,7 @@ def dense_prefill(
         schedule,
         sizes=sm90.Sizes(
             nope=nope, rope=k_rope.shape[1], v=v, block=tuning.block, stages=tuning.stages,
-            heads_together=tuning.heads_together, workers=tuning.workers, dynamic=tuning.dynamic,
+            heads_together=tuning.heads_together, workers=tuning.workers, dynamic=tuning.dynamic, turn=tuning.turn,
         ),
         scale=scale,
         causal=causal,

@@ -68,6 +68,7 @@ class Sizes:
     heads_together: int  # heads whose tiles are interleaved: their keys share the L2 cache
     workers: int
     dynamic: bool  # a thread block takes the next tile when it is free; else every 132nd
+    turn: int  # EXPERIMENT
 
     @property
     def k_chunks(self) -> int:
@@ -357,24 +358,30 @@ def _body(
         my_spill = None if spill is None else spill.at[wg]
 
         def take():
-            plgpu.barrier_wait(turn.at[wg])
+            if sizes.turn >= 0:
+                plgpu.barrier_wait(turn.at[wg])
 
-        def give():
-            plgpu.barrier_arrive(turn.at[1 - wg])
+        def give(when=None):
+            if sizes.turn >= 0 and (when is None or when == sizes.turn):
+                plgpu.barrier_arrive(turn.at[1 - wg])
 
         def fact(t, i):
             return facts[step_slot(t), i]
 
+        def await_k(g):
+            plgpu.barrier_wait(k_full.at[slot(g)])
+
         def issue_scores(acc, g):
             s = slot(g)
-            plgpu.barrier_wait(k_full.at[s])
             for c in range(k_chunks):
                 lib.matmul(acc, q_m.at[wg, c], k_m.at[s, c].T, simulate=simulate)
 
-        def issue_values(acc, p, g):
+        def issue_values(acc, p, g, before_last=lambda: None):
             s = slot(g)
             plgpu.barrier_wait(v_full.at[s])
             for c in range(v_chunks):
+                if c == v_chunks - 1:
+                    before_last()
                 part = acc.at[:, pl.ds(c * CHUNK, CHUNK)]
                 lib.matmul_registers(part, p, v_m.at[s, c], my_spill)
 
@@ -384,9 +391,8 @@ def _body(
         def free_v(g):
             plgpu.barrier_arrive(v_free.at[slot(g)])
 
-        def soften(x, j, t, top):
+        def soften(x, j, keys, offset, top):
             """Weights of block ``j``, the new maximum, the old weights' factor, sums of rows."""
-            keys, offset = fact(t, sc.KEYS), fact(t, sc.OFFSET)
 
             def mask():
                 column = j * block + plgpu.broadcasted_iota(I32, (HALF, block), 1, layout=WGMMA)
@@ -422,9 +428,12 @@ def _body(
                     o_acc, *results = refs
                     take()
                     issue_scores(s_acc, g + 1)
-                    issue_values(o_acc, p, g)
-                    give()
-                    found = after(plgpu.wgmma_accumulator_load(s_acc, wait_n=v_chunks))
+                    give(2)
+                    issue_values(o_acc, p, g, lambda: give(1))
+                    give(0)
+                    x = plgpu.wgmma_accumulator_load(s_acc, wait_n=v_chunks)
+                    give(3)
+                    found = after(x)
                     for ref, x in zip(results, found, strict=True):
                         ref[...] = x
 
@@ -440,6 +449,7 @@ def _body(
         def scores_alone(g):
             def f(acc):
                 take()
+                await_k(g)
                 issue_scores(acc, g)
                 give()
                 return acc[...]
@@ -456,23 +466,24 @@ def _body(
                     done = lib.accumulate(
                         values, lambda acc: issue_values(acc, p, g), simulate=True
                     )
+                    give()
                     free_v(g)
                     finish(done)
                     plgpu.barrier_wait(q_full.at[wg])
-                    x = pl.run_scoped(
+                    await_k(g + 1)
+                    return pl.run_scoped(
                         lambda acc: (issue_scores(acc, g + 1), acc[...])[1],
                         plgpu.ACC((HALF, block), F32),
                     )
-                    give()
-                    return x
 
                 def with_scores(s_acc):
                     def with_values(o_acc):
                         take()
                         issue_values(o_acc, p, g)
+                        give()  # queries may be late: the other's turn does not wait for them
                         plgpu.barrier_wait(q_full.at[wg])
+                        await_k(g + 1)
                         issue_scores(s_acc, g + 1)
-                        give()
                         done = plgpu.wgmma_accumulator_load(o_acc, wait_n=k_chunks)
                         free_v(g)
                         finish(done)
@@ -498,13 +509,14 @@ def _body(
 
         def tile_body(carry):
             t, g, x, _ = carry
-            n = fact(t, sc.BLOCKS)
+            n, keys, offset = (fact(t, i) for i in (sc.BLOCKS, sc.KEYS, sc.OFFSET))
 
             def q_taken(j):
                 pl.when(j == n - 1)(lambda: plgpu.barrier_arrive(q_free.at[wg]))
 
             q_taken(0)
-            w, top, _, total = soften(x, 0, t, lib.row_vector(LOWEST, HALF))
+            w, top, _, total = soften(x, 0, keys, offset, lib.row_vector(LOWEST, HALF))
+            pl.when(n > 1)(lambda: await_k(g + 1))
             values = plgpu.layout_cast(jnp.zeros((HALF, sizes.v), F32), WGMMA)
 
             def block_body(j, carry):
@@ -513,7 +525,11 @@ def _body(
                 def after(x):
                     free_k(g + j + 1)
                     q_taken(j + 1)
-                    return soften(x, j + 1, t, top)
+                    found = soften(x, j + 1, keys, offset, top)
+                    # A wait here also keeps the assembler from moving the softmax behind the
+                    # products that it is to run under.
+                    pl.when(j + 2 < n)(lambda: await_k(g + j + 2))
+                    return found
 
                 values, (w, top, shrink, added) = batch_of_both(values, p, g + j, after)
                 free_v(g + j)
