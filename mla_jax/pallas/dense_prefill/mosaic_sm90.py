@@ -69,6 +69,8 @@ class Sizes:
     workers: int
     dynamic: bool  # a thread block takes the next tile when it is free; else every 132nd
     turn: int  # EXPERIMENT
+    q_held: int  # chunks of the queries that are operands in registers
+    wide_v: bool  # EXPERIMENT
 
     @property
     def k_chunks(self) -> int:
@@ -103,14 +105,16 @@ def scratch(sizes: Sizes, dtype: DTypeLike, out_dtype: DTypeLike, simulate: bool
     buffers = {
         "q": buffer(2, sizes.k_chunks, HALF, CHUNK),
         "k": buffer(stages, sizes.k_chunks, sizes.block, CHUNK),
-        "v": buffer(stages, sizes.v_chunks, sizes.block, CHUNK),
+        "v": lib.swizzled((stages, sizes.block, sizes.v), dtype)
+        if sizes.wide_v
+        else buffer(stages, sizes.v_chunks, sizes.block, CHUNK),
         "o": buffer(2, HALF, out_columns, dtype=out_dtype),
         "small": plgpu.SMEM((2, HALF), F32),
         "facts": plgpu.SMEM((STEPS + 1, sc.FIELDS), I32),
         "q_full": barrier(sizes.k_chunks, 2),  # copy engine -> one warpgroup
         "q_free": barrier(count=2),  # one warpgroup -> loader: its last scores are done
         "k_full": barrier(sizes.k_chunks, stages),  # copy engine -> both
-        "v_full": barrier(sizes.v_chunks, stages),  # copy engine, or loader -> both
+        "v_full": barrier(1 if sizes.wide_v else sizes.v_chunks, stages),  # copy engine, or loader -> both
         "v_partial": barrier(sizes.v_chunks),  # copy engine -> loader: rows to clear
         "k_free": barrier(2, stages),  # both -> loader
         "v_free": barrier(2, stages),  # both -> loader
@@ -175,7 +179,7 @@ def _body(
     wg, worker = lax.axis_index("wg"), lax.axis_index("worker")
     # Views for products, and for the copy engine.
     (q_m, q_c), (k_m, k_c), (v_m, v_c), (o_m, o_c) = (
-        (ref, ref) if simulate else ref for ref in (q, k, v, o)
+        (ref, ref) if simulate or (sizes.wide_v and ref is v) else ref for ref in (q, k, v, o)
     )
     block, stages, heads, dtype = sizes.block, sizes.stages, q_g.shape[1], q_g.dtype
     k_chunks, v_chunks = sizes.k_chunks, sizes.v_chunks
@@ -223,6 +227,10 @@ def _body(
                 plgpu.copy_gmem_to_smem(src, k_c.at[s, c], k_full.at[s])
 
         def load_v(row, head, s, barrier):
+            if sizes.wide_v:
+                src = kv_g.at[pl.ds(pl.multiple_of(row, 8), block), head, pl.ds(sizes.nope, sizes.v)]
+                plgpu.copy_gmem_to_smem(src, v_c.at[s], barrier)
+                return
             for c in range(v_chunks):
                 columns = pl.ds(sizes.nope + c * CHUNK, CHUNK)
                 src = kv_g.at[pl.ds(row, block), head, columns]
@@ -250,9 +258,12 @@ def _body(
             s = slot(g)
             pl.when(g >= stages)(lambda: plgpu.barrier_wait(v_free.at[s]))
 
-            @pl.when(valid >= block)
+            @pl.when(valid >= (0 if sizes.wide_v else block))
             def _():
                 load_v(row, head, s, v_full.at[s])
+
+            if sizes.wide_v:
+                return
 
             @pl.when(valid < block)
             def _():
@@ -371,14 +382,37 @@ def _body(
         def await_k(g):
             plgpu.barrier_wait(k_full.at[slot(g)])
 
-        def issue_scores(acc, g):
+        def fetch_queries():
+            """The chunks that the products take from registers."""
+            if not sizes.q_held:
+                return ()
+            plgpu.barrier_wait(q_full.at[wg])
+            held = tuple(plgpu.load(q_m.at[wg, c], layout=WGMMA) for c in range(sizes.q_held))
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(q_free.at[wg])
+            return held
+
+        def await_queries():
+            if not sizes.q_held:
+                plgpu.barrier_wait(q_full.at[wg])
+
+        def issue_scores(acc, queries, g):
             s = slot(g)
+            narrow = None if spill is None else spill.at[wg, :, pl.ds(0, CHUNK)]
             for c in range(k_chunks):
-                lib.matmul(acc, q_m.at[wg, c], k_m.at[s, c].T, simulate=simulate)
+                keys = k_m.at[s, c].T
+                if c < sizes.q_held:
+                    lib.matmul_registers(acc, queries[c], keys, narrow)
+                else:
+                    lib.matmul(acc, q_m.at[wg, c], keys, simulate=simulate)
 
         def issue_values(acc, p, g, before_last=lambda: None):
             s = slot(g)
             plgpu.barrier_wait(v_full.at[s])
+            if sizes.wide_v:
+                before_last()
+                lib.matmul_registers(acc, p, v_m.at[s], my_spill)
+                return
             for c in range(v_chunks):
                 if c == v_chunks - 1:
                     before_last()
@@ -411,12 +445,12 @@ def _body(
             found = w, new_top, jnp.exp2(top - new_top), w.sum(axis=1)
             return lax.optimization_barrier(found)  # else the assembler moves it behind the values
 
-        def batch_of_both(values, p, g, after):
+        def batch_of_both(values, p, queries, g, after):
             """``values += p V(g)``, and under it ``after(Q K(g+1)^T)``."""
             if simulate:
                 take()
                 x = pl.run_scoped(
-                    lambda acc: (issue_scores(acc, g + 1), acc[...])[1],
+                    lambda acc: (issue_scores(acc, queries, g + 1), acc[...])[1],
                     plgpu.ACC((HALF, block), F32),
                 )
                 values = lib.accumulate(values, lambda acc: issue_values(acc, p, g), simulate=True)
@@ -427,11 +461,11 @@ def _body(
                 def with_values(refs):
                     o_acc, *results = refs
                     take()
-                    issue_scores(s_acc, g + 1)
+                    issue_scores(s_acc, queries, g + 1)
                     give(2)
                     issue_values(o_acc, p, g, lambda: give(1))
                     give(0)
-                    x = plgpu.wgmma_accumulator_load(s_acc, wait_n=v_chunks)
+                    x = plgpu.wgmma_accumulator_load(s_acc, wait_n=1 if sizes.wide_v else v_chunks)
                     give(3)
                     found = after(x)
                     for ref, x in zip(results, found, strict=True):
@@ -446,19 +480,19 @@ def _body(
             values, *found = pl.run_scoped(with_scores, plgpu.ACC((HALF, block), F32))
             return values, found
 
-        def scores_alone(g):
+        def scores_alone(queries, g):
             def f(acc):
+                await_queries()
                 take()
                 await_k(g)
-                issue_scores(acc, g)
+                issue_scores(acc, queries, g)
                 give()
                 return acc[...]
 
             return pl.run_scoped(f, plgpu.ACC((HALF, block), F32))
 
-        def last_batch(values, p, g, then, finish):
+        def last_batch(values, p, queries, g, more, finish):
             """``finish(values + p V(g))``, and the first scores of tile ``then`` if it exists."""
-            more = fact(then, sc.BLOCKS) > 0
 
             def with_next():
                 if simulate:
@@ -469,10 +503,10 @@ def _body(
                     give()
                     free_v(g)
                     finish(done)
-                    plgpu.barrier_wait(q_full.at[wg])
+                    await_queries()
                     await_k(g + 1)
                     return pl.run_scoped(
-                        lambda acc: (issue_scores(acc, g + 1), acc[...])[1],
+                        lambda acc: (issue_scores(acc, queries, g + 1), acc[...])[1],
                         plgpu.ACC((HALF, block), F32),
                     )
 
@@ -481,9 +515,9 @@ def _body(
                         take()
                         issue_values(o_acc, p, g)
                         give()  # queries may be late: the other's turn does not wait for them
-                        plgpu.barrier_wait(q_full.at[wg])
+                        await_queries()
                         await_k(g + 1)
-                        issue_scores(s_acc, g + 1)
+                        issue_scores(s_acc, queries, g + 1)
                         done = plgpu.wgmma_accumulator_load(o_acc, wait_n=k_chunks)
                         free_v(g)
                         finish(done)
@@ -505,14 +539,15 @@ def _body(
 
             x = lax.cond(more, with_next, without)
             pl.when(more)(lambda: free_k(g + 1))
-            return more, x
+            return x
 
         def tile_body(carry):
-            t, g, x, _ = carry
+            t, g, x, queries, _ = carry
             n, keys, offset = (fact(t, i) for i in (sc.BLOCKS, sc.KEYS, sc.OFFSET))
 
             def q_taken(j):
-                pl.when(j == n - 1)(lambda: plgpu.barrier_arrive(q_free.at[wg]))
+                if not sizes.q_held:
+                    pl.when(j == n - 1)(lambda: plgpu.barrier_arrive(q_free.at[wg]))
 
             q_taken(0)
             w, top, _, total = soften(x, 0, keys, offset, lib.row_vector(LOWEST, HALF))
@@ -531,7 +566,7 @@ def _body(
                     pl.when(j + 2 < n)(lambda: await_k(g + j + 2))
                     return found
 
-                values, (w, top, shrink, added) = batch_of_both(values, p, g + j, after)
+                values, (w, top, shrink, added) = batch_of_both(values, p, queries, g + j, after)
                 free_v(g + j)
                 values = values * wide(shrink, sizes.v)
                 return values, w.astype(dtype), top, total * shrink + added
@@ -549,26 +584,30 @@ def _body(
                 store(values * wide(inverse, sizes.v), lse, row, live, fact(t, ITEM_HEAD))
 
             plgpu.barrier_wait(facts_full.at[step_slot(t + 1)])
-            more, x = last_batch(values, p, g + n - 1, t + 1, finish)
+            more = fact(t + 1, sc.BLOCKS) > 0
+            queries = lax.cond(more, fetch_queries, lambda: queries)
+            x = last_batch(values, p, queries, g + n - 1, more, finish)
             plgpu.barrier_arrive(facts_free.at[step_slot(t)])
-            return t + 1, g + n, x, more
+            return t + 1, g + n, x, queries, more
 
         plgpu.barrier_wait(facts_full.at[0])
         some = fact(jnp.int32(0), sc.BLOCKS) > 0
 
         def first():
             pl.when(wg == 1)(give)  # the first turn is that of warpgroup 0
-            plgpu.barrier_wait(q_full.at[wg])
-            x = scores_alone(jnp.int32(0))
+            queries = fetch_queries()
+            x = scores_alone(queries, jnp.int32(0))
             free_k(jnp.int32(0))
-            return x
+            return x, queries
 
         def nothing():
-            return plgpu.layout_cast(jnp.zeros((HALF, block), F32), WGMMA)
+            blank = plgpu.layout_cast(jnp.zeros((HALF, CHUNK), dtype), WGMMA)
+            x = plgpu.layout_cast(jnp.zeros((HALF, block), F32), WGMMA)
+            return x, (blank,) * sizes.q_held
 
-        x = lax.cond(some, first, nothing)
-        t, _, _, _ = lax.while_loop(
-            lambda c: c[3], tile_body, (jnp.int32(0), jnp.int32(0), x, some)
+        start = lax.cond(some, first, nothing)
+        t, *_ = lax.while_loop(
+            lambda c: c[4], tile_body, (jnp.int32(0), jnp.int32(0), *start, some)
         )
         plgpu.barrier_arrive(facts_free.at[step_slot(t)])
 
