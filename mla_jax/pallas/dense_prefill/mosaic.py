@@ -41,8 +41,6 @@ class Tuning:
     dynamic: bool = True  # a thread block takes its next tile when it is free
     workers: int = MULTIPROCESSORS  # thread blocks
     turn: int = 1
-    q_held: int = 0
-    wide_v: bool = False
 
     def __post_init__(self):
         assert self.block % 64 == 0, "products need multiples of 64 keys"
@@ -115,7 +113,7 @@ def dense_prefill(
         schedule,
         sizes=sm90.Sizes(
             nope=nope, rope=k_rope.shape[1], v=v, block=tuning.block, stages=tuning.stages,
-            heads_together=tuning.heads_together, workers=tuning.workers, dynamic=tuning.dynamic, turn=tuning.turn, q_held=tuning.q_held, wide_v=tuning.wide_v,
+            heads_together=tuning.heads_together, workers=tuning.workers, dynamic=tuning.dynamic, turn=tuning.turn,
         ),
         scale=scale,
         causal=causal,

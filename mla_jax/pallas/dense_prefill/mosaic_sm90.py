@@ -69,8 +69,6 @@ class Sizes:
     workers: int
     dynamic: bool  # a thread block takes the next tile when it is free; else every 132nd
     turn: int  # EXPERIMENT
-    q_held: int  # chunks of the queries that are operands in registers
-    wide_v: bool  # EXPERIMENT
 
     @property
     def k_chunks(self) -> int:
@@ -90,31 +88,33 @@ def scratch(sizes: Sizes, dtype: DTypeLike, out_dtype: DTypeLike, simulate: bool
     def barrier(arrivals: int = 1, count: int = 1):
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
 
-    def buffer(*shape: int, dtype=dtype):
-        """``[..., rows, 128 bytes]``: a view for products, and one that starts at any row."""
-        if simulate:  # the interpreter keeps the views of a union apart
-            return plgpu.SMEM(shape, dtype)
-        swizzle, columns = plgpu.SwizzleTransform(128), shape[-1]
-        return plgpu.RefUnion(*(
-            plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((n, columns)), swizzle))
+    def views(*shape: int, dtype=dtype):
+        """``[..., rows, 128 bytes]`` for products and registers, and to start at any row."""
+        shape = *shape, 128 // jnp.dtype(dtype).itemsize
+        swizzle = plgpu.SwizzleTransform(128)
+        return [
+            plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((n, shape[-1])), swizzle))
             for n in (8, 1)
-        ))  # fmt: skip
+        ]
+
+    def buffer(*shape: int):
+        if simulate:  # the interpreter keeps the views of a union apart
+            return plgpu.SMEM((*shape, CHUNK), dtype)
+        return plgpu.RefUnion(*views(*shape))
 
     stages = sizes.stages
-    out_columns = 128 // jnp.dtype(out_dtype).itemsize
+    queries = 2, sizes.k_chunks, HALF
     buffers = {
-        "q": buffer(2, sizes.k_chunks, HALF, CHUNK),
-        "k": buffer(stages, sizes.k_chunks, sizes.block, CHUNK),
-        "v": lib.swizzled((stages, sizes.block, sizes.v), dtype)
-        if sizes.wide_v
-        else buffer(stages, sizes.v_chunks, sizes.block, CHUNK),
-        "o": buffer(2, HALF, out_columns, dtype=out_dtype),
+        # queries, until they are in registers; then the result of the tile before
+        "q": plgpu.RefUnion(*views(*queries), *views(*queries, dtype=out_dtype)),
+        "k": buffer(stages, sizes.k_chunks, sizes.block),
+        "v": buffer(stages, sizes.v_chunks, sizes.block),
         "small": plgpu.SMEM((2, HALF), F32),
         "facts": plgpu.SMEM((STEPS + 1, sc.FIELDS), I32),
         "q_full": barrier(sizes.k_chunks, 2),  # copy engine -> one warpgroup
-        "q_free": barrier(count=2),  # one warpgroup -> loader: its last scores are done
+        "q_free": barrier(count=2),  # one warpgroup -> loader: queries taken, result sent
         "k_full": barrier(sizes.k_chunks, stages),  # copy engine -> both
-        "v_full": barrier(1 if sizes.wide_v else sizes.v_chunks, stages),  # copy engine, or loader -> both
+        "v_full": barrier(sizes.v_chunks, stages),  # copy engine, or loader -> both
         "v_partial": barrier(sizes.v_chunks),  # copy engine -> loader: rows to clear
         "k_free": barrier(2, stages),  # both -> loader
         "v_free": barrier(2, stages),  # both -> loader
@@ -124,6 +124,8 @@ def scratch(sizes: Sizes, dtype: DTypeLike, out_dtype: DTypeLike, simulate: bool
         "turn": barrier(count=2),  # the other warpgroup -> one: it may issue a batch
     }
     if simulate:
+        buffers["q"] = plgpu.SMEM((*queries, CHUNK), dtype)
+        buffers["o"] = plgpu.SMEM((*queries, 128 // jnp.dtype(out_dtype).itemsize), out_dtype)
         buffers["spill"] = plgpu.SMEM((2, HALF, sizes.block), dtype)
     return buffers
 
@@ -172,15 +174,19 @@ def _body(
     q_g, kv_g, rope_g, tiles_g, counts_g, drawn_g,
     out_g, lse_g,
     *, sizes, scale, causal, simulate,
-    q, k, v, o, small, facts,
+    q, k, v, small, facts,
     q_full, q_free, k_full, v_full, v_partial, k_free, v_free,
-    facts_full, facts_free, drawn, turn, spill=None,
+    facts_full, facts_free, drawn, turn, o=None, spill=None,
 ):  # fmt: skip
     wg, worker = lax.axis_index("wg"), lax.axis_index("worker")
-    # Views for products, and for the copy engine.
-    (q_m, q_c), (k_m, k_c), (v_m, v_c), (o_m, o_c) = (
-        (ref, ref) if simulate or (sizes.wide_v and ref is v) else ref for ref in (q, k, v, o)
-    )
+    # Views for products and registers, and for the copy engine.
+    if simulate:
+        q_m = q_c = q
+        k_m = k_c = k
+        v_m = v_c = v
+        o_m = o_c = o
+    else:
+        (q_m, q_c, o_m, o_c), (k_m, k_c), (v_m, v_c) = q, k, v
     block, stages, heads, dtype = sizes.block, sizes.stages, q_g.shape[1], q_g.dtype
     k_chunks, v_chunks = sizes.k_chunks, sizes.v_chunks
     with_keys, in_all = counts_g[0], counts_g[1]
@@ -227,10 +233,6 @@ def _body(
                 plgpu.copy_gmem_to_smem(src, k_c.at[s, c], k_full.at[s])
 
         def load_v(row, head, s, barrier):
-            if sizes.wide_v:
-                src = kv_g.at[pl.ds(pl.multiple_of(row, 8), block), head, pl.ds(sizes.nope, sizes.v)]
-                plgpu.copy_gmem_to_smem(src, v_c.at[s], barrier)
-                return
             for c in range(v_chunks):
                 columns = pl.ds(sizes.nope + c * CHUNK, CHUNK)
                 src = kv_g.at[pl.ds(row, block), head, columns]
@@ -258,12 +260,9 @@ def _body(
             s = slot(g)
             pl.when(g >= stages)(lambda: plgpu.barrier_wait(v_free.at[s]))
 
-            @pl.when(valid >= (0 if sizes.wide_v else block))
+            @pl.when(valid >= block)
             def _():
                 load_v(row, head, s, v_full.at[s])
-
-            if sizes.wide_v:
-                return
 
             @pl.when(valid < block)
             def _():
@@ -344,11 +343,16 @@ def _body(
         """``x`` [64, v] and ``lse`` [64] to the ``live`` rows from ``row`` on."""
         columns = o_m.shape[-1]
         for c in range(sizes.v // columns):
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            o_m.at[wg][...] = x[:, c * columns : (c + 1) * columns].astype(o_m.dtype)
+            place = c % k_chunks
+            if c >= k_chunks:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            o_m.at[wg, place][...] = x[:, c * columns : (c + 1) * columns].astype(o_m.dtype)
+            if c + 1 < min(sizes.v // columns, k_chunks):
+                continue  # all that fit leave together
             plgpu.commit_smem()
-            dst = out_g.at[:, head, pl.ds(c * columns, columns)]
-            lib.store_rows(o_c.at[wg], dst, row, live, rows=HALF, step=1)
+            for i in range(c - place, c + 1):
+                dst = out_g.at[:, head, pl.ds(i * columns, columns)]
+                lib.store_rows(o_c.at[wg, i % k_chunks], dst, row, live, rows=HALF, step=1)
 
         @pl.when(live >= HALF)
         def _():
@@ -383,36 +387,20 @@ def _body(
             plgpu.barrier_wait(k_full.at[slot(g)])
 
         def fetch_queries():
-            """The chunks that the products take from registers."""
-            if not sizes.q_held:
-                return ()
             plgpu.barrier_wait(q_full.at[wg])
-            held = tuple(plgpu.load(q_m.at[wg, c], layout=WGMMA) for c in range(sizes.q_held))
+            queries = tuple(plgpu.load(q_m.at[wg, c], layout=WGMMA) for c in range(k_chunks))
             plgpu.commit_smem()
-            plgpu.barrier_arrive(q_free.at[wg])
-            return held
-
-        def await_queries():
-            if not sizes.q_held:
-                plgpu.barrier_wait(q_full.at[wg])
+            return queries
 
         def issue_scores(acc, queries, g):
             s = slot(g)
             narrow = None if spill is None else spill.at[wg, :, pl.ds(0, CHUNK)]
             for c in range(k_chunks):
-                keys = k_m.at[s, c].T
-                if c < sizes.q_held:
-                    lib.matmul_registers(acc, queries[c], keys, narrow)
-                else:
-                    lib.matmul(acc, q_m.at[wg, c], keys, simulate=simulate)
+                lib.matmul_registers(acc, queries[c], k_m.at[s, c].T, narrow)
 
         def issue_values(acc, p, g, before_last=lambda: None):
             s = slot(g)
             plgpu.barrier_wait(v_full.at[s])
-            if sizes.wide_v:
-                before_last()
-                lib.matmul_registers(acc, p, v_m.at[s], my_spill)
-                return
             for c in range(v_chunks):
                 if c == v_chunks - 1:
                     before_last()
@@ -465,7 +453,7 @@ def _body(
                     give(2)
                     issue_values(o_acc, p, g, lambda: give(1))
                     give(0)
-                    x = plgpu.wgmma_accumulator_load(s_acc, wait_n=1 if sizes.wide_v else v_chunks)
+                    x = plgpu.wgmma_accumulator_load(s_acc, wait_n=v_chunks)
                     give(3)
                     found = after(x)
                     for ref, x in zip(results, found, strict=True):
@@ -482,7 +470,6 @@ def _body(
 
         def scores_alone(queries, g):
             def f(acc):
-                await_queries()
                 take()
                 await_k(g)
                 issue_scores(acc, queries, g)
@@ -503,7 +490,6 @@ def _body(
                     give()
                     free_v(g)
                     finish(done)
-                    await_queries()
                     await_k(g + 1)
                     return pl.run_scoped(
                         lambda acc: (issue_scores(acc, queries, g + 1), acc[...])[1],
@@ -514,8 +500,7 @@ def _body(
                     def with_values(o_acc):
                         take()
                         issue_values(o_acc, p, g)
-                        give()  # queries may be late: the other's turn does not wait for them
-                        await_queries()
+                        give()
                         await_k(g + 1)
                         issue_scores(s_acc, queries, g + 1)
                         done = plgpu.wgmma_accumulator_load(o_acc, wait_n=k_chunks)
@@ -544,12 +529,9 @@ def _body(
         def tile_body(carry):
             t, g, x, queries, _ = carry
             n, keys, offset = (fact(t, i) for i in (sc.BLOCKS, sc.KEYS, sc.OFFSET))
-
-            def q_taken(j):
-                if not sizes.q_held:
-                    pl.when(j == n - 1)(lambda: plgpu.barrier_arrive(q_free.at[wg]))
-
-            q_taken(0)
+            # The queries are in registers, and the result before them has left their place.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(q_free.at[wg])
             w, top, _, total = soften(x, 0, keys, offset, lib.row_vector(LOWEST, HALF))
             pl.when(n > 1)(lambda: await_k(g + 1))
             values = plgpu.layout_cast(jnp.zeros((HALF, sizes.v), F32), WGMMA)
@@ -559,7 +541,6 @@ def _body(
 
                 def after(x):
                     free_k(g + j + 1)
-                    q_taken(j + 1)
                     found = soften(x, j + 1, keys, offset, top)
                     # A wait here also keeps the assembler from moving the softmax behind the
                     # products that it is to run under.
@@ -603,7 +584,7 @@ def _body(
         def nothing():
             blank = plgpu.layout_cast(jnp.zeros((HALF, CHUNK), dtype), WGMMA)
             x = plgpu.layout_cast(jnp.zeros((HALF, block), F32), WGMMA)
-            return x, (blank,) * sizes.q_held
+            return x, (blank,) * k_chunks
 
         start = lax.cond(some, first, nothing)
         t, *_ = lax.while_loop(
@@ -614,6 +595,7 @@ def _body(
         # Tiles without keys.
         @pl.loop(items + worker, in_all * heads, step=sizes.workers)
         def _(i):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             tile = lax.div(i, jnp.int32(heads))
             row = tiles_g[tile, sc.ROW] + wg * HALF
             live = jnp.clip(tiles_g[tile, sc.LIVE] - wg * HALF, 0, HALF)
