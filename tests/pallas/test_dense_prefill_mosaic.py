@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mla_jax.metadata.mla import PrefillMetadata
 from mla_jax.ops import explain, mla_prefill
-from mla_jax.pallas.dense_prefill import mosaic, mosaic_sm90, ref
+from mla_jax.pallas.dense_prefill import mosaic, ref
 from mla_jax.pallas.dense_prefill import schedule as sc
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.mosaic_lib import SHARED_MEMORY
@@ -65,7 +65,7 @@ def visible(schedule, *, block, causal):
     assert (np.diff(blocks) <= 0).all() and (blocks[:with_keys] > 0).all()
     assert not blocks[with_keys:].any()
     for row, live, first, keys, offset, n, *_ in np.asarray(schedule.tiles)[:in_all]:
-        assert 0 < live <= mosaic_sm90.ROWS
+        assert 0 < live <= sc.ROWS
         for i in range(live):
             seen = min(keys, i + int(offset) + 1) if causal else keys
             assert row + i not in found and seen <= n * block
@@ -84,7 +84,7 @@ def test_schedule_covers_every_query_once(lens, pad, causal):
     tokens = max(int(qs[-1]) + pad, 1)
     schedule = sc.tiles(
         jnp.asarray(qs), jnp.asarray(ks), tokens=tokens, keys=max(int(ks[-1]), 1),
-        rows=mosaic_sm90.ROWS, block=128, causal=causal,
+        block=128, causal=causal,
     )  # fmt: skip
     begin, end = ref.key_spans(
         jnp.asarray(qs), jnp.asarray(ks), tokens=tokens, keys=max(int(ks[-1]), 1), causal=causal
@@ -150,7 +150,7 @@ def test_explain_names_the_missing_capability():
 
 
 def test_heuristic_keeps_keys_in_the_cache():
-    assert mosaic.heuristic(8192, 128, 256).heads_together == 6
+    assert mosaic.heuristic(8192, 128, 256).heads_together == 2
     assert mosaic.heuristic(100, 16, 256).heads_together == 16
     assert mosaic.heuristic(10**6, 16, 256).heads_together == 1
 
@@ -226,9 +226,8 @@ def test_permuting_requests_permutes_bits(rng):
         begin = jnp.asarray(starts([lens[r] for r in order]))
         meta = PrefillMetadata(query_starts=begin, key_starts=begin)
         args = (*(x[at] for x in case.args[:3]), meta)
-        same_bits(
-            attend(dataclasses.replace(case, args=args)), jax.tree.map(lambda x: x[at], state)
-        )
+        want = dataclasses.replace(state, out=state.out[at], lse=state.lse[at])
+        same_bits(attend(dataclasses.replace(case, args=args)), want)
 
 
 @pytest.mark.gpu

@@ -1,11 +1,13 @@
-"""Backend ``mosaic`` of dense prefill: schedule, kernel, layout."""
+"""Backend ``mosaic`` of dense prefill: schedule, kernel, layout.
+
+The kernel is imported where it runs: Mosaic GPU takes more than a second to import.
+"""
 
 from dataclasses import dataclass
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from mla_jax.pallas.dense_prefill import mosaic_sm90 as sm90
 from mla_jax.pallas.dense_prefill import schedule as sc
 from mla_jax.pallas.registry import OneOf, Requirement
 from mla_jax.types import Array, AttnState, Float, Int
@@ -65,7 +67,7 @@ def make_schedule(
     """The tiles of one step; the same for all layers."""
     return sc.tiles(
         query_starts, key_starts, tokens=tokens, keys=keys,
-        rows=sm90.ROWS, block=tuning.block, causal=causal,
+        block=tuning.block, causal=causal,
     )  # fmt: skip
 
 
@@ -90,6 +92,8 @@ def dense_prefill(
     ``make_schedule`` of the same lengths and tuning, if it is at hand; ``interpret`` runs on a
     CPU.
     """
+    from mla_jax.pallas.dense_prefill import mosaic_sm90 as sm90
+
     tokens, heads, qk = q.shape
     keys, _, nope_v = kv.shape
     nope = qk - k_rope.shape[1]
@@ -107,7 +111,7 @@ def dense_prefill(
     if scale <= 0:  # the kernel takes the maximum before it scales
         q, scale = q * jnp.asarray(jnp.sign(scale), q.dtype), abs(scale) or 1.0
     out, lse = sm90.attend(
-        _rows(q, sm90.ROWS),
+        _rows(q, sc.ROWS),
         _rows(kv, tuning.block),
         _rows(k_rope, tuning.block),
         schedule,

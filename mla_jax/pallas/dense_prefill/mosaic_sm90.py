@@ -41,10 +41,9 @@ from mla_jax.pallas import mosaic_lib as lib
 from mla_jax.pallas.dense_prefill import schedule as sc
 from mla_jax.pallas.mosaic_lib import WGMMA
 
-__all__ = ["ROWS", "Sizes", "attend", "scratch"]
+__all__ = ["Sizes", "attend", "scratch"]
 
-HALF = 64  # queries of a warpgroup
-ROWS = 2 * HALF  # queries of a tile
+HALF = sc.ROWS // 2  # queries of a warpgroup
 CHUNK = 64  # columns of one 16-bit buffer in shared memory
 REGISTERS = (240, 24)  # of a thread: products, loader
 LOWEST = -1.0e30  # first running maximum: finite, so that exp2(-inf - LOWEST) = 0

@@ -7,7 +7,21 @@ import jax.numpy as jnp
 
 from mla_jax.types import Array, Int
 
-__all__ = ["BLOCKS", "FIELDS", "FIRST_KEY", "KEYS", "LIVE", "OFFSET", "ROW", "Schedule", "tiles"]
+__all__ = [
+    "BLOCKS",
+    "FIELDS",
+    "FIRST_KEY",
+    "KEYS",
+    "LIVE",
+    "OFFSET",
+    "ROW",
+    "ROWS",
+    "Schedule",
+    "tiles",
+]
+
+ROWS = 128
+"""Queries of a tile."""
 
 ROW, LIVE, FIRST_KEY, KEYS, OFFSET, BLOCKS = range(6)
 FIELDS = 8
@@ -34,11 +48,10 @@ def tiles(
     *,
     tokens: int,
     keys: int,
-    rows: int,
     block: int,
     causal: bool,
 ) -> Schedule:
-    """Tiles of ``rows`` queries, the first of a request at its first query.
+    """Tiles of ``ROWS`` queries, the first of a request at its first query.
 
     Tokens before and behind all requests form two requests without keys.
     """
@@ -49,15 +62,15 @@ def tiles(
     key_lens = jnp.pad(first_key[1:] - first_key[:-1], 1)
     first_key = jnp.pad(first_key[:-1], 1)
 
-    size = tokens // rows + query_lens.shape[0]
-    each = (query_lens + rows - 1) // rows
+    size = tokens // ROWS + query_lens.shape[0]
+    each = (query_lens + ROWS - 1) // ROWS
     ends = jnp.cumsum(each)
     i = jnp.arange(size, dtype=jnp.int32)
     owner = jnp.sum(i[:, None] >= ends[None], axis=1, dtype=jnp.int32)
     exists = owner < ends.shape[0]
     r = jnp.minimum(owner, ends.shape[0] - 1)
-    begin = (i - (ends - each)[r]) * rows  # first query, from the start of its request
-    live = jnp.minimum(query_lens[r] - begin, rows)
+    begin = (i - (ends - each)[r]) * ROWS  # first query, from the start of its request
+    live = jnp.minimum(query_lens[r] - begin, ROWS)
     offset = key_lens[r] - query_lens[r] + begin
     seen = key_lens[r]
     if causal:
