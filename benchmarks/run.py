@@ -19,7 +19,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.run", description=__doc__)
-    parser.add_argument("suite", choices=["decode", "gather", "serve"])
+    parser.add_argument("suite", choices=["decode", "gather", "prefill", "serve"])
     parser.add_argument("--peers", type=Path, help="folder with the peers' shared objects")
     parser.add_argument("--out", type=Path, help="JSON file; default benchmarks/results/")
     parser.add_argument(
@@ -59,7 +59,8 @@ def main() -> None:
 
 
 def _summarise(record: dict) -> None:
-    for key in ("ratio", "ratio_span", "ratio_slope"):
+    keys = sorted({k for r in record["rows"] for k in r if k.startswith("ratio")})
+    for key in keys:
         found = [
             r[key] for r in record["rows"] if r.get(key, 0) > 0 and r["case"] not in record["extra"]
         ]

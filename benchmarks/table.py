@@ -41,6 +41,28 @@ TRAFFIC_COLUMNS = {  # heading: key, digits
     "back to back": ("ratio_slope", 2),
 }
 
+PREFILL = """Prefill is compared with FlashAttention-3: its kernels alone, and with the
+concatenation of the keys that it must be given (`concat`). Case names: heads, requests x queries
+of each (ragged: 1000, 3000, 17, 4500), causal, or keys and full.
+"""
+
+PREFILL_COLUMNS = {
+    "sum µs": ("ours_us", 0),
+    "span µs": ("ours_span_us", 0),
+    "back to back µs": ("ours_slope_us", 0),
+    "peer sum": ("peer_us", 0),
+    "peer span": ("peer_span_us", 0),
+    "peer back to back": ("peer_slope_us", 0),
+    "ratio sum": ("ratio", 2),
+    "ratio span": ("ratio_span", 2),
+    "ratio back to back": ("ratio_slope", 2),
+    "concat sum": ("ratio_concat", 2),
+    "concat span": ("ratio_concat_span", 2),
+    "concat back to back": ("ratio_concat_slope", 2),
+    "TFLOP/s": ("tflops", 0),
+    "% of floor": ("floor_percent", 0),
+}
+
 COLUMNS = (
     "case", "sum µs", "span µs", "back to back µs", "peer sum", "peer span", "peer back to back",
     "ratio sum", "ratio span", "ratio back to back", "TFLOP/s", "GB/s", "% of floor", "error",
@@ -57,22 +79,23 @@ def _section(path: Path) -> str:
     record = json.loads(path.read_text())
     rows = record["rows"]
     versions = ", ".join(f"{k} {v}" for k, v in record["versions"].items())
-    traffic = "copy_percent" in rows[0]
-    columns = ("case", *TRAFFIC_COLUMNS) if traffic else COLUMNS
+    traffic, prefill = "copy_percent" in rows[0], "ratio_concat" in rows[0]
+    chosen = TRAFFIC_COLUMNS if traffic else PREFILL_COLUMNS if prefill else None
+    columns = ("case", *chosen) if chosen else COLUMNS
     lines = [
         f"## {path.stem}",
         "",
         f"{record['device']}; {versions}; clocks {record['clocks']}. {record['method']}.",
         "",
-        *([TRAFFIC] if traffic else []),
+        *([TRAFFIC] if traffic else [PREFILL] if prefill else []),
         *([record["note"], ""] if "note" in record else []),
         f"| {' | '.join(columns)} |",
         f"|{'---|' * len(columns)}",
-        *(f"| {' | '.join(_traffic(row) if traffic else _cells(row))} |" for row in rows),
+        *(f"| {' | '.join(_chosen(row, chosen) if chosen else _cells(row))} |" for row in rows),
         "",
     ]
     main = [r for r in rows if r["case"] not in record.get("extra", [])]
-    for key in ("ratio", "ratio_span", "ratio_slope"):
+    for key in (f"ratio{side}{end}" for side in ("", "_concat") for end in ("", "_span", "_slope")):
         found = [r[key] for r in main if r.get(key, 0) > 0]
         if found:
             mean = math.exp(sum(map(math.log, found)) / len(found))
@@ -84,8 +107,8 @@ def _number(row: dict, key: str, digits: int) -> str:
     return f"{row[key]:.{digits}f}" if row.get(key, 0) > 0 else "–"
 
 
-def _traffic(row: dict) -> list[str]:
-    return [f"`{row['case']}`", *(_number(row, *x) for x in TRAFFIC_COLUMNS.values())]
+def _chosen(row: dict, columns: dict) -> list[str]:
+    return [f"`{row['case']}`", *(_number(row, *x) for x in columns.values())]
 
 
 def _cells(row: dict) -> list[str]:

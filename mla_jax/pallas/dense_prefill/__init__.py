@@ -1,6 +1,16 @@
 """Expanded heads over a ragged batch, causal or full."""
 
-from mla_jax.pallas.dense_prefill import ref
+from mla_jax.pallas.dense_prefill import mosaic, ref
 from mla_jax.pallas.registry import Backend
 
-BACKENDS = (Backend(op="dense_prefill", name="xla", run=ref.dense_prefill),)
+# The reference stays first until the kernel has passed every device test.
+BACKENDS = (
+    Backend(op="dense_prefill", name="xla", run=ref.dense_prefill),
+    Backend(
+        op="dense_prefill",
+        name="mosaic",
+        run=mosaic.dense_prefill,
+        requirement=mosaic.REQUIREMENT,
+        tuning=mosaic.Tuning,
+    ),
+)

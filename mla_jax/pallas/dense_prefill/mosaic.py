@@ -1,0 +1,132 @@
+"""Backend ``mosaic`` of dense prefill: schedule, kernel, layout.
+
+The kernel is imported where it runs: Mosaic GPU takes more than a second to import.
+"""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from mla_jax.pallas.dense_prefill import schedule as sc
+from mla_jax.pallas.registry import OneOf, Requirement
+from mla_jax.types import Array, AttnState, Float, Int
+
+__all__ = ["REQUIREMENT", "Tuning", "dense_prefill", "heuristic", "make_schedule"]
+
+REQUIREMENT = Requirement(
+    sm=OneOf(90),
+    features={
+        "dtype+out": OneOf(
+            "bfloat16+bfloat16", "bfloat16+float32", "float16+float16", "float16+float32"
+        ),
+        "nope": OneOf(128),
+        "rope": OneOf(64),
+        "v": OneOf(128),
+    },
+)
+
+MULTIPROCESSORS = 132
+"""Of an H100 SXM or H200: one thread block each."""
+
+L2 = 10 << 20
+"""Bytes of keys and values that tiles may share in the L2 cache, which has two halves of 25 MB."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """What may change the speed of a result, and only ``block`` its bits."""
+
+    heads_together: int  # heads whose tiles run side by side
+    block: int = 128  # keys of one step
+    stages: int = 2  # blocks in shared memory
+    dynamic: bool = True  # a thread block takes its next tile when it is free
+    workers: int = MULTIPROCESSORS  # thread blocks
+    turn: int = 1
+
+    def __post_init__(self):
+        assert self.block % 64 == 0, "products need multiples of 64 keys"
+        assert min(self.heads_together, self.stages, self.workers) >= 1, "at least one"
+
+
+def heuristic(keys: int, heads: int, columns: int) -> Tuning:
+    """As many heads side by side as have their keys, of ``columns`` columns, in the L2 cache."""
+    fit = L2 // max(2 * columns * keys, 1)
+    return Tuning(heads_together=min(max(fit, 1), heads))
+
+
+def make_schedule(
+    query_starts: Int[Array, "starts"],
+    key_starts: Int[Array, "starts"],
+    *,
+    tokens: int,
+    keys: int,
+    causal: bool,
+    tuning: Tuning,
+) -> sc.Schedule:
+    """The tiles of one step; the same for all layers."""
+    return sc.tiles(
+        query_starts, key_starts, tokens=tokens, keys=keys,
+        block=tuning.block, causal=causal,
+    )  # fmt: skip
+
+
+def dense_prefill(
+    q: Float[Array, "tokens heads qk"],
+    kv: Float[Array, "keys heads nope_v"],
+    k_rope: Float[Array, "keys rope"],
+    query_starts: Int[Array, "starts"],
+    key_starts: Int[Array, "starts"],
+    *,
+    scale: float,
+    causal: bool,
+    out_dtype: DTypeLike,
+    tuning: Tuning | None = None,
+    schedule: sc.Schedule | None = None,
+    interpret: object = None,
+) -> AttnState:
+    """``ref.dense_prefill`` at the dtype of the queries, accumulating in float32.
+
+    The weights of the values are rounded to that dtype. A value that is not finite spoils the
+    queries of its request that share a tile with one that sees it. ``schedule`` is
+    ``make_schedule`` of the same lengths and tuning, if it is at hand; ``interpret`` runs on a
+    CPU.
+    """
+    from mla_jax.pallas.dense_prefill import mosaic_sm90 as sm90
+
+    tokens, heads, qk = q.shape
+    keys, _, nope_v = kv.shape
+    nope = qk - k_rope.shape[1]
+    v = nope_v - nope
+    if not (tokens and keys and query_starts.shape[0] > 1):
+        return AttnState(
+            out=jnp.zeros((tokens, heads, v), out_dtype),
+            lse=jnp.full((tokens, heads), -jnp.inf, jnp.float32),
+        )
+    tuning = tuning or heuristic(keys, heads, nope_v)
+    if schedule is None:
+        schedule = make_schedule(
+            query_starts, key_starts, tokens=tokens, keys=keys, causal=causal, tuning=tuning
+        )
+    if scale <= 0:  # the kernel takes the maximum before it scales
+        q, scale = q * jnp.asarray(jnp.sign(scale), q.dtype), abs(scale) or 1.0
+    out, lse = sm90.attend(
+        _rows(q, sc.ROWS),
+        _rows(kv, tuning.block),
+        _rows(k_rope, tuning.block),
+        schedule,
+        sizes=sm90.Sizes(
+            nope=nope, rope=k_rope.shape[1], v=v, block=tuning.block, stages=tuning.stages,
+            heads_together=tuning.heads_together, workers=tuning.workers, dynamic=tuning.dynamic, turn=tuning.turn,
+        ),
+        scale=scale,
+        causal=causal,
+        out_dtype=out_dtype,
+        interpret=interpret,
+    )  # fmt: skip
+    return AttnState(out=out[:tokens], lse=lse[:, :tokens].T)
+
+
+def _rows(x: Float[Array, "rows *rest"], least: int) -> Float[Array, "more *rest"]:
+    """At least one tile of rows: a copy has a static size."""
+    return jnp.pad(x, ((0, max(least - x.shape[0], 0)), *((0, 0),) * (x.ndim - 1)))

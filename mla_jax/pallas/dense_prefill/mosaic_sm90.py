@@ -1,0 +1,638 @@
+"""Expanded prefill on Hopper: Pallas Mosaic GPU, two warpgroups of queries and a loader.
+
+Computes ``ref.dense_prefill``. A tile is 128 queries of one request and one head; each of two
+warpgroups owns 64 of them and the third loads. Keys are read where the up-projection left them
+(``kv [keys, heads, nope + v]``) and the shared rotary key from its own array::
+
+  scores, values   S(j+1) = Q K(j+1)^T and O += P(j) V(j) in one batch, softmax of S(j+1)
+                   while P(j) V(j) and the batch of the other warpgroup run
+  loader           tiles of a thread block are one stream: K(g+1), V(g), K(g+2), ...
+
+  wg 0   |batch j    |  softmax j+1       |batch j+1  |  softmax j+2
+  wg 1        softmax|batch j    |  softmax j+1       |batch j+1  |
+
+A warpgroup passes the turn on when its batch is *issued*: the tensor cores never wait for a
+handshake. The first scores of a tile are computed in the batch of the last values of the tile
+before, and the result is stored under them.
+
+Tiles begin at the first query of their request, and blocks at its first key: a view of shared
+memory tiled by single rows lets the copy engine start anywhere. So the bits of a request do not
+depend on its neighbours. The bound: 2560 tensor-core cycles for 128 keys. ``schedule`` orders
+the tiles; ``docs/kernels/dense_prefill.md`` holds the measurements.
+"""
+
+# Mosaic GPU states its types in part only; roles are decided while tracing.
+# pyright: reportPrivateImportUsage=false
+# pyright: reportPossiblyUnboundVariable=false
+
+import functools
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+
+from mla_jax.pallas import mosaic_lib as lib
+from mla_jax.pallas.dense_prefill import schedule as sc
+from mla_jax.pallas.mosaic_lib import WGMMA
+
+__all__ = ["Sizes", "attend", "scratch"]
+
+HALF = sc.ROWS // 2  # queries of a warpgroup
+CHUNK = 64  # columns of one 16-bit buffer in shared memory
+REGISTERS = (240, 24)  # of a thread: products, loader
+LOWEST = -1.0e30  # first running maximum: finite, so that exp2(-inf - LOWEST) = 0
+STEPS = 2  # tiles whose facts are in shared memory
+
+I32 = jnp.int32
+F32 = jnp.float32
+
+ITEM_HEAD = sc.FIELDS - 1  # column of a tile's facts in shared memory that holds its head
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What the kernel is compiled for, besides dtypes and array shapes."""
+
+    nope: int
+    rope: int
+    v: int
+    block: int  # keys of one step
+    stages: int  # blocks in shared memory
+    heads_together: int  # heads whose tiles are interleaved: their keys share the L2 cache
+    workers: int
+    dynamic: bool  # a thread block takes the next tile when it is free; else every 132nd
+    turn: int  # EXPERIMENT
+
+    @property
+    def k_chunks(self) -> int:
+        return (self.nope + self.rope) // CHUNK
+
+    @property
+    def v_chunks(self) -> int:
+        return self.v // CHUNK
+
+
+def scratch(sizes: Sizes, dtype: DTypeLike, out_dtype: DTypeLike, simulate: bool) -> dict:
+    """Shared memory and barriers of one thread block.
+
+    Barriers: who arrives -> who waits, once for every use of what they guard.
+    """
+
+    def barrier(arrivals: int = 1, count: int = 1):
+        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+
+    def views(*shape: int, dtype=dtype):
+        """``[..., rows, 128 bytes]`` for products and registers, and to start at any row."""
+        shape = *shape, 128 // jnp.dtype(dtype).itemsize
+        swizzle = plgpu.SwizzleTransform(128)
+        return [
+            plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((n, shape[-1])), swizzle))
+            for n in (8, 1)
+        ]
+
+    def buffer(*shape: int):
+        if simulate:  # the interpreter keeps the views of a union apart
+            return plgpu.SMEM((*shape, CHUNK), dtype)
+        return plgpu.RefUnion(*views(*shape))
+
+    stages = sizes.stages
+    queries = 2, sizes.k_chunks, HALF
+    buffers = {
+        # queries, until they are in registers; then the result of the tile before
+        "q": plgpu.RefUnion(*views(*queries), *views(*queries, dtype=out_dtype)),
+        "k": buffer(stages, sizes.k_chunks, sizes.block),
+        "v": buffer(stages, sizes.v_chunks, sizes.block),
+        "small": plgpu.SMEM((2, HALF), F32),
+        "facts": plgpu.SMEM((STEPS + 1, sc.FIELDS), I32),
+        "q_full": barrier(sizes.k_chunks, 2),  # copy engine -> one warpgroup
+        "q_free": barrier(count=2),  # one warpgroup -> loader: queries taken, result sent
+        "k_full": barrier(sizes.k_chunks, stages),  # copy engine -> both
+        "v_full": barrier(sizes.v_chunks, stages),  # copy engine, or loader -> both
+        "v_partial": barrier(sizes.v_chunks),  # copy engine -> loader: rows to clear
+        "k_free": barrier(2, stages),  # both -> loader
+        "v_free": barrier(2, stages),  # both -> loader
+        "facts_full": barrier(count=STEPS),  # loader -> both
+        "facts_free": barrier(2, STEPS),  # both -> loader
+        "drawn": barrier(),  # loader -> loader: the number of the next tile
+        "turn": barrier(count=2),  # the other warpgroup -> one: it may issue a batch
+    }
+    if simulate:
+        buffers["q"] = plgpu.SMEM((*queries, CHUNK), dtype)
+        buffers["o"] = plgpu.SMEM((*queries, 128 // jnp.dtype(out_dtype).itemsize), out_dtype)
+        buffers["spill"] = plgpu.SMEM((2, HALF, sizes.block), dtype)
+    return buffers
+
+
+def attend(
+    q: jax.Array,
+    kv: jax.Array,
+    k_rope: jax.Array,
+    schedule: sc.Schedule,
+    *,
+    sizes: Sizes,
+    scale: float,
+    causal: bool,
+    out_dtype: DTypeLike,
+    interpret: object = None,
+) -> tuple[jax.Array, jax.Array]:
+    """``out`` [tokens, heads, v] and ``lse`` [heads, tokens] over the tiles of a schedule.
+
+    At least 64 tokens and ``sizes.block`` keys. ``scale > 0``.
+    """
+    tokens, heads, _ = q.shape
+    simulate = interpret is not None
+    body = functools.partial(
+        _body, sizes=sizes, scale=scale * math.log2(math.e), causal=causal, simulate=simulate
+    )
+    shape = jax.ShapeDtypeStruct
+    kernel = plgpu.kernel(
+        body,
+        out_type=(shape((tokens, heads, sizes.v), out_dtype), shape((heads, tokens), F32)),
+        scratch_types=scratch(sizes, q.dtype, out_dtype, simulate),
+        grid=(sizes.workers,),
+        grid_names=("worker",),
+        num_threads=3,
+        thread_name="wg",
+        kernel_name="mla_dense_prefill",
+        interpret=interpret,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+        ),
+    )
+    drawn = jax.new_ref(jnp.zeros((1,), I32))
+    return kernel(q, kv, k_rope, schedule.tiles, schedule.counts, drawn)
+
+
+def _body(
+    q_g, kv_g, rope_g, tiles_g, counts_g, drawn_g,
+    out_g, lse_g,
+    *, sizes, scale, causal, simulate,
+    q, k, v, small, facts,
+    q_full, q_free, k_full, v_full, v_partial, k_free, v_free,
+    facts_full, facts_free, drawn, turn, o=None, spill=None,
+):  # fmt: skip
+    wg, worker = lax.axis_index("wg"), lax.axis_index("worker")
+    # Views for products and registers, and for the copy engine.
+    if simulate:
+        q_m = q_c = q
+        k_m = k_c = k
+        v_m = v_c = v
+        o_m = o_c = o
+    else:
+        (q_m, q_c, o_m, o_c), (k_m, k_c), (v_m, v_c) = q, k, v
+    block, stages, heads, dtype = sizes.block, sizes.stages, q_g.shape[1], q_g.dtype
+    k_chunks, v_chunks = sizes.k_chunks, sizes.v_chunks
+    with_keys, in_all = counts_g[0], counts_g[1]
+    items, dynamic = with_keys * heads, sizes.dynamic and not simulate
+
+    def slot(g):
+        return lax.rem(g, jnp.int32(stages))
+
+    def step_slot(t):
+        return lax.rem(t, jnp.int32(STEPS))
+
+    def load():
+        plgpu.set_max_registers(REGISTERS[1], action="decrease")
+
+        def locate(number):
+            """Tile and head of an item: the dearest tiles of a few heads, then the next heads."""
+            group = with_keys * sizes.heads_together
+            section = lax.div(number, group)
+            first = section * sizes.heads_together
+            width = jnp.minimum(heads - first, sizes.heads_together)
+            rest = number - section * group
+            tile = lax.div(rest, width)
+            return tile, first + rest - tile * width
+
+        def draw():
+            """Begin to find the number of the next tile."""
+            if dynamic:
+                _draw(drawn_g, facts.at[STEPS])
+                plgpu.barrier_arrive(drawn)
+
+        def number_after(number):
+            if not dynamic:
+                return number + sizes.workers
+            plgpu.barrier_wait(drawn)
+            return facts[STEPS, 0] + sizes.workers
+
+        def load_k(row, head, s):
+            for c in range(k_chunks):
+                src = (
+                    kv_g.at[pl.ds(row, block), head, pl.ds(c * CHUNK, CHUNK)]
+                    if c * CHUNK < sizes.nope
+                    else rope_g.at[pl.ds(row, block), pl.ds(c * CHUNK - sizes.nope, CHUNK)]
+                )
+                plgpu.copy_gmem_to_smem(src, k_c.at[s, c], k_full.at[s])
+
+        def load_v(row, head, s, barrier):
+            for c in range(v_chunks):
+                columns = pl.ds(sizes.nope + c * CHUNK, CHUNK)
+                src = kv_g.at[pl.ds(row, block), head, columns]
+                plgpu.copy_gmem_to_smem(src, v_c.at[s, c], barrier)
+
+        def clear_v(s, valid):
+            """Zero the rows behind the keys: a weight of zero times NaN would be NaN."""
+            plgpu.barrier_wait(v_partial)
+            for c in range(v_chunks):
+                for r in range(0, block, 64):
+                    ref = v_m.at[s, c, pl.ds(r, 64)]
+
+                    @pl.when(valid < r + 64)
+                    def _(ref=ref, r=r):
+                        x = plgpu.load(ref, layout=WGMMA)
+                        row = plgpu.broadcasted_iota(I32, (64, CHUNK), 0, layout=WGMMA) + r
+                        ref[...] = jnp.where(row < valid, x, jnp.zeros_like(x))
+
+            plgpu.commit_smem()
+            for _ in range(v_chunks):
+                plgpu.barrier_arrive(v_full.at[s])
+
+        def load_values(g, row, head, valid):
+            """Values of block ``g``, ``valid`` of whose keys are the request's."""
+            s = slot(g)
+            pl.when(g >= stages)(lambda: plgpu.barrier_wait(v_free.at[s]))
+
+            @pl.when(valid >= block)
+            def _():
+                load_v(row, head, s, v_full.at[s])
+
+            @pl.when(valid < block)
+            def _():
+                load_v(row, head, s, v_partial.at[0])
+                clear_v(s, valid)
+
+        def tell(t, tile, head):
+            """Facts of a tile for the others: no blocks mean that there is no further tile."""
+            s = step_slot(t)
+            pl.when(t >= STEPS)(lambda: plgpu.barrier_wait(facts_free.at[s]))
+            for i in range(sc.BLOCKS + 1):
+                facts[s, i] = tiles_g[tile, i]
+            facts[s, ITEM_HEAD] = head
+            plgpu.barrier_arrive(facts_full.at[s])
+
+        def tile_body(carry):
+            t, number, g, last_row, last_head, last_valid = carry
+            tile, head = locate(number)
+            tell(t, tile, head)
+            row, first, keys, n = (
+                tiles_g[tile, i] for i in (sc.ROW, sc.FIRST_KEY, sc.KEYS, sc.BLOCKS)
+            )
+
+            def block_body(j, carry):
+                g, last_row, last_head, last_valid = carry
+                s = slot(g)
+                pl.when(g >= stages)(lambda: plgpu.barrier_wait(k_free.at[s]))
+                here = first + j * block
+                load_k(here, head, s)
+                pl.when(g > 0)(lambda: load_values(g - 1, last_row, last_head, last_valid))
+
+                @pl.when(j == 0)
+                def _():
+                    for w in range(2):
+                        pl.when(t > 0)(lambda w=w: plgpu.barrier_wait(q_free.at[w]))
+                        for c in range(k_chunks):
+                            rows = pl.ds(row + w * HALF, HALF)
+                            src = q_g.at[rows, head, pl.ds(c * CHUNK, CHUNK)]
+                            plgpu.copy_gmem_to_smem(src, q_c.at[w, c], q_full.at[w])
+                    draw()
+
+                return g + 1, here, head, keys - j * block
+
+            g, last_row, last_head, last_valid = lax.fori_loop(
+                0, n, block_body, (g, last_row, last_head, last_valid)
+            )
+            return t + 1, number_after(number), g, last_row, last_head, last_valid
+
+        zero = jnp.int32(0)
+        t, _, g, *last = lax.while_loop(
+            lambda c: c[1] < items,
+            tile_body,
+            (zero, jnp.asarray(worker, I32), zero, zero, zero, zero),
+        )
+        pl.when(g > 0)(lambda: load_values(g - 1, *last))
+        # The end, told as a tile without blocks.
+        s = step_slot(t)
+        pl.when(t >= STEPS)(lambda: plgpu.barrier_wait(facts_free.at[s]))
+        facts[s, sc.BLOCKS] = jnp.int32(0)
+        plgpu.barrier_arrive(facts_full.at[s])
+
+        # Await what was never reused.
+        @pl.loop(jnp.maximum(g - stages, 0), g)
+        def _(i):
+            plgpu.barrier_wait(k_free.at[slot(i)])
+            plgpu.barrier_wait(v_free.at[slot(i)])
+
+        @pl.loop(jnp.maximum(t - 1, 0), t + 1)
+        def _(i):
+            plgpu.barrier_wait(facts_free.at[step_slot(i)])
+
+        @pl.when(t > 0)
+        def _():
+            for w in range(2):
+                plgpu.barrier_wait(q_free.at[w])
+
+    def store(x, lse, row, live, head):
+        """``x`` [64, v] and ``lse`` [64] to the ``live`` rows from ``row`` on."""
+        columns = o_m.shape[-1]
+        for c in range(sizes.v // columns):
+            place = c % k_chunks
+            if c >= k_chunks:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            o_m.at[wg, place][...] = x[:, c * columns : (c + 1) * columns].astype(o_m.dtype)
+            if c + 1 < min(sizes.v // columns, k_chunks):
+                continue  # all that fit leave together
+            plgpu.commit_smem()
+            for i in range(c - place, c + 1):
+                dst = out_g.at[:, head, pl.ds(i * columns, columns)]
+                lib.store_rows(o_c.at[wg, i % k_chunks], dst, row, live, rows=HALF, step=1)
+
+        @pl.when(live >= HALF)
+        def _():
+            lse_g[head, pl.ds(row, HALF)] = lse
+
+        @pl.when(live < HALF)
+        def _():
+            small[wg] = lse
+            plgpu.commit_smem()
+
+            @pl.loop(0, live)
+            def _(i):
+                lse_g[head, row + i] = small[wg, i]
+
+    def attention():
+        plgpu.set_max_registers(REGISTERS[0], action="increase")
+        wide = lib.fill_rows
+        my_spill = None if spill is None else spill.at[wg]
+
+        def take():
+            if sizes.turn >= 0:
+                plgpu.barrier_wait(turn.at[wg])
+
+        def give(when=None):
+            if sizes.turn >= 0 and (when is None or when == sizes.turn):
+                plgpu.barrier_arrive(turn.at[1 - wg])
+
+        def fact(t, i):
+            return facts[step_slot(t), i]
+
+        def await_k(g):
+            plgpu.barrier_wait(k_full.at[slot(g)])
+
+        def fetch_queries():
+            plgpu.barrier_wait(q_full.at[wg])
+            queries = tuple(plgpu.load(q_m.at[wg, c], layout=WGMMA) for c in range(k_chunks))
+            plgpu.commit_smem()
+            return queries
+
+        def issue_scores(acc, queries, g):
+            s = slot(g)
+            narrow = None if spill is None else spill.at[wg, :, pl.ds(0, CHUNK)]
+            for c in range(k_chunks):
+                lib.matmul_registers(acc, queries[c], k_m.at[s, c].T, narrow)
+
+        def issue_values(acc, p, g, before_last=lambda: None):
+            s = slot(g)
+            plgpu.barrier_wait(v_full.at[s])
+            for c in range(v_chunks):
+                if c == v_chunks - 1:
+                    before_last()
+                part = acc.at[:, pl.ds(c * CHUNK, CHUNK)]
+                lib.matmul_registers(part, p, v_m.at[s, c], my_spill)
+
+        def free_k(g):
+            plgpu.barrier_arrive(k_free.at[slot(g)])
+
+        def free_v(g):
+            plgpu.barrier_arrive(v_free.at[slot(g)])
+
+        def soften(x, j, keys, offset, top):
+            """Weights of block ``j``, the new maximum, the old weights' factor, sums of rows."""
+
+            def mask():
+                column = j * block + plgpu.broadcasted_iota(I32, (HALF, block), 1, layout=WGMMA)
+                seen = keys
+                if causal:
+                    row = plgpu.broadcasted_iota(I32, (HALF, block), 0, layout=WGMMA)
+                    seen = jnp.minimum(keys, wg * HALF + offset + 1 + row)
+                return jnp.where(column < seen, x, -jnp.inf)
+
+            full = (j + 1) * block <= keys
+            if causal:
+                full = full & ((j + 1) * block <= wg * HALF + offset + 1)
+            x = lax.cond(full, lambda: x, mask)
+            new_top = jnp.maximum(top, x.max(axis=1) * scale)
+            w = jnp.exp2(x * scale - wide(new_top, block))
+            found = w, new_top, jnp.exp2(top - new_top), w.sum(axis=1)
+            return lax.optimization_barrier(found)  # else the assembler moves it behind the values
+
+        def batch_of_both(values, p, queries, g, after):
+            """``values += p V(g)``, and under it ``after(Q K(g+1)^T)``."""
+            if simulate:
+                take()
+                x = pl.run_scoped(
+                    lambda acc: (issue_scores(acc, queries, g + 1), acc[...])[1],
+                    plgpu.ACC((HALF, block), F32),
+                )
+                values = lib.accumulate(values, lambda acc: issue_values(acc, p, g), simulate=True)
+                give()
+                return values, after(x)
+
+            def with_scores(s_acc):
+                def with_values(refs):
+                    o_acc, *results = refs
+                    take()
+                    issue_scores(s_acc, queries, g + 1)
+                    give(2)
+                    issue_values(o_acc, p, g, lambda: give(1))
+                    give(0)
+                    x = plgpu.wgmma_accumulator_load(s_acc, wait_n=v_chunks)
+                    give(3)
+                    found = after(x)
+                    for ref, x in zip(results, found, strict=True):
+                        ref[...] = x
+
+                row = lib.row_vector(0.0, HALF)
+                blank = plgpu.layout_cast(jnp.zeros((HALF, block), F32), WGMMA)
+                start = (plgpu.ACC.init(values), blank, row, row, row)
+                values_, *found = pl.run_state(with_values)(start)
+                return values_, *found
+
+            values, *found = pl.run_scoped(with_scores, plgpu.ACC((HALF, block), F32))
+            return values, found
+
+        def scores_alone(queries, g):
+            def f(acc):
+                take()
+                await_k(g)
+                issue_scores(acc, queries, g)
+                give()
+                return acc[...]
+
+            return pl.run_scoped(f, plgpu.ACC((HALF, block), F32))
+
+        def last_batch(values, p, queries, g, more, finish):
+            """``finish(values + p V(g))``, and the first scores of tile ``then`` if it exists."""
+
+            def with_next():
+                if simulate:
+                    take()
+                    done = lib.accumulate(
+                        values, lambda acc: issue_values(acc, p, g), simulate=True
+                    )
+                    give()
+                    free_v(g)
+                    finish(done)
+                    await_k(g + 1)
+                    return pl.run_scoped(
+                        lambda acc: (issue_scores(acc, queries, g + 1), acc[...])[1],
+                        plgpu.ACC((HALF, block), F32),
+                    )
+
+                def with_scores(s_acc):
+                    def with_values(o_acc):
+                        take()
+                        issue_values(o_acc, p, g)
+                        give()
+                        await_k(g + 1)
+                        issue_scores(s_acc, queries, g + 1)
+                        done = plgpu.wgmma_accumulator_load(o_acc, wait_n=k_chunks)
+                        free_v(g)
+                        finish(done)
+
+                    pl.run_state(with_values)(plgpu.ACC.init(values))
+                    return s_acc[...]
+
+                return pl.run_scoped(with_scores, plgpu.ACC((HALF, block), F32))
+
+            def without():
+                take()
+                done = lib.accumulate(
+                    values, lambda acc: issue_values(acc, p, g), simulate=simulate
+                )
+                pl.when(wg == 0)(give)  # nobody would await the last turn
+                free_v(g)
+                finish(done)
+                return plgpu.layout_cast(jnp.zeros((HALF, block), F32), WGMMA)
+
+            x = lax.cond(more, with_next, without)
+            pl.when(more)(lambda: free_k(g + 1))
+            return x
+
+        def tile_body(carry):
+            t, g, x, queries, _ = carry
+            n, keys, offset = (fact(t, i) for i in (sc.BLOCKS, sc.KEYS, sc.OFFSET))
+            # The queries are in registers, and the result before them has left their place.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(q_free.at[wg])
+            w, top, _, total = soften(x, 0, keys, offset, lib.row_vector(LOWEST, HALF))
+            pl.when(n > 1)(lambda: await_k(g + 1))
+            values = plgpu.layout_cast(jnp.zeros((HALF, sizes.v), F32), WGMMA)
+
+            def block_body(j, carry):
+                values, p, top, total = carry
+
+                def after(x):
+                    free_k(g + j + 1)
+                    found = soften(x, j + 1, keys, offset, top)
+                    # A wait here also keeps the assembler from moving the softmax behind the
+                    # products that it is to run under.
+                    pl.when(j + 2 < n)(lambda: await_k(g + j + 2))
+                    return found
+
+                values, (w, top, shrink, added) = batch_of_both(values, p, queries, g + j, after)
+                free_v(g + j)
+                values = values * wide(shrink, sizes.v)
+                return values, w.astype(dtype), top, total * shrink + added
+
+            values, p, top, total = lax.fori_loop(
+                0, n - 1, block_body, (values, w.astype(dtype), top, total)
+            )
+
+            def finish(values):
+                empty = total == 0.0
+                inverse = jnp.where(empty, 0.0, 1.0 / total)
+                lse = jnp.where(empty, -jnp.inf, (top + jnp.log2(total)) * math.log(2.0))
+                row = fact(t, sc.ROW) + wg * HALF
+                live = jnp.clip(fact(t, sc.LIVE) - wg * HALF, 0, HALF)
+                store(values * wide(inverse, sizes.v), lse, row, live, fact(t, ITEM_HEAD))
+
+            plgpu.barrier_wait(facts_full.at[step_slot(t + 1)])
+            more = fact(t + 1, sc.BLOCKS) > 0
+            queries = lax.cond(more, fetch_queries, lambda: queries)
+            x = last_batch(values, p, queries, g + n - 1, more, finish)
+            plgpu.barrier_arrive(facts_free.at[step_slot(t)])
+            return t + 1, g + n, x, queries, more
+
+        plgpu.barrier_wait(facts_full.at[0])
+        some = fact(jnp.int32(0), sc.BLOCKS) > 0
+
+        def first():
+            pl.when(wg == 1)(give)  # the first turn is that of warpgroup 0
+            queries = fetch_queries()
+            x = scores_alone(queries, jnp.int32(0))
+            free_k(jnp.int32(0))
+            return x, queries
+
+        def nothing():
+            blank = plgpu.layout_cast(jnp.zeros((HALF, CHUNK), dtype), WGMMA)
+            x = plgpu.layout_cast(jnp.zeros((HALF, block), F32), WGMMA)
+            return x, (blank,) * k_chunks
+
+        start = lax.cond(some, first, nothing)
+        t, *_ = lax.while_loop(
+            lambda c: c[4], tile_body, (jnp.int32(0), jnp.int32(0), *start, some)
+        )
+        plgpu.barrier_arrive(facts_free.at[step_slot(t)])
+
+        # Tiles without keys.
+        @pl.loop(items + worker, in_all * heads, step=sizes.workers)
+        def _(i):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            tile = lax.div(i, jnp.int32(heads))
+            row = tiles_g[tile, sc.ROW] + wg * HALF
+            live = jnp.clip(tiles_g[tile, sc.LIVE] - wg * HALF, 0, HALF)
+            zeros = plgpu.layout_cast(jnp.zeros((HALF, sizes.v), F32), WGMMA)
+            none = lib.row_vector(-math.inf, HALF)
+            store(zeros, none, row, live, i - tile * heads)
+
+        plgpu.wait_smem_to_gmem(0)
+
+    pl.when(wg < 2)(attention)
+    pl.when(wg == 2)(load)
+
+
+def _draw(counter, place) -> None:
+    """Add one to ``counter[0]`` and put its old value into ``place[0]``, by one thread.
+
+    The thread is of the last warp, which issues no copies: it alone waits for the answer.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+    def add(_, counter, place):
+        from jax._src.lib.mlir import ir
+        from jax._src.lib.mlir.dialects import llvm
+
+        llvm.inline_asm(
+            ir.Type.parse("!llvm.void"),
+            [mgpu.utils.memref_ptr(counter), mgpu.utils.memref_ptr(place)],
+            """{
+            .reg .pred p;
+            .reg .u32 x;
+            mov.u32 x, %tid.x;
+            and.b32 x, x, 127;
+            setp.eq.u32 p, x, 96;
+            @p atom.global.relaxed.gpu.add.u32 x, [$0], 1;
+            @p st.shared.u32 [$1], x;
+            }""",
+            "l,r,~{memory}",
+            has_side_effects=True,
+        )
+
+    add(counter, place)
