@@ -50,6 +50,7 @@ class Linear(nnx.Module):
         self.in_axes = len(in_dims)
 
     def __call__(self, x: Float[Array, "*axes"]) -> Float[Array, "*result"]:
+        """Accumulated in float32, rounded once to the dtype of ``x``."""
         over_x = tuple(range(x.ndim - self.in_axes, x.ndim))
         y = lax.dot_general(
             x,

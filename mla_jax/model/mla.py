@@ -119,12 +119,29 @@ class MLA(nnx.Module):
                 return a if alone else lax.dynamic_slice_in_dim(a, start, size)
 
             q = jnp.concatenate([new(q_nope), new(q_rope)], axis=-1)
-            state = self._expanded(q, new(latent), new(k_rope), meta.prefill, backend=backend)
-            if meta.context is not None:
-                state = self._add_context(state, q, cache, meta.context, backend=backend)
+            state = self.prefill(
+                q, new(latent), new(k_rope), cache, meta.prefill, meta.context, backend=backend
+            )
             out = state.out.astype(x.dtype)
             heads = out if alone else lax.dynamic_update_slice_in_dim(heads, out, start, 0)
         return self.out(heads), cache
+
+    def prefill(
+        self,
+        q: Float[Array, "tokens heads qk"],
+        latent: Float[Array, "tokens rank"],
+        k_rope: Float[Array, "tokens rope"],
+        cache: LatentCache,
+        new: PrefillMetadata,
+        context: ContextMetadata | None,
+        *,
+        backend: str | None = None,
+    ) -> AttnState:
+        """Expanded attention of new tokens among themselves and over their cached context."""
+        state = self._expanded(q, latent, k_rope, new, backend=backend)
+        if context is None:
+            return state
+        return self._add_context(state, q, cache, context, backend=backend)
 
     def full(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
         """One whole sequence by the expanded path, without a cache; differentiable."""
