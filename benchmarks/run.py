@@ -27,7 +27,7 @@ METHOD = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.run", description=__doc__)
-    parser.add_argument("suite", choices=["decode", "gather"])
+    parser.add_argument("suite", choices=["decode", "gather", "chunked_prefill", "layer"])
     parser.add_argument("--peers", type=Path, help="folder with the peers' shared objects")
     parser.add_argument("--out", type=Path, help="JSON file; default benchmarks/results/")
     parser.add_argument("--cases", nargs="*", help="names of cases; all by default")

@@ -15,8 +15,8 @@ from mla_jax.metadata.mla import PrefillMetadata
 from mla_jax.metadata.prefill_backend import MLAPrefillBackend, MLAPrefillImpl
 from mla_jax.metadata.prefill_selection import PrefillRegistry, Priority
 from mla_jax.pallas.device import DeviceInfo
-from mla_jax.pallas.registry import Problem, Requirement
 from mla_jax.pallas.problems import ACTIVATIONS
+from mla_jax.pallas.registry import Problem, Requirement
 from mla_jax.types import Array, AttnState, Float
 
 __all__ = [

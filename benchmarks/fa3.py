@@ -1,0 +1,71 @@
+"""FlashAttention-3's ragged forward pass from a released shared object, on the arrays we use."""
+
+import lzma
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import torch
+
+__all__ = ["FA3", "load"]
+
+
+class FA3:
+    """One problem. ``concat`` also counts the making of its keys, ``[k_nope | k_rope]`` per head.
+
+    ``many`` replays a CUDA graph, so that the host is no limit.
+    """
+
+    def __init__(
+        self, q: jax.Array, kv: jax.Array, k_rope: jax.Array, query_starts, key_starts,
+        *, longest: tuple[int, int], scale: float, causal: bool, concat: bool,
+    ):  # fmt: skip
+        operator = torch.ops._vllm_fa3_C.fwd
+        q, kv, k_rope, qs, ks = (
+            torch.from_dlpack(x) for x in (q, kv, k_rope, query_starts, key_starts)
+        )
+        nope = q.shape[-1] - k_rope.shape[-1]
+        shared = k_rope[:, None].expand(-1, kv.shape[1], -1)
+
+        def keys():
+            return torch.cat([kv[..., :nope], shared], dim=-1)
+
+        k = keys()
+        v = kv[..., nope:] if concat else kv[..., nope:].contiguous()
+
+        def call():
+            return operator(
+                q, keys() if concat else k, v, None, None, None, None, qs, ks, None, None, None,
+                *longest, None, None, None, None, None, None, None, None, None, scale, causal,
+                -1, -1, 0.0, True, None, 1, None, 0, None, 1, 0, None,
+            )  # fmt: skip
+
+        self.call = call
+        self.out, self.lse, *_ = call()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            call()
+        torch.cuda.synchronize()
+
+    def once(self) -> None:
+        """One call; waits."""
+        self.call()
+        torch.cuda.synchronize()
+
+    def many(self, n: int) -> None:
+        """``n`` calls, one after the other; waits once."""
+        for _ in range(n):
+            self.graph.replay()
+        torch.cuda.synchronize()
+
+
+def load(peers: Path) -> Callable[..., FA3]:
+    """Register the operators and return the constructor; the archive is unpacked once."""
+    unpacked = Path(tempfile.gettempdir()) / "fa3.so"
+    if not unpacked.exists():
+        part = unpacked.with_suffix(f".{id(peers)}")
+        part.write_bytes(lzma.decompress((peers / "fa3.so.xz").read_bytes()))
+        part.rename(unpacked)
+    torch.ops.load_library(str(unpacked))
+    return FA3
