@@ -83,6 +83,11 @@ class MLABucket:
     absorb: int = 0  # > 0: prefills run absorbed over their pages, cut into runs of so many queries
 
     @property
+    def decode_tokens(self) -> int:
+        """Leading tokens that the decode view covers: all of them in an absorbed step."""
+        return self.tokens if self.absorb else self.decodes
+
+    @property
     def runs(self) -> int:
         """Rows of an absorbed step's decode view, enough for ``ceil(queries / absorb)`` each."""
         whole = self.prefill_tokens // self.absorb

@@ -105,7 +105,7 @@ class MLA(nnx.Module):
 
         heads = jnp.zeros((x.shape[0], self.dims.heads, self.dims.v), x.dtype)
         if meta.decode is not None:
-            n = x.shape[0] if meta.bucket.absorb else meta.bucket.decodes
+            n = meta.bucket.decode_tokens
             q_latent = contract("thd,hdr->thr", q_nope[:n], self.k_absorb[...])
             state = ops.mla_decode(
                 q_latent, q_rope[:n], cache, meta.decode, scale=self.scale, backend=backend

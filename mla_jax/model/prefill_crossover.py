@@ -18,8 +18,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from mla_jax import ops
+from mla_jax.cache import CacheFormat
 from mla_jax.config import MLADims
+from mla_jax.errors import UnsupportedError
 from mla_jax.pallas.device import DeviceInfo
+from mla_jax.pallas.registry import Problem
 from mla_jax.types import cdiv
 
 __all__ = ["PathRate", "PrefillCrossover", "absorbed_flops", "expanded_flops"]
@@ -87,6 +94,42 @@ class PrefillCrossover:
             projection_tflops=rates["projection_tflops"],
             measured=f"{record['device']}, {rates['heads']} heads; {record['measured']}",
         )
+
+    @classmethod
+    def for_cache(
+        cls,
+        dims: MLADims,
+        *,
+        dtype: DTypeLike,
+        format: CacheFormat,
+        page: int,
+        backend: str | None = None,
+    ) -> "PrefillCrossover | None":
+        """For the current device; None also where a kernel does not take the runs.
+
+        The reference decodes a run at a fraction of the measured rate, so it is never chosen.
+        """
+        device = DeviceInfo.current()
+        found = cls.of(dims, device)
+        if found is None:
+            return None
+        name = jnp.dtype(dtype).name
+        problem = Problem.of(
+            "dense_decode",
+            dtype=name,
+            out=name,
+            heads=dims.heads,
+            cache=format.name,
+            rank=dims.rank,
+            rope=dims.rope,
+            page=page,
+            max_query_len=found.run,
+        )
+        try:
+            chosen = ops.REGISTRY.choose(problem, device, backend)
+        except UnsupportedError:
+            return None
+        return None if chosen.name == "xla" else found
 
     def expanded_us(self, queries: Sequence[int], contexts: Sequence[int]) -> float:
         """Up-projection and attention of one layer, microseconds."""
