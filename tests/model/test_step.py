@@ -22,6 +22,9 @@ PREFILL = MLABucket(decodes=0, prefills=2, prefill_tokens=32, pages=12, context_
 MIXED = MLABucket(decodes=2, prefills=2, prefill_tokens=16, pages=12, context_rows=8)
 
 
+ABSORBED = dataclasses.replace(MIXED, context_rows=0, absorb=3)
+
+
 def full_logits(model, tokens):
     return np.asarray(model.logits(model.full(jnp.asarray(tokens)[None])))[0]
 
@@ -96,7 +99,7 @@ def test_chunked_prefill_equals_whole(small, cuts):
         close(out.logits[0], want[hi - 1])
 
 
-def mixed_step(cfg, step, *, fill, swap=False):
+def mixed_step(cfg, step, *, fill, swap=False, bucket=MIXED):
     """Two decodes and two prefills in different states, in one step."""
     caches = tiny.caches(cfg, num_pages=40, page=PAGE, fill=fill)
     pages = np.random.default_rng(3).permutation(39)[:36].reshape(4, 9) + 1
@@ -108,7 +111,7 @@ def mixed_step(cfg, step, *, fill, swap=False):
     prefills = [(TOKENS[done[i] : done[i] + 7], done[i], pages[i]) for i in (2, 3)]
     if swap:
         decodes, prefills = decodes[::-1], prefills[::-1]
-    return tiny.run(step, caches, MIXED, decodes, prefills)
+    return tiny.run(step, caches, bucket, decodes, prefills)
 
 
 def test_mixed_batch_and_its_order(small):
@@ -120,10 +123,17 @@ def test_mixed_batch_and_its_order(small):
     close(swapped.logits, want[[22, 11, 15, 6]])
 
 
-def test_poisoned_cache_changes_no_bit(small):
+def test_prefills_over_pages_equal_expanded_ones(small):
+    cfg, step, want = small
+    out, _ = mixed_step(cfg, step, fill=0.0, bucket=ABSORBED)
+    close(out.logits, want[[11, 22, 6, 15]])
+
+
+@pytest.mark.parametrize("bucket", [MIXED, ABSORBED])
+def test_poisoned_cache_changes_no_bit(small, bucket):
     cfg, step, _ = small
-    clean, _ = mixed_step(cfg, step, fill=0.0)
-    dirty, caches = mixed_step(cfg, step, fill=np.nan)
+    clean, _ = mixed_step(cfg, step, fill=0.0, bucket=bucket)
+    dirty, caches = mixed_step(cfg, step, fill=np.nan, bucket=bucket)
     np.testing.assert_array_equal(clean.logits, dirty.logits)
     np.testing.assert_array_equal(clean.token_ids, dirty.token_ids)
     written = ~np.isnan(np.asarray(caches[0].pages)).any(-1)
