@@ -19,7 +19,9 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.run", description=__doc__)
-    parser.add_argument("suite", choices=["chunked_prefill", "decode", "gather", "layer", "prefill", "serve"])
+    parser.add_argument(
+        "suite", choices=["chunked_prefill", "decode", "gather", "layer", "prefill", "serve"]
+    )
     parser.add_argument("--peers", type=Path, help="folder with the peers' shared objects")
     parser.add_argument("--out", type=Path, help="JSON file; default benchmarks/results/")
     parser.add_argument(

@@ -119,7 +119,8 @@ def query_runs(
     ends = jnp.cumsum((lens + longest - 1) // longest, dtype=jnp.int32)
     k = jnp.arange(runs, dtype=jnp.int32)
     real = k < ends[-1]
-    request = jnp.where(real, jnp.searchsorted(ends, k, side="right").astype(jnp.int32), 0)
+    owner = jnp.searchsorted(ends, k, side="right", method="compare_all")
+    request = jnp.where(real, owner.astype(jnp.int32), 0)
     first = longest * (k - ends[request] + (lens[request] + longest - 1) // longest)
     stop = jnp.minimum(first + longest, lens[request])
     begins = jnp.where(real, query_starts[request] + first, query_starts[-1])

@@ -101,7 +101,7 @@ class MLA(nnx.Module):
         return ops.plan_decode(
             meta.decode,
             cache,
-            tokens=meta.bucket.decodes,
+            tokens=meta.bucket.decode_tokens,
             heads=self.dims.heads,
             dtype=dtype,
             backend=backend,
