@@ -99,6 +99,8 @@ EXTRA = (
     Case(128, 1, 20, 8192),
     Case(128, 1, 128, 8192, (("batch_invariant", True),)),
     Case(128, 1, 16, 8192, (("batch_invariant", True),)),
+    Case(128, 1, 128, 0, (("batch_invariant", True),)),
+    Case(128, 1, 16, 0, (("batch_invariant", True),)),
 )
 
 

@@ -50,7 +50,7 @@ class Tuning:
     prefetch: bool  # blocks go to the L2 cache one step early: only with defer
     early_launch: bool  # the merge kernel is launched while the main one ends
     batch_invariant: bool = False  # cut requests by their own length, not by equal shares
-    chunk: int = 64  # blocks of 64 keys in a piece of a batch-invariant plan
+    chunk: int = 128  # blocks of 64 keys in a piece of a batch-invariant plan
     workers: int = MULTIPROCESSORS  # thread blocks in all
 
     def __post_init__(self):

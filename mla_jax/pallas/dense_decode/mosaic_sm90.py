@@ -44,7 +44,6 @@ from mla_jax.pallas.mosaic_lib import ROW, WGMMA
 __all__ = ["attend", "scratch"]
 
 HALF = RANK // 2
-QUARTER = RANK // 4  # columns that are loaded, multiplied and released together
 TAIL = 64  # latent columns of Q that stay in shared memory, beside the rotary ones
 SLOTS = 3
 REGISTERS = (184, 160)  # of a thread: scores, halves; with less, products are serialised
@@ -66,8 +65,8 @@ def scratch(dtype, copies: int, simulate: bool) -> dict:
 
     def ring():  # a slot also takes half of a float32 result on its way out
         return plgpu.RefUnion(
-            lib.swizzled((SLOTS, 2, BLOCK, QUARTER), dtype),
-            lib.swizzled((SLOTS, ROWS, QUARTER), F32),
+            lib.swizzled((SLOTS, BLOCK, HALF), dtype),
+            lib.swizzled((SLOTS, ROWS, HALF // 2), F32),
         )
 
     buffers = {
@@ -76,8 +75,8 @@ def scratch(dtype, copies: int, simulate: bool) -> dict:
         "k_rope": lib.swizzled((2, BLOCK, ROPE), dtype),  # then P of the same block
         "q_tail": lib.swizzled((2, ROWS, 64), dtype),
         "stats": plgpu.SMEM((SLOTS + 3, ROWS), F32),
-        "left_full": barrier(copies, 2 * SLOTS),  # copy engine -> scores, quarter by quarter
-        "right_full": barrier(copies, 2 * SLOTS),  # copy engine -> scores, quarter by quarter
+        "left_full": barrier(copies, SLOTS),  # copy engine -> scores
+        "right_full": barrier(copies, SLOTS),  # copy engine -> scores
         "rope_full": barrier(copies, 2),  # copy engine -> scores
         "tail_full": barrier(2),  # copy engine -> scores
         "q_taken": barrier(count=SLOTS),  # scores -> left, right: the slot of Q is free
@@ -88,7 +87,7 @@ def scratch(dtype, copies: int, simulate: bool) -> dict:
         "inverse_ready": barrier(count=2),  # scores -> left, right: 1 / sum of a piece
     }
     if simulate:
-        buffers["q_spill"] = plgpu.SMEM((ROWS, QUARTER), dtype)
+        buffers["q_spill"] = plgpu.SMEM((ROWS, HALF), dtype)
     return buffers
 
 
@@ -239,17 +238,10 @@ def _body(
             n, first = blocks_of(p), work_g[p, wp.FIRST]
             whole, part = work_g[p, wp.SLOT] < 0, work_g[p, wp.SLOT]
             unmasked = work_g[p, wp.LENGTH] - work_g[p, wp.QUERIES] + 1
-            for quarter in range(2):
-                plgpu.barrier_wait(left_full.at[2 * slot(g0) + quarter])
-                plgpu.barrier_wait(right_full.at[2 * slot(g0) + quarter])
-
-            def queries(side, quarter, count=QUARTER):
-                return plgpu.load(side.at[slot(g0), quarter, :, pl.ds(0, count)], layout=WGMMA)
-
-            q_regs = (  # the last columns of the right half stay in shared memory
-                (queries(k_left, 0), queries(k_left, 1)),
-                (queries(k_right, 0), queries(k_right, 1, QUARTER - TAIL)),
-            )
+            plgpu.barrier_wait(left_full.at[slot(g0)])
+            plgpu.barrier_wait(right_full.at[slot(g0)])
+            ql = plgpu.load(k_left.at[slot(g0)], layout=WGMMA)
+            qr = plgpu.load(k_right.at[slot(g0), :, pl.ds(0, HALF - TAIL)], layout=WGMMA)
             plgpu.commit_smem()
             plgpu.barrier_arrive(q_taken.at[slot(g0)])
             plgpu.barrier_wait(tail_full)
@@ -261,14 +253,12 @@ def _body(
                 kl, kr = k_left.at[s], k_right.at[s]
 
                 def products(acc):
-                    for q, k, full in zip(q_regs, (kl, kr), (left_full, right_full), strict=True):
-                        for quarter in range(2):
-                            size = q[quarter].shape[1]
-                            spill = None if q_spill is None else q_spill.at[:, pl.ds(0, size)]
-                            keys = k.at[quarter, :, pl.ds(0, size)].T
-                            plgpu.barrier_wait(full.at[2 * s + quarter])
-                            lib.matmul_registers(acc, q[quarter], keys, spill)
-                    last = kr.at[1, :, pl.ds(QUARTER - TAIL, TAIL)].T
+                    head = None if q_spill is None else q_spill.at[:, pl.ds(0, HALF - TAIL)]
+                    plgpu.barrier_wait(left_full.at[s])
+                    lib.matmul_registers(acc, ql, kl.T, q_spill)
+                    plgpu.barrier_wait(right_full.at[s])
+                    lib.matmul_registers(acc, qr, kr.at[:, pl.ds(0, HALF - TAIL)].T, head)
+                    last = kr.at[:, pl.ds(HALF - TAIL, TAIL)].T
                     lib.matmul(acc, q_tail.at[0], last, simulate=simulate)
                     plgpu.barrier_wait(rope_full.at[r])
                     lib.matmul(acc, q_tail.at[1], k_rope.at[r].T, simulate=simulate)
@@ -326,15 +316,9 @@ def _body(
         columns = pl.ds(HALF if right else 0, HALF)
         rope = pl.ds(RANK, ROPE)
 
-        def load(p, e, place, s, quarters=(0, 1)):
-            def each(copy):
-                for q in quarters:
-                    first = q * QUARTER
-                    buffer = keys.at[s, q]
-                    copy(pl.ds(columns.start + first, QUARTER), buffer, full.at[2 * s + q])
-
-            pl.when((p < end) & (e == 0))(lambda: each(functools.partial(load_queries, p)))
-            pl.when((p < end) & (e > 0))(lambda: each(functools.partial(load_block, place)))
+        def load(p, e, place, s):
+            pl.when((p < end) & (e == 0))(lambda: load_queries(p, columns, keys.at[s], full.at[s]))
+            pl.when((p < end) & (e > 0))(lambda: load_block(place, columns, keys.at[s], full.at[s]))
 
         def load_tail(p):
             size = min(ROWS, ql_g.shape[0])
@@ -377,8 +361,7 @@ def _body(
 
             @pl.loop(0, HALF // 64)
             def _(c):
-                column = pl.multiple_of(lax.rem(c, jnp.int32(2)) * 64, 64)
-                ref = keys.at[s, lax.div(c, jnp.int32(2)), :, pl.ds(column, 64)]
+                ref = keys.at[s, :, pl.ds(pl.multiple_of(c * 64, 64), 64)]
                 v = plgpu.load(ref, layout=WGMMA)
                 row = plgpu.broadcasted_iota(I32, (BLOCK, 64), 0, layout=WGMMA)
                 ref[...] = jnp.where(row < valid, v, jnp.zeros_like(v))
@@ -412,15 +395,11 @@ def _body(
                 pl.when(valid < BLOCK)(lambda: clear(s, valid))
                 if defer:
                     plgpu.barrier_wait(go.at[s])
-
-                def values(acc):
-                    for q in range(2):
-                        to = acc.at[:, pl.ds(q * QUARTER, QUARTER)]
-                        lib.matmul(to, k_rope.at[r], keys.at[s, q], simulate=simulate)
-                    plgpu.wgmma_wait(1)
-                    pl.when(j < n - 1)(lambda: load(target, e, place, s, (0,)))
-
-                o = lib.accumulate(o, values, simulate=simulate)
+                o = lib.accumulate(
+                    o,
+                    lambda acc: lib.matmul(acc, k_rope.at[r], keys.at[s], simulate=simulate),
+                    simulate=simulate,
+                )
                 if right:  # the rope is needed first: its copies go first into the queue
                     plgpu.barrier_wait(left_done.at[s])
                     load_rope(rope_piece, rope_place, r)
@@ -428,7 +407,7 @@ def _body(
                 else:
                     plgpu.barrier_arrive(left_done.at[s])
                     plgpu.barrier_wait(rope_sent.at[s])
-                pl.when(j < n - 1)(lambda: load(target, e, place, s, (1,)))
+                pl.when(j < n - 1)(lambda: load(target, e, place, s))
                 return o
 
             o = lax.fori_loop(0, n, step, plgpu.layout_cast(jnp.zeros((ROWS, HALF), F32), WGMMA))
@@ -440,23 +419,20 @@ def _body(
 
             @pl.when(part < 0)
             def _():  # the slot of the last block takes the result
-                for q in range(2):
-                    keys[s, q] = o[:, q * QUARTER : (q + 1) * QUARTER].astype(keys.dtype)
+                keys[s] = o.astype(keys.dtype)
                 plgpu.commit_smem()
-                for q in range(2):
-                    at = pl.ds(columns.start + q * QUARTER, QUARTER)
-                    lib.store_rows(
-                        keys.at[s, q], out_g.at[:, at], row_of(p), live_rows(p),
-                        rows=ROWS, step=sizes.step,
-                    )  # fmt: skip
+                lib.store_rows(
+                    keys.at[s], out_g.at[:, columns], row_of(p), live_rows(p),
+                    rows=ROWS, step=sizes.step,
+                )  # fmt: skip
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
             @pl.when(part >= 0)
             def _():
                 row = (part * sizes.tiles + tile) * ROWS
                 for c in range(2):
-                    at = pl.ds(columns.start + c * QUARTER, QUARTER)
-                    stage[s] = o[:, c * QUARTER : (c + 1) * QUARTER]
+                    at = pl.ds(HALF * int(right) + c * HALF // 2, HALF // 2)
+                    stage[s] = o[:, c * HALF // 2 : (c + 1) * HALF // 2]
                     plgpu.commit_smem()
                     lib.store_rows(
                         stage.at[s], part_g.at[:, at], row, live_rows(p),
