@@ -56,7 +56,7 @@ def main() -> None:
         record["rows"].append(row)
         record["rows"].sort(key=lambda r: chosen.index(r["case"]))
         out.write_text(json.dumps(record, indent=1) + "\n")
-    if not given.turn:
+    if given.jobs > 1 or not given.turn:
         _summarise(record)
 
 
@@ -97,7 +97,8 @@ def _spread(given: argparse.Namespace, chosen: list[str]) -> list[dict]:
         running = []
         for i, part in enumerate(parts):
             command = [sys.executable, "-m", "benchmarks.run", given.suite, "--out", str(part)]
-            command += ["--turn", f"{folder}/turn", "--cases", *chosen[i :: len(parts)]]
+            command += ["--turn", str(given.turn or f"{folder}/turn")]
+            command += ["--cases", *chosen[i :: len(parts)]]
             command += ["--peers", str(given.peers)] if given.peers else []
             running.append(subprocess.Popen(command))
         for process in running:
