@@ -47,7 +47,7 @@ class Table:
         for record in self.records:
             if any(given.get(k) != record.features[k] for k in self.exact):
                 continue
-            away = [_octaves(given[k], record.features[k]) for k in self.near]
+            away = [_octaves(int(given[k]), record.features[k]) for k in self.near]
             if max(away, default=0.0) <= math.log2(REACH):
                 found.append((record, sum(away)))
         return min(found, key=lambda pair: pair[1], default=None)

@@ -10,8 +10,11 @@ joined: by one warpgroup or by four, according to the number of rows. Which chai
 and every order of summation, depends on the number of pieces alone.
 """
 
-# Mosaic GPU states its types in part only.
+# Mosaic GPU states its types in part only; scratch exists where warpgroups share a row.
 # pyright: reportPrivateImportUsage=false
+# pyright: reportOptionalSubscript=false
+# pyright: reportOptionalMemberAccess=false
+# pyright: reportArgumentType=false
 
 import functools
 import math

@@ -107,15 +107,15 @@ def batch_invariant(
     request longer than ``chunk * max_parts`` blocks the chunks are longer: ``max_parts`` of them.
     """
     queries, blocks = _blocks(seq_lens, query_starts, block)
-    chunk = jnp.maximum(chunk, (blocks + max_parts - 1) // max_parts)
-    parts = jnp.where(queries > 0, (blocks + chunk - 1) // chunk, 0)
+    chunks = jnp.maximum(chunk, (blocks + max_parts - 1) // max_parts)
+    parts = jnp.where(queries > 0, (blocks + chunks - 1) // chunks, 0)
     cost = blocks + parts * START_COST
     starts = jnp.cumsum(cost) - cost
     total = jnp.maximum(jnp.sum(cost), 1)
 
     def piece(r, k):
-        first = k * chunk[r]
-        end = jnp.minimum(first + chunk[r], blocks[r])
+        first = k * chunks[r]
+        end = jnp.minimum(first + chunks[r], blocks[r])
         middle = starts[r] + first + k * START_COST + (end - first) // 2
         return first, end, (middle.astype(jnp.float32) * (workers / total)).astype(jnp.int32)
 
