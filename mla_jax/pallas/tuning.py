@@ -62,7 +62,8 @@ def lookup(problem: Problem, device: DeviceInfo) -> tuple[Record, str] | None:
     record, distance = found
     which = ", ".join(f"{k}={v}" for k, v in record.features.items())
     how = "measured" if distance == 0 else f"nearest measured ({distance:.1f} octaves)"
-    return record, f"{how}: {which}, {record.us:g} us; {table.measured}"
+    fastest = f"{record.us:g} us, the fastest of {1 + len(record.others)}"
+    return record, f"{how}: {which}, {fastest}; {table.measured}"
 
 
 def folder_name(kind: str) -> str:
