@@ -75,14 +75,15 @@ class WriteTuning:
 
 
 def gather_tuning(*, page: int, rows: int, row_bytes: int) -> GatherTuning:
-    """Three thread blocks of a multiprocessor, 16 rows a copy."""
-    del page, rows
-    return GatherTuning(part=16, stages=max(2, min(4, 73_728 // (16 * row_bytes))), workers=396)
+    """Short shares and many thread blocks: the copy engine is busiest, the tail shortest."""
+    del page, row_bytes
+    return GatherTuning(part=16, stages=2, workers=cdiv(rows, 32))
 
 
 def write_tuning(*, tokens: int) -> WriteTuning:
-    """Small tiles where there are few tokens."""
-    return WriteTuning(tile=16 if tokens > 2048 else 8, stages=3, workers=528)
+    """A thread block for every tile; small tiles where there are few tokens."""
+    tile = 16 if tokens > 2048 else 8
+    return WriteTuning(tile=tile, stages=2, workers=cdiv(tokens, tile))
 
 
 def gather_latent(
