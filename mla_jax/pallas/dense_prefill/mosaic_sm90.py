@@ -47,6 +47,7 @@ HALF = sc.ROWS // 2  # queries of a warpgroup
 CHUNK = 64  # columns of one 16-bit buffer in shared memory
 REGISTERS = (240, 24)  # of a thread: products, loader
 LOWEST = -1.0e30  # first running maximum: finite, so that exp2(-inf - LOWEST) = 0
+FIRST_NAMED = 8  # of two hardware barriers that nothing else uses
 STEPS = 2  # tiles whose facts are in shared memory
 
 I32 = jnp.int32
@@ -68,6 +69,7 @@ class Sizes:
     workers: int
     dynamic: bool  # a thread block takes the next tile when it is free; else every 132nd
     turn: int  # EXPERIMENT
+    named: bool  # EXPERIMENT
 
     @property
     def k_chunks(self) -> int:
@@ -372,11 +374,19 @@ def _body(
         my_spill = None if spill is None else spill.at[wg]
 
         def take():
-            if sizes.turn >= 0:
+            if sizes.turn < 0:
+                return
+            if sizes.named and not simulate:
+                _turn("sync", 0)
+            else:
                 plgpu.barrier_wait(turn.at[wg])
 
         def give(when=None):
-            if sizes.turn >= 0 and (when is None or when == sizes.turn):
+            if sizes.turn < 0 or (when is not None and when != sizes.turn):
+                return
+            if sizes.named and not simulate:
+                _turn("arrive", 1)
+            else:
                 plgpu.barrier_arrive(turn.at[1 - wg])
 
         def fact(t, i):
@@ -606,6 +616,32 @@ def _body(
 
     pl.when(wg < 2)(attention)
     pl.when(wg == 2)(load)
+
+
+def _turn(verb: str, other: int) -> None:
+    """``bar.sync`` or ``bar.arrive`` of 256 threads on one's own barrier, or the other's."""
+
+    @plgpu.inline_mgpu()
+    def issue(_):
+        from jax._src.lib.mlir import ir
+        from jax._src.lib.mlir.dialects import llvm
+
+        llvm.inline_asm(
+            ir.Type.parse("!llvm.void"),
+            [],
+            f"""{{
+            .reg .u32 x;
+            mov.u32 x, %tid.x;
+            shr.u32 x, x, 7;
+            xor.b32 x, x, {other};
+            add.u32 x, x, {FIRST_NAMED};
+            barrier.cta.{verb} x, 256;
+            }}""",
+            "~{memory}",
+            has_side_effects=True,
+        )
+
+    issue()
 
 
 def _draw(counter, place) -> None:
