@@ -20,7 +20,7 @@ __all__ = ["CASES", "Case", "run"]
 NOPE, ROPE, V = 128, 64, 128
 SCALE = (NOPE + ROPE) ** -0.5
 FLOPS, BYTES = 800e12, 4.25e12  # ceilings of the floor: bf16 product, copy
-CHAIN = 10  # calls of one program when back to back
+CHAIN = 8  # calls of one program when back to back
 NONE = Isolated(sum=math.nan, span=math.nan, kernels={})
 
 
@@ -79,8 +79,8 @@ CASES = (
 
 METHOD = (
     "schedule given; us: summed kernel time of an isolated call (kineto), span_us: start of its "
-    "first kernel to end of its last, slope_us: slope of wall time between 10 and 40 calls (ours "
-    "10 in one jit, the peer as graph replays); medians, both sides interleaved in one process on "
+    "first kernel to end of its last, slope_us: slope of wall time between 8 and 32 calls (ours "
+    "8 in one jit, the peer as graph replays); medians, both sides interleaved in one process on "
     "the same arrays; random-normal data; peer: its kernels alone, keys and values ready; "
     "concat: the concatenation of its keys counted; tflops and floor_percent are of span_us"
 )
@@ -226,7 +226,7 @@ def _row(case: Case, programs: dict, make_peer) -> dict:
                 *args, longest=longest, scale=SCALE, causal=case.causal, concat=name == "concat"
             )
             once[name], many[name] = peer.once, lambda n, peer=peer: peer.many(n * CHAIN)
-    isolated = isolated_us(once)
+    isolated = isolated_us(once, rounds=2)
     planner = {"plan": lambda: jax.block_until_ready(programs["plan"](*starts))}
     isolated |= isolated_us(planner, rounds=1)
     slopes = back_to_back_us(many, dict.fromkeys(many, CHAIN))

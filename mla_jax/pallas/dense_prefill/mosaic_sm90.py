@@ -70,6 +70,7 @@ class Sizes:
     dynamic: bool  # a thread block takes the next tile when it is free; else every 132nd
     turn: int  # EXPERIMENT
     named: bool  # EXPERIMENT
+    half: bool  # EXPERIMENT
 
     @property
     def k_chunks(self) -> int:
@@ -402,10 +403,11 @@ def _body(
             return queries
 
         def issue_scores(acc, queries, g):
-            s = slot(g)
+            """Scores of the first keys of block ``g``, as many as ``acc`` has columns."""
+            s, keys = slot(g), pl.ds(0, acc.shape[1])
             narrow = None if spill is None else spill.at[wg, :, pl.ds(0, CHUNK)]
             for c in range(k_chunks):
-                lib.matmul_registers(acc, queries[c], k_m.at[s, c].T, narrow)
+                lib.matmul_registers(acc, queries[c], k_m.at[s, c, keys].T, narrow)
 
         def issue_values(acc, p, g, before_last=lambda: None):
             s = slot(g)
@@ -425,30 +427,32 @@ def _body(
         def soften(x, j, keys, offset, top):
             """Weights of block ``j``, the new maximum, the old weights' factor, sums of rows."""
 
+            width = x.shape[1]
+
             def mask():
-                column = j * block + plgpu.broadcasted_iota(I32, (HALF, block), 1, layout=WGMMA)
+                column = j * block + plgpu.broadcasted_iota(I32, x.shape, 1, layout=WGMMA)
                 seen = keys
                 if causal:
-                    row = plgpu.broadcasted_iota(I32, (HALF, block), 0, layout=WGMMA)
+                    row = plgpu.broadcasted_iota(I32, x.shape, 0, layout=WGMMA)
                     seen = jnp.minimum(keys, wg * HALF + offset + 1 + row)
                 return jnp.where(column < seen, x, -jnp.inf)
 
-            full = (j + 1) * block <= keys
+            full = j * block + width <= keys
             if causal:
-                full = full & ((j + 1) * block <= wg * HALF + offset + 1)
+                full = full & (j * block + width <= wg * HALF + offset + 1)
             x = lax.cond(full, lambda: x, mask)
             new_top = jnp.maximum(top, x.max(axis=1) * scale)
-            w = jnp.exp2(x * scale - wide(new_top, block))
+            w = jnp.exp2(x * scale - wide(new_top, width))
             found = w, new_top, jnp.exp2(top - new_top), w.sum(axis=1)
             return lax.optimization_barrier(found)  # else the assembler moves it behind the values
 
-        def batch_of_both(values, p, queries, g, after):
+        def batch_of_both(values, p, queries, g, after, width=block):
             """``values += p V(g)``, and under it ``after(Q K(g+1)^T)``."""
             if simulate:
                 take()
                 x = pl.run_scoped(
                     lambda acc: (issue_scores(acc, queries, g + 1), acc[...])[1],
-                    plgpu.ACC((HALF, block), F32),
+                    plgpu.ACC((HALF, width), F32),
                 )
                 values = lib.accumulate(values, lambda acc: issue_values(acc, p, g), simulate=True)
                 give()
@@ -469,12 +473,12 @@ def _body(
                         ref[...] = x
 
                 row = lib.row_vector(0.0, HALF)
-                blank = plgpu.layout_cast(jnp.zeros((HALF, block), F32), WGMMA)
+                blank = plgpu.layout_cast(jnp.zeros((HALF, width), F32), WGMMA)
                 start = (plgpu.ACC.init(values), blank, row, row, row)
                 values_, *found = pl.run_state(with_values)(start)
                 return values_, *found
 
-            values, *found = pl.run_scoped(with_scores, plgpu.ACC((HALF, block), F32))
+            values, *found = pl.run_scoped(with_scores, plgpu.ACC((HALF, width), F32))
             return values, found
 
         def scores_alone(queries, g):
@@ -545,7 +549,7 @@ def _body(
             pl.when(n > 1)(lambda: await_k(g + 1))
             values = plgpu.layout_cast(jnp.zeros((HALF, sizes.v), F32), WGMMA)
 
-            def block_body(j, carry):
+            def block_body(j, carry, width=block):
                 values, p, top, total = carry
 
                 def after(x):
@@ -556,14 +560,27 @@ def _body(
                     pl.when(j + 2 < n)(lambda: await_k(g + j + 2))
                     return found
 
-                values, (w, top, shrink, added) = batch_of_both(values, p, queries, g + j, after)
+                values, (w, top, shrink, added) = batch_of_both(
+                    values, p, queries, g + j, after, width
+                )
                 free_v(g + j)
                 values = values * wide(shrink, sizes.v)
-                return values, w.astype(dtype), top, total * shrink + added
+                w = w.astype(dtype)
+                if width < block:
+                    rest = plgpu.layout_cast(jnp.zeros((HALF, block - width), dtype), WGMMA)
+                    w = jnp.concatenate([w, rest], axis=1)
+                return values, w, top, total * shrink + added
 
-            values, p, top, total = lax.fori_loop(
-                0, n - 1, block_body, (values, w.astype(dtype), top, total)
-            )
+            # The last block of the upper queries of a causal tile is seen to its middle only.
+            seen = jnp.minimum(keys, (wg + 1) * HALF + offset) if causal else keys
+            short = (n > 1) & (seen <= (n - 1) * block + block // 2) & sizes.half
+            last = n - 1 - short.astype(I32)
+            carry = lax.fori_loop(0, last, block_body, (values, w.astype(dtype), top, total))
+            if sizes.half:
+                carry = lax.cond(
+                    short, lambda: block_body(n - 2, carry, block // 2), lambda: carry
+                )
+            values, p, top, total = carry
 
             def finish(values):
                 empty = total == 0.0
