@@ -49,6 +49,7 @@ REGISTERS = (240, 24)  # of a thread: products, loader
 LOWEST = -1.0e30  # first running maximum: finite, so that exp2(-inf - LOWEST) = 0
 FIRST_NAMED = 8  # of two hardware barriers that nothing else uses
 STEPS = 2  # tiles whose facts are in shared memory
+DRAWS = 2  # numbers drawn: a warp may draw before a slower one has read what came before
 
 I32 = jnp.int32
 F32 = jnp.float32
@@ -112,7 +113,7 @@ def scratch(sizes: Sizes, dtype: DTypeLike, out_dtype: DTypeLike, simulate: bool
         "k": buffer(stages, sizes.k_chunks, sizes.block),
         "v": buffer(stages, sizes.v_chunks, sizes.block),
         "small": plgpu.SMEM((2, HALF), F32),
-        "facts": plgpu.SMEM((STEPS + 1, sc.FIELDS), I32),
+        "facts": plgpu.SMEM((STEPS + DRAWS, sc.FIELDS), I32),
         "q_full": barrier(sizes.k_chunks, 2),  # copy engine -> one warpgroup
         "q_free": barrier(count=2),  # one warpgroup -> loader: queries taken, result sent
         "k_full": barrier(sizes.k_chunks, stages),  # copy engine -> both
@@ -213,17 +214,17 @@ def _body(
             tile = lax.div(rest, width)
             return tile, first + rest - tile * width
 
-        def draw():
-            """Begin to find the number of the next tile."""
+        def draw(t):
+            """Begin to find the number of the tile after tile ``t``."""
             if dynamic:
-                _draw(drawn_g, facts.at[STEPS])
+                _draw(drawn_g, facts.at[STEPS + lax.rem(t, jnp.int32(DRAWS))])
                 plgpu.barrier_arrive(drawn)
 
-        def number_after(number):
+        def number_after(t, number):
             if not dynamic:
                 return number + sizes.workers
             plgpu.barrier_wait(drawn)
-            return facts[STEPS, 0] + sizes.workers
+            return facts[STEPS + lax.rem(t, jnp.int32(DRAWS)), 0] + sizes.workers
 
         def load_k(row, head, s):
             for c in range(k_chunks):
@@ -304,14 +305,14 @@ def _body(
                             rows = pl.ds(row + w * HALF, HALF)
                             src = q_g.at[rows, head, pl.ds(c * CHUNK, CHUNK)]
                             plgpu.copy_gmem_to_smem(src, q_c.at[w, c], q_full.at[w])
-                    draw()
+                    draw(t)
 
                 return g + 1, here, head, keys - j * block
 
             g, last_row, last_head, last_valid = lax.fori_loop(
                 0, n, block_body, (g, last_row, last_head, last_valid)
             )
-            return t + 1, number_after(number), g, last_row, last_head, last_valid
+            return t + 1, number_after(t, number), g, last_row, last_head, last_valid
 
         zero = jnp.int32(0)
         t, _, g, *last = lax.while_loop(
