@@ -69,9 +69,6 @@ class Sizes:
     heads_together: int  # heads whose tiles are interleaved: their keys share the L2 cache
     workers: int
     dynamic: bool  # a thread block takes the next tile when it is free; else every 132nd
-    turn: int  # EXPERIMENT
-    named: bool  # EXPERIMENT
-    half: bool  # EXPERIMENT
 
     @property
     def k_chunks(self) -> int:
@@ -124,11 +121,11 @@ def scratch(sizes: Sizes, dtype: DTypeLike, out_dtype: DTypeLike, simulate: bool
         "facts_full": barrier(count=STEPS),  # loader -> both
         "facts_free": barrier(2, STEPS),  # both -> loader
         "drawn": barrier(),  # loader -> loader: the number of the next tile
-        "turn": barrier(count=2),  # the other warpgroup -> one: it may issue a batch
     }
     if simulate:
         buffers["q"] = plgpu.SMEM((*queries, CHUNK), dtype)
         buffers["o"] = plgpu.SMEM((*queries, 128 // jnp.dtype(out_dtype).itemsize), out_dtype)
+        buffers["turn"] = barrier(count=2)  # the other warpgroup -> one: it may issue a batch
         buffers["spill"] = plgpu.SMEM((2, HALF, sizes.block), dtype)
     return buffers
 
@@ -179,7 +176,7 @@ def _body(
     *, sizes, scale, causal, simulate,
     q, k, v, small, facts,
     q_full, q_free, k_full, v_full, v_partial, k_free, v_free,
-    facts_full, facts_free, drawn, turn, o=None, spill=None,
+    facts_full, facts_free, drawn, o=None, turn=None, spill=None,
 ):  # fmt: skip
     wg, worker = lax.axis_index("wg"), lax.axis_index("worker")
     # Views for products and registers, and for the copy engine.
@@ -376,20 +373,16 @@ def _body(
         my_spill = None if spill is None else spill.at[wg]
 
         def take():
-            if sizes.turn < 0:
-                return
-            if sizes.named and not simulate:
-                _turn("sync", 0)
-            else:
+            if simulate:
                 plgpu.barrier_wait(turn.at[wg])
-
-        def give(when=None):
-            if sizes.turn < 0 or (when is not None and when != sizes.turn):
-                return
-            if sizes.named and not simulate:
-                _turn("arrive", 1)
             else:
+                _turn("sync", of_other=False)
+
+        def give():
+            if simulate:
                 plgpu.barrier_arrive(turn.at[1 - wg])
+            else:
+                _turn("arrive", of_other=True)
 
         def fact(t, i):
             return facts[step_slot(t), i]
@@ -464,12 +457,8 @@ def _body(
                     o_acc, *results = refs
                     take()
                     issue_scores(s_acc, queries, g + 1)
-                    give(2)
-                    issue_values(o_acc, p, g, lambda: give(1))
-                    give(0)
-                    x = plgpu.wgmma_accumulator_load(s_acc, wait_n=v_chunks)
-                    give(3)
-                    found = after(x)
+                    issue_values(o_acc, p, g, before_last=give)
+                    found = after(plgpu.wgmma_accumulator_load(s_acc, wait_n=v_chunks))
                     for ref, x in zip(results, found, strict=True):
                         ref[...] = x
 
@@ -574,14 +563,12 @@ def _body(
 
             # The last block of the upper queries of a causal tile is seen to its middle only.
             seen = jnp.minimum(keys, (wg + 1) * HALF + offset) if causal else keys
-            short = (n > 1) & (seen <= (n - 1) * block + block // 2) & sizes.half
+            short = (n > 1) & (seen <= (n - 1) * block + block // 2)
             last = n - 1 - short.astype(I32)
             carry = lax.fori_loop(0, last, block_body, (values, w.astype(dtype), top, total))
-            if sizes.half:
-                carry = lax.cond(
-                    short, lambda: block_body(n - 2, carry, block // 2), lambda: carry
-                )
-            values, p, top, total = carry
+            values, p, top, total = lax.cond(
+                short, lambda: block_body(n - 2, carry, block // 2), lambda: carry
+            )
 
             def finish(values):
                 empty = total == 0.0
@@ -636,8 +623,11 @@ def _body(
     pl.when(wg == 2)(load)
 
 
-def _turn(verb: str, other: int) -> None:
-    """``bar.sync`` or ``bar.arrive`` of 256 threads on one's own barrier, or the other's."""
+def _turn(verb: str, *, of_other: bool) -> None:
+    """``sync`` or ``arrive`` with 256 threads on one's own barrier, or that of the other.
+
+    A hardware barrier wakes a warpgroup sooner than one in shared memory.
+    """
 
     @plgpu.inline_mgpu()
     def issue(_):
@@ -651,7 +641,7 @@ def _turn(verb: str, other: int) -> None:
             .reg .u32 x;
             mov.u32 x, %tid.x;
             shr.u32 x, x, 7;
-            xor.b32 x, x, {other};
+            xor.b32 x, x, {int(of_other)};
             add.u32 x, x, {FIRST_NAMED};
             barrier.cta.{verb} x, 256;
             }}""",
