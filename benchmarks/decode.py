@@ -4,6 +4,8 @@ import dataclasses
 import functools
 import math
 import random
+import statistics
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -17,13 +19,20 @@ from benchmarks.timing import Isolated, back_to_back_us, isolated_us
 from mla_jax.cache import FORMATS
 from mla_jax.pallas.dense_decode import mosaic
 
-__all__ = ["CASES", "Case", "run"]
+__all__ = ["CASES", "Case", "find", "run", "tuning_of"]
 
 PAGE, RANK, ROPE = 64, 512, 64
 ROW = RANK + ROPE
 SCALE = 192**-0.5
 FLOPS, BYTES = 800e12, 4.25e12  # ceilings of the floor: bf16 product, copy
 CHAIN = 20  # calls of one program when back to back
+METHOD = (
+    "plan given to both sides; us: summed kernel time of an isolated call (kineto), span_us: start "
+    "of its first kernel to end of its last, slope_us: slope of wall time between 20 and 80 calls "
+    "(ours 20 in one jit, the peer as graph replays); medians, both sides interleaved in one "
+    "process on the same arrays; random-normal data, shuffled pages; tflops, gbs and "
+    "floor_percent are of span_us"
+)
 
 
 @dataclass(frozen=True)
@@ -34,13 +43,14 @@ class Case:
     queries: int
     heads: int
     keys: int
-    batch_invariant: bool = False
+    tuning: tuple[tuple[str, int], ...] = ()  # what differs from the library's own choice
 
     @property
     def name(self) -> str:
         keys = self.keys or "ragged"
-        plan = "_invariant" if self.batch_invariant else ""
-        return f"b{self.batch}_q{self.queries}_h{self.heads}_k{keys}{plan}"
+        changed = "".join(f"/{k}={int(v)}" for k, v in self.tuning)
+        changed = changed.replace("/batch_invariant=1", "_invariant")
+        return f"b{self.batch}_q{self.queries}_h{self.heads}_k{keys}{changed}"
 
     @property
     def lens(self) -> list[int]:
@@ -87,8 +97,10 @@ CASES = (
 
 EXTRA = (
     Case(128, 1, 20, 8192),
-    Case(128, 1, 128, 8192, batch_invariant=True),
-    Case(128, 1, 16, 8192, batch_invariant=True),
+    Case(128, 1, 128, 8192, (("batch_invariant", True),)),
+    Case(128, 1, 16, 8192, (("batch_invariant", True),)),
+    Case(128, 1, 128, 0, (("batch_invariant", True),)),
+    Case(128, 1, 16, 0, (("batch_invariant", True),)),
 )
 
 
@@ -102,6 +114,14 @@ def extra() -> list[str]:
     return [c.name for c in EXTRA]
 
 
+def find(name: str) -> Case:
+    """The case of a name, its tuning changed by what follows: ``case/field=value/...``."""
+    name, *changes = name.split("/")
+    case = next(c for c in (*CASES, *EXTRA) if c.name == name)
+    pairs = (change.split("=") for change in changes)
+    return dataclasses.replace(case, tuning=(*case.tuning, *((k, int(v)) for k, v in pairs)))
+
+
 def run(peers: Path | None, chosen: list[str], turn: AbstractContextManager) -> Iterator[dict]:
     """Check and time the chosen cases, row by row; the device is used inside ``turn`` alone."""
     make_peer = None
@@ -109,7 +129,7 @@ def run(peers: Path | None, chosen: list[str], turn: AbstractContextManager) -> 
         from benchmarks import flashmla
 
         make_peer = flashmla.load(peers)
-    for case in (c for c in (*CASES, *EXTRA) if c.name in chosen):
+    for case in map(find, chosen):
         programs = _compile(case)
         with turn:
             row = _row(case, programs, make_peer)
@@ -132,16 +152,18 @@ def line(row: dict) -> str:
     )
 
 
-def _tuning(case: Case) -> mosaic.Tuning:
-    found = mosaic.heuristic(case.batch * case.queries, case.heads, case.queries)
-    return dataclasses.replace(found, batch_invariant=case.batch_invariant)
+def tuning_of(case: Case) -> mosaic.Tuning:
+    """The heuristic's, changed as the case says: measured choices must not choose themselves."""
+    found = mosaic.heuristic(case.heads, case.queries)
+    changes = {k: type(getattr(found, k))(v) for k, v in case.tuning}
+    return dataclasses.replace(found, **changes)
 
 
 def _attend(case: Case, q_latent, q_rope, pages, table, lens, starts, plan):
     return mosaic.dense_decode(
         q_latent, q_rope, pages, jnp.float32(1), table, lens, starts,
         max_query_len=case.queries, scale=SCALE, format=FORMATS["bf16"],
-        out_dtype=jnp.bfloat16, tuning=_tuning(case), plan=plan,
+        out_dtype=jnp.bfloat16, tuning=tuning_of(case), plan=plan,
     )  # fmt: skip
 
 
@@ -149,7 +171,7 @@ def _plan(case: Case, lens, starts):
     return mosaic.make_plan(
         lens, starts, tokens=case.batch * case.queries, heads=case.heads,
         max_query_len=case.queries, page=PAGE, width=-(-max(case.lens) // PAGE),
-        tuning=_tuning(case),
+        tuning=tuning_of(case),
     )  # fmt: skip
 
 
@@ -178,9 +200,16 @@ def _compile(case: Case) -> dict:
         return [attend(q_latent, q_rope, pages, t, lens, starts, plan).lse for t in tables]
 
     tables = [specs[3]] * CHAIN
+    start = time.perf_counter()
+    if case.batch == 1:  # its launch is timed: warm the jit, on an empty plan
+        arrays = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (*specs, plan))
+        jax.block_until_ready(attend(*arrays))
+    once = attend.lower(*specs, plan).compile()
     return {
+        "compile_s": time.perf_counter() - start,
         "plan": make_plan.lower(*specs[4:]).compile(),
-        "once": attend.lower(*specs, plan).compile(),
+        "once": once,
+        "jit": attend,
         "chain": jax.jit(chain).lower(*specs[:3], tables, *specs[4:], plan).compile(),
         "reference": jax.jit(_reference).lower(*_reference_specs(case)).compile(),
         "random": jax.jit(functools.partial(_random, case)).lower().compile(),
@@ -240,6 +269,18 @@ def _error(case: Case, reference, q, args, state) -> float:
     return worst
 
 
+def _launch_us(call) -> float:
+    """Host time of a call from a warm jit, which does not wait for the device."""
+    jax.block_until_ready(call())
+    times = []
+    for _ in range(30):
+        start = time.perf_counter()
+        made = call()
+        times.append(time.perf_counter() - start)
+        jax.block_until_ready(made)
+    return 1e6 * statistics.median(times)
+
+
 def _row(case: Case, programs: dict, make_peer) -> dict:
     q, args = _inputs(case, programs["random"])
     plan = programs["plan"](*args[4:])
@@ -256,6 +297,7 @@ def _row(case: Case, programs: dict, make_peer) -> dict:
         shape = (case.batch, case.queries, case.heads, ROW)
         peer = make_peer(q.reshape(shape), *args[2:5], SCALE)
         once["peer"], many["peer"] = peer.once, lambda n: peer.many(n * CHAIN)
+    launch = _launch_us(lambda: programs["jit"](*args, plan)) if case.batch == 1 else None
     isolated = isolated_us(once)
     planner = {"plan": lambda: jax.block_until_ready(programs["plan"](*args[4:]))}
     isolated |= isolated_us(planner, rounds=1)
@@ -281,5 +323,7 @@ def _row(case: Case, programs: dict, make_peer) -> dict:
         "floor_us": case.floor_us,
         "floor_percent": 100 * case.floor_us / ours.span,
         "error": error,
+        "compile_s": programs["compile_s"],
+        "launch_us": launch,
         "kernels": {name: isolated[name].kernels for name in many},
     }

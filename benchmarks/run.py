@@ -16,21 +16,17 @@ from pathlib import Path
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-METHOD = (
-    "plan given to both sides; us: summed kernel time of an isolated call (kineto), span_us: start "
-    "of its first kernel to end of its last, slope_us: slope of wall time between 20 and 80 calls "
-    "(ours 20 in one jit, the peer as graph replays); medians, both sides interleaved in one "
-    "process on the same arrays; random-normal data, shuffled pages; tflops, gbs and "
-    "floor_percent are of span_us"
-)
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.run", description=__doc__)
-    parser.add_argument("suite", choices=["decode", "gather", "prefill"])
+    parser.add_argument(
+        "suite", choices=["chunked_prefill", "decode", "gather", "layer", "prefill", "serve"]
+    )
     parser.add_argument("--peers", type=Path, help="folder with the peers' shared objects")
     parser.add_argument("--out", type=Path, help="JSON file; default benchmarks/results/")
-    parser.add_argument("--cases", nargs="*", help="names of cases; all by default")
+    parser.add_argument(
+        "--cases", nargs="*", help="all by default; NAME/field=value changes the tuning"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile side by side")
     parser.add_argument("--limit", type=float, default=math.inf, help="seconds, with --jobs")
     parser.add_argument("--turn", type=Path, help="file that a process locks to use the device")
@@ -47,7 +43,7 @@ def main() -> None:
         "device": kind,
         "versions": _versions(),
         "clocks": _clocks(),
-        "method": getattr(suite, "METHOD", METHOD),
+        "method": suite.METHOD,
         "extra": suite.extra(),
         "rows": [],
     }
@@ -58,16 +54,18 @@ def main() -> None:
     )
     for row in rows:  # what was measured so far survives a kill
         record["rows"].append(row)
-        record["rows"].sort(key=lambda r: suite.names().index(r["case"]))
+        record["rows"].sort(key=lambda r: chosen.index(r["case"]))
         out.write_text(json.dumps(record, indent=1) + "\n")
-    if not given.turn:
+    if given.jobs > 1 or not given.turn:
         _summarise(record)
 
 
 def _summarise(record: dict) -> None:
     keys = sorted({k for r in record["rows"] for k in r if k.startswith("ratio")})
     for key in keys:
-        found = [r[key] for r in record["rows"] if r[key] > 0 and r["case"] not in record["extra"]]
+        found = [
+            r[key] for r in record["rows"] if r.get(key, 0) > 0 and r["case"] not in record["extra"]
+        ]
         if found:
             mean = math.exp(sum(map(math.log, found)) / len(found))
             print(f"{key}: {len(found)} rows, geometric mean {mean:.3f}, least {min(found):.3f}")
@@ -99,7 +97,8 @@ def _spread(given: argparse.Namespace, chosen: list[str]) -> list[dict]:
         running = []
         for i, part in enumerate(parts):
             command = [sys.executable, "-m", "benchmarks.run", given.suite, "--out", str(part)]
-            command += ["--turn", f"{folder}/turn", "--cases", *chosen[i :: len(parts)]]
+            command += ["--turn", str(given.turn or f"{folder}/turn")]
+            command += ["--cases", *chosen[i :: len(parts)]]
             command += ["--peers", str(given.peers)] if given.peers else []
             running.append(subprocess.Popen(command))
         for process in running:

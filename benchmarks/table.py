@@ -1,8 +1,9 @@
 """``python -m benchmarks.table`` writes docs/performance.md from the newest results."""
 
-import functools
 import json
 import math
+import re
+from dataclasses import dataclass
 from pathlib import Path
 
 __all__ = ["page"]
@@ -18,15 +19,34 @@ Written by `python -m benchmarks.table` from `benchmarks/results/`, newest first
 A ratio is the peer's time over ours, both from one run: above 1.00 we are faster. *Sum* adds up
 the kernels of an isolated call, where overlapping ones count twice; *span* is from the start of
 the first to the end of the last. *Back to back* is what one more call takes in a row of many.
-The floor is the larger of FLOPs / 800 TFLOP/s and bytes / 4.25 TB/s. Case names: requests,
-queries of each, heads, keys of each (ragged: 1 to 16384).
+The floor is the larger of FLOPs / 800 TFLOP/s and bytes / 4.25 TB/s.
 """
 
-TRAFFIC = """Cache traffic is compared with a device-to-device copy that moves as many bytes, in the
-same run. Case names: operation, format of the cache, megabytes of stored rows.
-"""
+type Columns = dict[str, tuple[str, int]]  # heading: key, digits
 
-TRAFFIC_COLUMNS = {  # heading: key, digits
+TIMES: Columns = {
+    "sum µs": ("ours_us", 1),
+    "span µs": ("ours_span_us", 1),
+    "back to back µs": ("ours_slope_us", 1),
+    "peer sum": ("peer_us", 1),
+    "peer span": ("peer_span_us", 1),
+    "peer back to back": ("peer_slope_us", 1),
+    "ratio sum": ("ratio", 2),
+    "ratio span": ("ratio_span", 2),
+    "ratio back to back": ("ratio_slope", 2),
+}
+RATES: Columns = {
+    "TFLOP/s": ("tflops", 0),
+    "GB/s": ("gbs", 0),
+    "% of floor": ("floor_percent", 0),
+    "error": ("error", 4),
+}
+CONCAT: Columns = {
+    "concat sum": ("ratio_concat", 2),
+    "concat span": ("ratio_concat_span", 2),
+    "concat back to back": ("ratio_concat_slope", 2),
+}
+TRAFFIC: Columns = {
     "span µs": ("ours_span_us", 1),
     "back to back µs": ("ours_slope_us", 1),
     "copy span": ("copy_span_us", 1),
@@ -40,88 +60,121 @@ TRAFFIC_COLUMNS = {  # heading: key, digits
     "ratio to torch": ("ratio_span", 2),
     "back to back": ("ratio_slope", 2),
 }
-
-PREFILL = """Prefill is compared with FlashAttention-3: its kernels alone, and with the
-concatenation of the keys that it must be given (`concat`). Case names: heads, requests x queries
-of each (ragged: 1000, 3000, 17, 4500), causal, or keys and full.
-"""
-
-PREFILL_COLUMNS = {
-    "sum µs": ("ours_us", 0),
-    "span µs": ("ours_span_us", 0),
-    "back to back µs": ("ours_slope_us", 0),
-    "peer sum": ("peer_us", 0),
-    "peer span": ("peer_span_us", 0),
-    "peer back to back": ("peer_slope_us", 0),
-    "ratio sum": ("ratio", 2),
-    "ratio span": ("ratio_span", 2),
-    "ratio back to back": ("ratio_slope", 2),
-    "concat sum": ("ratio_concat", 2),
-    "concat span": ("ratio_concat_span", 2),
-    "concat back to back": ("ratio_concat_slope", 2),
-    "TFLOP/s": ("tflops", 0),
-    "% of floor": ("floor_percent", 0),
+METADATA: Columns = {
+    "requests": ("requests", 0),
+    "tokens": ("tokens", 0),
+    "kernels µs": ("kernels_us", 1),
+    "kernels": ("kernels", 0),
+    "in a loop µs": ("chain_us", 1),
+    "target": ("target_us", 0),
+    "host µs": ("host_us", 0),
+    "host, least": ("least_us", 0),
+    "of it decide": ("decide_us", 0),
+    "an empty call": ("empty_us", 0),
+    "returning all": ("alone_us", 0),
+}
+SERVE: Columns = {
+    "step µs": ("step_us", 0),
+    "tokens/s": ("tokens_per_s", 0),
+    "engine tokens/s": ("engine_tokens_per_s", 0),
+    "ms": ("ms", 1),
+    "layers": ("layers", 0),
+    "programs": ("programs", 0),
 }
 
-COLUMNS = (
-    "case", "sum µs", "span µs", "back to back µs", "peer sum", "peer span", "peer back to back",
-    "ratio sum", "ratio span", "ratio back to back", "TFLOP/s", "GB/s", "% of floor", "error",
-)  # fmt: skip
+
+@dataclass(frozen=True)
+class Suite:
+    """What a suite's rows mean, and their columns."""
+
+    text: str
+    columns: Columns
+
+
+SUITES = {
+    "decode": Suite(
+        "Dense decode beside FlashMLA. Case names: requests, queries of each, heads, keys of each "
+        "(ragged: 1 to 16384).",
+        TIMES | RATES,
+    ),
+    "prefill": Suite(
+        "Prefill beside FlashAttention-3: its kernels alone, and with the concatenation of the "
+        "keys that it must be given (`concat`). Case names: heads, requests x queries of each "
+        "(ragged: 1000, 3000, 17, 4500), causal, or keys and full.",
+        TIMES | CONCAT | RATES,
+    ),
+    "gather": Suite(
+        "Cache traffic beside a device-to-device copy that moves as many bytes, in the same run. "
+        "Case names: operation, format of the cache, megabytes of stored rows.",
+        TRAFFIC,
+    ),
+    "chunked_prefill": Suite(
+        "New tokens on cached context: gather, up-projection, attention and merges, beside a "
+        "CUDA-graphed torch assembly of the same steps with FlashAttention-3.",
+        TIMES | RATES,
+    ),
+    "layer": Suite(
+        "One V3-shaped attention layer with its projections, beside a CUDA-graphed torch layer "
+        "with FlashMLA or FlashAttention-3.",
+        TIMES | RATES,
+    ),
+    "metadata": Suite("All metadata of one step, and parts that are derived later.", METADATA),
+    "serve": Suite("Decode steps of a model with random weights, by attention backend.", SERVE),
+    "serve_prefill": Suite("Prefill of a model with random weights, by attention backend.", SERVE),
+}
 
 
 def page() -> str:
     """The text of docs/performance.md."""
-    paths = sorted(RESULTS.glob("*.json"), reverse=True)
+    paths = sorted(RESULTS.glob("*.json"), key=lambda p: (_date(p), p.stem), reverse=True)
     return "\n".join([HEAD, *map(_section, paths)]).rstrip() + "\n"
 
 
+def _date(path: Path) -> str:
+    return path.stem.rsplit("_", 1)[1]
+
+
+def _suite(path: Path) -> Suite:
+    names = sorted(SUITES, key=len, reverse=True)
+    found = re.search(rf"_({'|'.join(names)})_\d{{4}}-", path.stem)
+    assert found, f"{path.name}: not DEVICE_SUITE_DATE.json with a suite of {names}"
+    return SUITES[found[1]]
+
+
 def _section(path: Path) -> str:
-    record = json.loads(path.read_text())
+    record, suite = json.loads(path.read_text()), _suite(path)
     rows = record["rows"]
+    columns = {h: c for h, c in suite.columns.items() if any(_given(r, c[0]) for r in rows)}
     versions = ", ".join(f"{k} {v}" for k, v in record["versions"].items())
-    traffic, prefill = "copy_percent" in rows[0], "ratio_concat" in rows[0]
-    chosen = TRAFFIC_COLUMNS if traffic else PREFILL_COLUMNS if prefill else None
-    columns = ("case", *chosen) if chosen else COLUMNS
     lines = [
         f"## {path.stem}",
         "",
+        suite.text,
+        "",
         f"{record['device']}; {versions}; clocks {record['clocks']}. {record['method']}.",
         "",
-        *([TRAFFIC] if traffic else [PREFILL] if prefill else []),
         *([record["note"], ""] if "note" in record else []),
-        f"| {' | '.join(columns)} |",
-        f"|{'---|' * len(columns)}",
-        *(f"| {' | '.join(_chosen(row, chosen) if chosen else _cells(row))} |" for row in rows),
+        f"| case | {' | '.join(columns)} |",
+        f"|---|{'---|' * len(columns)}",
+        *(_row(row, columns) for row in rows),
         "",
     ]
     main = [r for r in rows if r["case"] not in record.get("extra", [])]
-    for key in (f"ratio{side}{end}" for side in ("", "_concat") for end in ("", "_span", "_slope")):
-        found = [r[key] for r in main if r.get(key, 0) > 0]
+    for key in (key for _, (key, _) in columns.items() if key.startswith("ratio")):
+        found = [r[key] for r in main if _given(r, key)]
         if found:
             mean = math.exp(sum(map(math.log, found)) / len(found))
             lines.append(f"- `{key}`: geometric mean {mean:.2f}, least {min(found):.2f}")
     return "\n".join([*lines, ""])
 
 
-def _number(row: dict, key: str, digits: int) -> str:
-    return f"{row[key]:.{digits}f}" if row.get(key, 0) > 0 else "–"
+def _given(row: dict, key: str) -> bool:
+    return bool(row.get(key)) and row[key] > 0
 
 
-def _chosen(row: dict, columns: dict) -> list[str]:
-    return [f"`{row['case']}`", *(_number(row, *x) for x in columns.values())]
-
-
-def _cells(row: dict) -> list[str]:
-    number = functools.partial(_number, row)
-    times = ("ours_us", "ours_span_us", "ours_slope_us", "peer_us", "peer_span_us", "peer_slope_us")
-    ratios = ("ratio", "ratio_span", "ratio_slope")
-    return [
-        f"`{row['case']}`",
-        *(number(k, 1) for k in times),
-        *(number(k, 2) for k in ratios),
-        *(number(k, 0) for k in ("tflops", "gbs", "floor_percent")),
-        f"{row['error']:.1e}",
-    ]
+def _row(row: dict, columns: Columns) -> str:
+    cells = (f"{row[k]:.{d}f}" if _given(row, k) else "–" for k, d in columns.values())
+    return f"| `{row['case']}` | {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from mla_jax import ops
 from mla_jax.cache import FORMATS, LatentCache
-from mla_jax.config import ModelConfig
+from mla_jax.config import MLADims, ModelConfig
 from mla_jax.engine import Engine
 from mla_jax.errors import (
     ArgumentError,
@@ -27,8 +27,10 @@ from mla_jax.errors import (
 )
 from mla_jax.metadata.mla import DecodeMetadata, PrefillMetadata
 from mla_jax.model.memory import plan_memory
+from mla_jax.model.prefill_crossover import PrefillCrossover
 from mla_jax.model.sampling import SamplingParams
 from mla_jax.model.weight_table import num_params
+from mla_jax.pallas.device import DeviceInfo
 from mla_jax.prompts import Prompt, Reader, ids_of
 from mla_jax.scheduler import Completion, Event
 from mla_jax.types import cdiv
@@ -267,7 +269,9 @@ def _facts(config: ModelConfig, dtype: str, memory: float) -> dict[str, Any]:
 
 @app.command()
 def explain(
-    op: Annotated[str, typer.Argument(help="mla_decode, mla_prefill, write_latent, …")],
+    op: Annotated[
+        str, typer.Argument(help="mla_decode, mla_prefill, write_latent, …; prefill_crossover")
+    ],
     requests: int = 8,
     tokens: Annotated[int, typer.Option(help="Query tokens.")] = 8,
     keys: Annotated[int, typer.Option(help="Key tokens of mla_prefill.")] = 8,
@@ -283,7 +287,17 @@ def explain(
     causal: bool = True,
     backend: str | None = None,
 ) -> None:
-    """Say which backend would run an operation on this device, and why not the others."""
+    """Say which backend would run an operation on this device, and why not the others.
+
+    ``prefill_crossover``: whether ``tokens`` new tokens on ``keys`` cached ones are expanded.
+    """
+    if op == "prefill_crossover":
+        dims = MLADims(heads=heads, rank=rank, nope=nope, rope=rope, v=v, q_rank=None)
+        device = DeviceInfo.current()
+        found = PrefillCrossover.of(dims, device)
+        none = f"no measured rates for {device.kind} and these widths: every prefill is expanded"
+        print(none if found is None else found.explain([tokens], [keys]))
+        return
 
     def shape(*sizes: int, of: str = dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, jnp.dtype(of))

@@ -22,6 +22,7 @@ from mla_jax.config import ModelConfig
 from mla_jax.errors import EngineError
 from mla_jax.metadata.buckets import MLABucket, MLALadder
 from mla_jax.model.deepseek_v3 import DeepseekV3
+from mla_jax.model.prefill_crossover import PrefillCrossover
 from mla_jax.model.sampling import SamplingBatch, SamplingParams
 from mla_jax.model.step import Step, StepBatch
 from mla_jax.model.weights import Progress, load, place
@@ -129,6 +130,13 @@ class Engine:
             )
             for _ in range(config.layers)
         ]
+        self._crossover = PrefillCrossover.for_cache(
+            config.dims,
+            dtype=model.embed.embedding[...].dtype,
+            format=self._caches[0].format,
+            page=page,
+            backend=backend,
+        )
         self._ids = itertools.count()
         self._unread: list[Event] = []  # for the next ``step``
         self._claimed: dict[str, list[Event]] = {}  # for ``generate`` and ``stream``
@@ -284,12 +292,17 @@ class Engine:
     def _bucket(self, plan: Plan) -> MLABucket:
         chunks = plan.work[plan.num_decodes :]
         longest = max(work.start + work.length for work in plan.work)
+        absorb = 0
+        if self._crossover is not None:
+            lens = [work.length for work in chunks], [work.start for work in chunks]
+            absorb = self._crossover.absorb(*lens)
         return self.ladder.bucket(
             decodes=plan.num_decodes,
             prefills=len(chunks),
             prefill_tokens=sum(work.length for work in chunks),
             pages=cdiv(longest, self.scheduler.page),
             context=any(work.start for work in chunks),
+            absorb=absorb,
         )
 
     def _claim(

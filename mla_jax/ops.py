@@ -6,9 +6,11 @@ under ``jit``; the choice is made while tracing, from shapes, dtypes and the dev
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
@@ -17,7 +19,7 @@ from mla_jax.errors import ArgumentError
 from mla_jax.metadata.mla import DecodeMetadata, PrefillMetadata
 from mla_jax.pallas import cache_io, dense_decode, dense_prefill, merge, problems
 from mla_jax.pallas.device import DeviceInfo
-from mla_jax.pallas.registry import Problem, Registry
+from mla_jax.pallas.registry import Backend, Problem, Registry
 from mla_jax.types import Array, AttnState, Float, Int
 
 __all__ = [
@@ -29,6 +31,7 @@ __all__ = [
     "merge_attn_states",
     "mla_decode",
     "mla_prefill",
+    "plan_decode",
     "support_matrix",
     "swap_blocks",
     "write_latent",
@@ -125,16 +128,18 @@ def mla_decode(
     out_dtype: DTypeLike | None = None,
     backend: str | None = None,
     tuning: object = None,
+    plan: object = None,
 ) -> AttnState:
     """Absorbed attention of a few queries per request over the request's pages.
 
     ``out = softmax(scale * [q_latent | q_rope] row^T) row[:rank]``, before the value
     up-projection; causal inside a request, bottom-right aligned. Padded tokens and requests
     of length 0 give ``(0, -inf)``. ``out`` has the dtype of ``q_latent`` unless stated.
+    ``plan`` is ``plan_decode`` of the same arguments; without it one is made for this call.
     """
     out = q_latent.dtype if out_dtype is None else out_dtype
     problem = problems.decode(q_latent, q_rope, cache, meta, scale=scale, out_dtype=out)
-    return _choose(problem, backend, tuning)(
+    return _choose(problem, backend, tuning, plan)(
         q_latent,
         q_rope,
         cache.pages,
@@ -144,6 +149,40 @@ def mla_decode(
         scale=float(scale),
         format=cache.format,
         out_dtype=out,
+    )
+
+
+def plan_decode(
+    meta: DecodeMetadata,
+    cache: LatentCache,
+    *,
+    tokens: int,
+    heads: int,
+    dtype: DTypeLike,
+    out_dtype: DTypeLike | None = None,
+    backend: str | None = None,
+    tuning: object = None,
+) -> Any:
+    """Who attends to which keys in ``mla_decode``: once per step, the same for all layers.
+
+    Depends on lengths alone; ``tokens``, ``heads`` and ``dtype`` are those of the queries.
+    None where the backend makes no plan.
+    """
+    q_latent, q_rope = (
+        jax.ShapeDtypeStruct((tokens, heads, n), dtype) for n in (cache.rank, cache.rope)
+    )
+    problem = problems.decode(q_latent, q_rope, cache, meta, scale=1.0, out_dtype=out_dtype)
+    chosen, tuning = _tuned(problem, backend, tuning)
+    if chosen.plan is None:
+        return None
+    return chosen.plan(
+        *map(_int32, (meta.seq_lens, meta.query_starts)),
+        tokens=tokens,
+        heads=heads,
+        max_query_len=meta.max_query_len,
+        page=cache.page,
+        width=meta.page_table.shape[1],
+        tuning=tuning,
     )
 
 
@@ -221,16 +260,30 @@ def support_matrix() -> str:
     return REGISTRY.support_matrix()
 
 
-def _choose(problem: Problem, backend: str | None, tuning: object = None) -> Callable[..., Any]:
-    chosen = REGISTRY.choose(problem, DeviceInfo.current(), backend)
+def _choose(
+    problem: Problem, backend: str | None, tuning: object = None, plan: object = None
+) -> Callable[..., Any]:
+    """The function of the chosen backend, with its tuning and the step's plan bound to it."""
+    chosen, tuning = _tuned(problem, backend, tuning)
+    if plan is not None and chosen.plan is None:
+        name = f"{problem.op}[{chosen.name}]: plan"
+        raise ArgumentError(name, type(plan).__name__, "None (this backend makes no plan)")
+    bound = {"tuning": tuning, "plan": plan}
+    return functools.partial(chosen.run, **{k: v for k, v in bound.items() if v is not None})
+
+
+def _tuned(problem: Problem, backend: str | None, tuning: object) -> tuple[Backend, object]:
+    """The chosen backend and its tuning: the given one, or its own choice."""
+    device = DeviceInfo.current()
+    chosen = REGISTRY.choose(problem, device, backend)
     if tuning is None:
-        return chosen.run
+        return chosen, chosen.tune(problem, device).value if chosen.tune else None
     name = f"{problem.op}[{chosen.name}]: tuning"
     if chosen.tuning is None:
         raise ArgumentError(name, tuning, "None (this backend has nothing to tune)")
     if not isinstance(tuning, chosen.tuning):
         raise ArgumentError(name, tuning, f"None or {chosen.tuning.__name__}")
-    return lambda *args, **kwargs: chosen.run(*args, tuning=tuning, **kwargs)
+    return chosen, tuning
 
 
 def _int32(x: Array) -> Array:

@@ -12,6 +12,7 @@ from mla_jax.engine import Engine
 from mla_jax.errors import EngineError
 from mla_jax.metadata.buckets import Ladder, MLALadder
 from mla_jax.model.deepseek_v3 import DeepseekV3
+from mla_jax.model.prefill_crossover import PathRate, PrefillCrossover
 from mla_jax.model.sampling import SamplingParams
 from mla_jax.model.step import Step
 
@@ -141,6 +142,18 @@ def test_tokens_do_not_depend_on_company_chunks_or_page_size(make, alone, settin
     engine = make(**settings)
     same(engine.generate(PROMPTS, PARAMS), alone)
     assert settled(engine)
+
+
+def test_tokens_do_not_depend_on_the_path_of_a_prefill(make, alone):
+    """Short prompts on context go over their pages; the steps that did are counted."""
+    engine = make(max_requests=6, prefill_chunk=7)
+    rate = PathRate(tflops=1.0, fixed_us=0.0)
+    engine._crossover = PrefillCrossover(
+        dims=CONFIG.dims, run=3, expanded=rate, absorbed=rate, projection_tflops=1e-6, measured=""
+    )
+    same(engine.generate(PROMPTS, PARAMS), alone)
+    assert settled(engine)
+    assert {b.absorb for b in engine.stats().buckets} == {0, 3}
 
 
 def test_tokens_do_not_depend_on_which_pages(make, alone):

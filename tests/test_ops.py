@@ -9,8 +9,9 @@ from mla_jax import ops
 from mla_jax.cache import LatentCache
 from mla_jax.errors import ArgumentError, UnsupportedError
 from mla_jax.metadata.mla import DecodeMetadata, PrefillMetadata
+from mla_jax.pallas.device import DeviceInfo
 from mla_jax.types import AttnState
-from tests.cases import TINY, decode_case, prefill_case
+from tests.cases import TINY, V2_LITE, decode_case, prefill_case
 
 
 def zeros(*shape, dtype="bfloat16"):
@@ -109,7 +110,7 @@ def test_unknown_backend_lists_the_names(our_errors):
     with pytest.raises(UnsupportedError) as refusal:
         decode(backend="mosiac")
     assert str(refusal.value) == (
-        "dense_decode[mosiac]: no backend of this name (registered: xla, mosaic). "
+        "dense_decode[mosiac]: no backend of this name (registered: mosaic, xla). "
         "Would accept: xla."
     )
 
@@ -121,6 +122,33 @@ def test_pages_of_another_dtype_than_the_format(our_errors):
     )
     with pytest.raises(ArgumentError, match="given float16; allowed: bfloat16, as format bf16"):
         ops.copy_blocks(wrong, zeros(1, 2, dtype="int32"))
+
+
+def plan_of(case, backend=None):
+    q_latent, _, cache, m = case.args
+    tokens, heads, _ = q_latent.shape
+    return ops.plan_decode(
+        m, cache, tokens=tokens, heads=heads, dtype=q_latent.dtype, backend=backend
+    )
+
+
+def test_a_backend_without_plans(rng, our_errors):
+    case = decode_case(rng, seq_lens=[3, 4], page=4)
+    assert plan_of(case, "xla") is None
+    with pytest.raises(ArgumentError, match=r"dense_decode\[xla\]: plan: given tuple"):
+        ops.mla_decode(*case.args, scale=1.0, backend="xla", plan=())
+
+
+def test_the_plan_of_a_kernel(rng, monkeypatch, our_errors):
+    """Made on any device from lengths alone; one of other sizes is refused before any launch."""
+    here = DeviceInfo(platform="gpu", kind="NVIDIA H200", sm=90, sms=132)
+    monkeypatch.setattr(DeviceInfo, "current", lambda: here)
+    case = decode_case(rng, dims=V2_LITE, seq_lens=[3, 4], page=16)
+    short = decode_case(rng, dims=V2_LITE, seq_lens=[3], page=16)
+    plan = plan_of(case, "mosaic")
+    assert int(plan.merges[0, 0]) == len(case.args[0]) - 2, "padding alone is listed"
+    with pytest.raises(ArgumentError, match=r"mla_decode: plan: given .'tokens': 3"):
+        ops.mla_decode(*case.args, scale=1.0, backend="mosaic", plan=plan_of(short, "mosaic"))
 
 
 def test_explain_takes_shapes(rng):

@@ -80,6 +80,18 @@ class MLABucket:
     prefill_tokens: int  # new prompt tokens of all prefills together
     pages: int  # page-table width
     context_rows: int  # workspace rows of one context chunk; 0 = no prefill has context
+    absorb: int = 0  # > 0: prefills run absorbed over their pages, cut into runs of so many queries
+
+    @property
+    def decode_tokens(self) -> int:
+        """Leading tokens that the decode view covers: all of them in an absorbed step."""
+        return self.tokens if self.absorb else self.decodes
+
+    @property
+    def runs(self) -> int:
+        """Rows of an absorbed step's decode view, enough for ``ceil(queries / absorb)`` each."""
+        whole = self.prefill_tokens // self.absorb
+        return self.decodes + min(self.prefill_tokens, whole + self.prefills)
 
     @property
     def tokens(self) -> int:
@@ -123,13 +135,24 @@ class MLALadder:
         )
 
     def bucket(
-        self, *, decodes: int, prefills: int, prefill_tokens: int, pages: int, context: bool
+        self,
+        *,
+        decodes: int,
+        prefills: int,
+        prefill_tokens: int,
+        pages: int,
+        context: bool,
+        absorb: int = 0,
     ) -> MLABucket:
-        """The smallest bucket that holds a step of these sizes."""
+        """The smallest bucket that holds a step of these sizes.
+
+        ``absorb`` is the run length of prefills over their pages: no workspace is needed then.
+        """
         return MLABucket(
             decodes=self.decodes.rung(decodes),
             prefills=self.prefills.rung(prefills),
             prefill_tokens=self.prefill_tokens.rung(prefill_tokens),
             pages=self.pages.rung(pages),
-            context_rows=self.context_rows if context else 0,
+            context_rows=self.context_rows if context and not absorb else 0,
+            absorb=absorb,
         )

@@ -20,6 +20,7 @@ __all__ = [
     "MLAMetadata",
     "PrefillMetadata",
     "build_mla",
+    "query_runs",
 ]
 
 
@@ -80,8 +81,9 @@ class MLAMetadata:
     real: Bool[Array, "tokens"]  # not padding
     num_decodes: Int[Array, ""]  # prefill requests start here
     num_decode_tokens: Int[Array, ""]  # prefill tokens start here
-    decode: DecodeMetadata | None  # None iff the bucket has no decodes
-    prefill: PrefillMetadata | None  # new tokens among themselves; None iff no prefills
+    decode: DecodeMetadata | None  # None iff no decodes; an absorbed step is all in here
+    decode_requests: Int[Array, "runs"] | None  # of each row of ``decode``; None = its index
+    prefill: PrefillMetadata | None  # new tokens among themselves; None iff none is expanded
     context: ContextMetadata | None  # None iff the bucket has no context rows
 
     def with_page_table(
@@ -90,11 +92,45 @@ class MLAMetadata:
         """The same step for another group of the cache, whose pages and slots are these."""
         decode, context = self.decode, self.context
         if decode is not None:
-            decode = replace(decode, page_table=page_table[: self.bucket.decodes])
+            rows = self.decode_requests
+            table = page_table[: self.bucket.decodes] if rows is None else page_table[rows]
+            decode = replace(decode, page_table=table)
         if context is not None:
             rows = self.num_decodes + jnp.arange(self.bucket.prefills, dtype=jnp.int32)
             context = replace(context, page_table=page_table[rows])
         return replace(self, slots=slots, decode=decode, context=context)
+
+
+def query_runs(
+    query_starts: Int[Array, "starts"],
+    seq_lens: Int[Array, "requests"],
+    page_table: Int[Array, "requests pages"],
+    *,
+    longest: int,
+    runs: int,
+) -> tuple[DecodeMetadata, Int[Array, "{runs}"]]:
+    """Every request cut into runs of at most ``longest`` queries, and the request of each run.
+
+    A run is a request of its own on the same pages: the ``n`` queries from query ``j`` of a
+    request with ``q`` queries and ``s`` keys see ``s - q + j + n`` keys, the last of them all,
+    which is the request's own causal mask. Rows behind the last run are padding.
+    """
+    lens = jnp.diff(query_starts)
+    ends = jnp.cumsum((lens + longest - 1) // longest, dtype=jnp.int32)
+    k = jnp.arange(runs, dtype=jnp.int32)
+    real = k < ends[-1]
+    owner = jnp.searchsorted(ends, k, side="right", method="compare_all")
+    request = jnp.where(real, owner.astype(jnp.int32), 0)
+    first = longest * (k - ends[request] + (lens[request] + longest - 1) // longest)
+    stop = jnp.minimum(first + longest, lens[request])
+    begins = jnp.where(real, query_starts[request] + first, query_starts[-1])
+    decode = DecodeMetadata(
+        max_query_len=longest,
+        page_table=page_table[request],
+        seq_lens=jnp.where(real, seq_lens[request] - lens[request] + stop, 0),
+        query_starts=jnp.concatenate([begins, query_starts[-1:]]),
+    )
+    return decode, request
 
 
 def build_mla(
@@ -116,15 +152,19 @@ def build_mla(
     slots = slot_mapping(page_table, request, positions, real, page=page)
     num_decode_tokens = query_starts[num_decodes]
 
-    decode = prefill = context = None
-    if d := bucket.decodes:
+    decode = decode_requests = prefill = context = None
+    if bucket.absorb:
+        decode, decode_requests = query_runs(
+            query_starts, seq_lens, page_table, longest=bucket.absorb, runs=bucket.runs
+        )
+    elif d := bucket.decodes:
         decode = DecodeMetadata(
             max_query_len=1,
             page_table=page_table[:d],
             seq_lens=jnp.where(jnp.arange(d) < num_decodes, seq_lens[:d], 0),
             query_starts=jnp.minimum(query_starts[: d + 1], num_decode_tokens),
         )
-    if p := bucket.prefills:
+    if (p := bucket.prefills) and not bucket.absorb:
         rows = num_decodes + jnp.arange(p, dtype=jnp.int32)
         starts = query_starts[num_decodes + jnp.arange(p + 1)] - num_decode_tokens
         prefill = PrefillMetadata(query_starts=starts, key_starts=starts)
@@ -145,6 +185,7 @@ def build_mla(
         num_decodes=num_decodes,
         num_decode_tokens=num_decode_tokens,
         decode=decode,
+        decode_requests=decode_requests,
         prefill=prefill,
         context=context,
     )

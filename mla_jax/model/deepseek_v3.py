@@ -41,8 +41,9 @@ class Block(nnx.Module):
         cache: LatentCache,
         *,
         backend: str | None = None,
+        plan: object = None,
     ) -> tuple[Float[Array, "tokens hidden"], LatentCache]:
-        y, cache = self.attn(self.attn_norm(h), meta, cache, backend=backend)
+        y, cache = self.attn(self.attn_norm(h), meta, cache, backend=backend, plan=plan)
         return self.feed_forward(h + y, meta.real), cache
 
     def full(
@@ -88,9 +89,10 @@ class DeepseekV3(nnx.Module):
     ) -> tuple[Float[Array, "tokens hidden"], list[LatentCache]]:
         """One step over paged caches: final hidden states and the caches with new rows."""
         h = self.embed(token_ids)
+        plan = self.layers[0].attn.plan(meta, caches[0], dtype=h.dtype, backend=backend)
         after = []
         for layer, cache in zip(self.layers, caches, strict=True):
-            h, cache = layer(h, meta, cache, backend=backend)
+            h, cache = layer(h, meta, cache, backend=backend, plan=plan)
             after.append(cache)
         return self.final_norm(h), after
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.typing import DTypeLike
 
 from mla_jax import ops
 from mla_jax.cache import LatentCache
@@ -86,6 +87,26 @@ class MLA(nnx.Module):
         latent, rope = kv[:, : self.dims.rank], kv[:, self.dims.rank :]
         return self.kv_norm(latent), rotate(rope, *angles, interleaved=self.rope.interleaved)
 
+    def plan(
+        self,
+        meta: MLAMetadata,
+        cache: LatentCache,
+        *,
+        dtype: DTypeLike,
+        backend: str | None = None,
+    ) -> object:
+        """What all layers of a step share when they decode; None where there is nothing."""
+        if meta.decode is None:
+            return None
+        return ops.plan_decode(
+            meta.decode,
+            cache,
+            tokens=meta.bucket.decode_tokens,
+            heads=self.dims.heads,
+            dtype=dtype,
+            backend=backend,
+        )
+
     def __call__(
         self,
         x: Float[Array, "tokens hidden"],
@@ -93,10 +114,12 @@ class MLA(nnx.Module):
         cache: LatentCache,
         *,
         backend: str | None = None,
+        plan: object = None,
     ) -> tuple[Float[Array, "tokens hidden"], LatentCache]:
         """Write the new rows, attend over pages and new tokens, project back.
 
-        ``backend`` names the attention backend; None takes the best that qualifies.
+        ``backend`` names the attention backend; None takes the best that qualifies. ``plan`` is
+        ``self.plan`` of the same step, which serves every layer.
         """
         angles = cos_sin(meta.positions, self.rope)
         q_nope, q_rope = self.queries(x, angles)
@@ -105,24 +128,49 @@ class MLA(nnx.Module):
 
         heads = jnp.zeros((x.shape[0], self.dims.heads, self.dims.v), x.dtype)
         if meta.decode is not None:
-            n = meta.bucket.decodes
+            n = meta.bucket.decode_tokens
             q_latent = contract("thd,hdr->thr", q_nope[:n], self.k_absorb[...])
             state = ops.mla_decode(
-                q_latent, q_rope[:n], cache, meta.decode, scale=self.scale, backend=backend
+                q_latent,
+                q_rope[:n],
+                cache,
+                meta.decode,
+                scale=self.scale,
+                backend=backend,
+                plan=plan,
             )
             heads = heads.at[:n].set(contract("thr,hrv->thv", state.out, self.v_absorb[...]))
         if meta.prefill is not None:
             start, size = meta.num_decode_tokens, meta.bucket.prefill_tokens
+            alone = not meta.bucket.decodes
 
             def new(a: Array) -> Array:
-                return lax.dynamic_slice_in_dim(a, start, size)
+                return a if alone else lax.dynamic_slice_in_dim(a, start, size)
 
             q = jnp.concatenate([new(q_nope), new(q_rope)], axis=-1)
-            state = self._expanded(q, new(latent), new(k_rope), meta.prefill, backend=backend)
-            if meta.context is not None:
-                state = self._add_context(state, q, cache, meta.context, backend=backend)
-            heads = lax.dynamic_update_slice_in_dim(heads, state.out.astype(x.dtype), start, 0)
+            state = self.prefill(
+                q, new(latent), new(k_rope), cache, meta.prefill, meta.context, backend=backend
+            )
+            out = state.out.astype(x.dtype)
+            heads = out if alone else lax.dynamic_update_slice_in_dim(heads, out, start, 0)
         return self.out(heads), cache
+
+    def prefill(
+        self,
+        q: Float[Array, "tokens heads qk"],
+        latent: Float[Array, "tokens rank"],
+        k_rope: Float[Array, "tokens rope"],
+        cache: LatentCache,
+        new: PrefillMetadata,
+        context: ContextMetadata | None,
+        *,
+        backend: str | None = None,
+    ) -> AttnState:
+        """Expanded attention of new tokens among themselves and over their cached context."""
+        state = self._expanded(q, latent, k_rope, new, backend=backend)
+        if context is None:
+            return state
+        return self._add_context(state, q, cache, context, backend=backend)
 
     def full(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
         """One whole sequence by the expanded path, without a cache; differentiable."""
@@ -143,17 +191,10 @@ class MLA(nnx.Module):
         causal: bool = True,
         backend: str | None = None,
     ) -> AttnState:
-        """Up-project the latents and attend; float32 out, so that parts can be merged."""
+        """Up-project the latents and attend; nothing is copied per head."""
         kv = self.kv_up(latent)
         return ops.mla_prefill(
-            q,
-            kv,
-            k_rope,
-            meta,
-            scale=self.scale,
-            causal=causal,
-            out_dtype=jnp.float32,
-            backend=backend,
+            q, kv, k_rope, meta, scale=self.scale, causal=causal, backend=backend
         )
 
     def _add_context(
@@ -165,7 +206,12 @@ class MLA(nnx.Module):
         *,
         backend: str | None,
     ) -> AttnState:
-        """Merge the cached context in chunk by chunk: as many trips as there are chunks."""
+        """Merge the cached context in chunk by chunk: as many trips as there are chunks.
+
+        Parts come in the dtype of the queries, which halves what a merge reads; their sum is
+        float32 and stays where it is from turn to turn.
+        """
+        state = AttnState(out=state.out.astype(jnp.float32), lse=state.lse)
 
         def one_chunk(i: Array, state: AttnState) -> AttnState:
             first, meta = context.chunk(i)
@@ -179,6 +225,6 @@ class MLA(nnx.Module):
             )
             latent, k_rope = rows[:, : self.dims.rank], rows[:, self.dims.rank :]
             part = self._expanded(q, latent, k_rope, meta, causal=False, backend=backend)
-            return ops.merge_attn_states(part, state)
+            return ops.merge_attn_states(part, state, out_dtype=jnp.float32)
 
         return lax.fori_loop(0, context.num_chunks(), one_chunk, state)

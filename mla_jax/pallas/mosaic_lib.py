@@ -32,6 +32,7 @@ __all__ = [
     "WGMMA",
     "accumulate",
     "fill_rows",
+    "fold_columns",
     "matmul",
     "matmul_registers",
     "row_vector",
@@ -39,6 +40,7 @@ __all__ = [
     "store_part",
     "store_rows",
     "swizzled",
+    "tile",
 ]
 
 WGMMA = plgpu.Layout.WGMMA
@@ -72,6 +74,19 @@ def shared_bytes(scratch: dict) -> int:
 def row_vector(value, rows: int) -> jax.Array:
     """``rows`` copies of a number, one per row of a tile."""
     return plgpu.layout_cast(jnp.full((rows,), value, jnp.float32), ROW)
+
+
+def tile(value, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
+    """A tile of one number."""
+    return plgpu.layout_cast(jnp.full(shape, value, dtype), WGMMA)
+
+
+def fold_columns(x: jax.Array, columns: int) -> jax.Array:
+    """Sums of the columns that are equal modulo ``columns``, all inside a thread."""
+    while x.shape[1] > columns:
+        middle = x.shape[1] // 2
+        x = x[:, :middle] + x[:, middle:]
+    return x
 
 
 def fill_rows(x: jax.Array, columns: int) -> jax.Array:
@@ -114,9 +129,8 @@ def store_rows(src, dst, start, count, *, rows: int, step: int) -> None:
     partial tile goes out in powers of two. Rows behind ``count`` are not touched.
     """
 
-    @pl.when(count >= rows)
-    def _():
-        plgpu.copy_smem_to_gmem(src, dst.at[pl.ds(start, rows)])
+    if rows <= dst.shape[0]:
+        pl.when(count >= rows)(lambda: plgpu.copy_smem_to_gmem(src, dst.at[pl.ds(start, rows)]))
 
     size = rows // 2
     while size and size % step == 0:

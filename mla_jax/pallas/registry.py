@@ -14,7 +14,7 @@ from typing import Any
 from mla_jax.errors import UnsupportedError
 from mla_jax.pallas.device import DeviceInfo
 
-__all__ = ["Backend", "OneOf", "Problem", "Registry", "Requirement", "Within"]
+__all__ = ["Backend", "OneOf", "Problem", "Registry", "Requirement", "Tuned", "Within"]
 
 type Feature = str | int | bool
 
@@ -117,6 +117,14 @@ class Requirement:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Tuned:
+    """A tuning object and where it comes from."""
+
+    value: Any
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Backend:
     """One implementation of one operation: data, and the function that runs it."""
 
@@ -125,6 +133,8 @@ class Backend:
     run: Callable[..., Any]
     requirement: Requirement = field(default_factory=Requirement)
     tuning: type | None = None  # class of its tuning object; None = nothing to tune
+    tune: Callable[[Problem, DeviceInfo], Tuned] | None = None  # None iff nothing to tune
+    plan: Callable[..., Any] | None = None  # what calls of one step share; None = nothing
 
 
 @dataclass(frozen=True)
@@ -171,7 +181,11 @@ class Registry:
             why = "; ".join(b.requirement.missing(problem, device))
             lines.append(f"  {b.name}: {'refused: ' + why if why else 'accepted'}")
         try:
-            lines.append(f"runs {self.choose(problem, device, backend).name}")
+            chosen = self.choose(problem, device, backend)
+            lines.append(f"runs {chosen.name}")
+            if chosen.tune is not None:
+                found = chosen.tune(problem, device)
+                lines.append(f"  {found.value}\n  {found.source}")
         except UnsupportedError as error:
             lines.append(f"refused: {error}")
         return "\n".join(lines)

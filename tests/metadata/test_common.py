@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mla_jax.errors import MetadataError
+from mla_jax.metadata import common
 from mla_jax.metadata.buckets import CommonBucket, Ladder, powers_of_two
 from mla_jax.metadata.check import check
 from mla_jax.metadata.common import (
@@ -242,3 +243,12 @@ def test_padded_arrays_are_those_of_the_padded_host():
     assert requests == 2 and requests.dtype == np.int32
     with pytest.raises(MetadataError, match="requests of a batch"):
         host.padded_arrays(CommonBucket(requests=1, tokens=8, pages=2))
+
+
+@pytest.mark.parametrize("few", [0, 2**24])
+def test_both_searches_find_the_same_requests(few, monkeypatch):
+    monkeypatch.setattr(common, "FEW_PAIRS", few)
+    starts = jnp.array([0, 2, 2, 3, 7, 7, 7])
+    request, real = token_to_request(starts, 9)
+    assert request.tolist() == [0, 0, 2, 3, 3, 3, 3, 0, 0]
+    assert real.tolist() == [True] * 7 + [False] * 2

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mla_jax import ops, prefill_backends
 from mla_jax.cache import FORMATS
 from mla_jax.config import MLADims
 from mla_jax.errors import ArgumentError, ConfigError, PrefillBackendError
@@ -30,7 +31,15 @@ from mla_jax.metadata.prefill_selection import (
     PrefillRegistry,
     Priority,
 )
-from mla_jax.prefill_backends import PREFILL_BACKENDS, XLAPrefillBackend, XLAPrefillImpl
+from mla_jax.pallas.problems import ACTIVATIONS
+from mla_jax.pallas.registry import Backend, OneOf, Registry, Requirement
+from mla_jax.prefill_backends import (
+    PREFILL_BACKENDS,
+    MosaicPrefillBackend,
+    MosaicPrefillImpl,
+    XLAPrefillBackend,
+    XLAPrefillImpl,
+)
 from mla_jax.types import Array, AttnState, Float
 
 SM80, SM90, SM100 = (DeviceCapability(*c) for c in ((8, 0), (9, 0), (10, 0)))
@@ -248,10 +257,50 @@ def test_bad_registrations(name):
         registry(A=Plain).register(name, f"{HERE}.Plain")
 
 
-def test_our_registry():
-    assert PREFILL_BACKENDS.names() == ("XLA", "CUSTOM")
+def with_kernel(monkeypatch, backends, requirement=None):
+    """The registry of operations with a Hopper kernel that needs this, or with none."""
+    kernels = [Backend(op="dense_prefill", name="mosaic", run=print, requirement=r)
+               for r in [requirement] if r is not None]  # fmt: skip
+    kept = [b for b in ops.REGISTRY.backends if (b.op, b.name) != ("dense_prefill", "mosaic")]
+    monkeypatch.setattr(ops, "REGISTRY", Registry((*kernels, *kept)))
+    backends._chosen.clear()
+
+
+HOPPER = Requirement(
+    sm=OneOf(90),
+    features={"dtype": OneOf("bfloat16", "float16"), "nope": OneOf(128), "v": OneOf(128)},
+)
+
+
+def test_our_registry(monkeypatch):
+    """Hopper prefers its kernel where there is one; nobody else is offered it."""
+    assert PREFILL_BACKENDS.names() == ("MOSAIC", "XLA", "CUSTOM")
+    with_kernel(monkeypatch, PREFILL_BACKENDS)
     for capability in (None, SM80, SM90, SM100):
         assert PREFILL_BACKENDS.select(capability, config()) is XLAPrefillBackend
+    with_kernel(monkeypatch, PREFILL_BACKENDS, HOPPER)
+    for capability in (None, SM80, SM100):
+        assert PREFILL_BACKENDS.select(capability, config()) is XLAPrefillBackend
+    assert PREFILL_BACKENDS.select(SM90, config()) is MosaicPrefillBackend
+    assert PREFILL_BACKENDS.select(SM90, config(SMALL)) is XLAPrefillBackend
+    PREFILL_BACKENDS._chosen.clear()
+
+
+def test_what_the_kernel_takes_is_read_from_the_registry(monkeypatch):
+    with_kernel(monkeypatch, PREFILL_BACKENDS, HOPPER)
+    assert prefill_backends._accepted(dtype=ACTIVATIONS) == ("bfloat16", "float16")
+    assert prefill_backends._accepted(dims=(R1, GLM)) == (R1,)
+    PREFILL_BACKENDS._chosen.clear()
+
+
+def test_every_reason_against_the_kernel_at_once(monkeypatch):
+    with_kernel(monkeypatch, PREFILL_BACKENDS)
+    reasons = MosaicPrefillBackend.validate_configuration(
+        SM80, config(SMALL, "int8", features=["soft_cap"])
+    )
+    words = ["8.0", "int8", "MOSAIC is not available", "(64, 64, 128)", "soft_cap"]
+    assert all(w in r for w, r in zip(words, reasons, strict=True))
+    PREFILL_BACKENDS._chosen.clear()
 
 
 # Life in a builder
@@ -353,6 +402,18 @@ class Padded(XLAPrefillImpl):
         return super().attend(q, k, v, meta, causal=causal)
 
 
+class Shared(MosaicPrefillImpl):
+    """The kernel's reading of its arguments, by the reference."""
+
+    kernel: ClassVar[str] = "xla"
+
+
+class SharedBackend(Plain):
+    @classmethod
+    def get_prefill_impl_cls(cls) -> type[MLAPrefillImpl]:
+        return Shared
+
+
 class PaddedBackend(Plain):
     @classmethod
     def get_prefill_impl_cls(cls) -> type[MLAPrefillImpl]:
@@ -378,17 +439,18 @@ def oracle(q, k, v, query_starts, key_starts, *, scale, causal):
 
 
 def draw(rng, rows, *, real):
-    """Random rows, NaN behind the real ones."""
+    """Random rows, NaN behind the real ones; the rotary part of keys is one for all heads."""
     q, k, v = (
         rng.standard_normal((rows, DIMS.heads, d)).astype(np.float32)
         for d in (DIMS.qk, DIMS.qk, DIMS.v)
     )
+    k[..., DIMS.nope :] = k[:, :1, DIMS.nope :]
     for x in (q, k, v):
         x[real:] = np.nan
     return q, k, v
 
 
-@pytest.mark.parametrize("kind", [XLAPrefillBackend, PaddedBackend])
+@pytest.mark.parametrize("kind", [XLAPrefillBackend, SharedBackend, PaddedBackend])
 def test_new_tokens(kind, rng):
     life = start(kind)
     pm = life.attach(step()).prefill
@@ -405,7 +467,7 @@ def test_new_tokens(kind, rng):
     np.testing.assert_array_equal(alone, out)
 
 
-@pytest.mark.parametrize("kind", [XLAPrefillBackend, PaddedBackend])
+@pytest.mark.parametrize("kind", [XLAPrefillBackend, SharedBackend, PaddedBackend])
 @pytest.mark.parametrize("chunk", [0, 1, 2])
 def test_context_chunk(kind, chunk, rng):
     """The requests' contexts are 5 and 10 rows, 8 of them in a chunk; the last chunk is empty."""

@@ -1,13 +1,18 @@
 """The paged step against whole sequences without a cache."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mla_jax import ops
 from mla_jax.metadata.buckets import MLABucket
 from mla_jax.model.mla import absorb_weights
 from mla_jax.model.step import Step
+from mla_jax.pallas.dense_decode import ref
+from mla_jax.pallas.registry import Registry
 from tests.model import tiny
 
 PAGE = 4
@@ -15,6 +20,9 @@ TOKENS = np.random.default_rng(0).integers(0, 64, 45)
 DECODE = MLABucket(decodes=4, prefills=0, prefill_tokens=0, pages=12, context_rows=0)
 PREFILL = MLABucket(decodes=0, prefills=2, prefill_tokens=32, pages=12, context_rows=8)
 MIXED = MLABucket(decodes=2, prefills=2, prefill_tokens=16, pages=12, context_rows=8)
+
+
+ABSORBED = dataclasses.replace(MIXED, context_rows=0, absorb=3)
 
 
 def full_logits(model, tokens):
@@ -56,6 +64,31 @@ def test_absorbed_decode_equals_expanded_prefill(moe, q_rank):
         close(out.logits[0], want[t])
 
 
+def test_one_plan_serves_all_layers(monkeypatch):
+    """Every layer of a step gets the plan that was made once; prefill alone makes none."""
+    made, used = [], []
+    (xla,) = (b for b in ops.REGISTRY.of("dense_decode") if b.name == "xla")
+
+    def run(*args, plan, **kwargs):
+        used.append(plan)
+        return ref.dense_decode(*args, **kwargs)
+
+    def plan(lens, starts, **sizes):
+        made.append(lens + 1)
+        return made[-1]
+
+    planned = dataclasses.replace(xla, name="planned", run=run, plan=plan)
+    monkeypatch.setattr(ops, "REGISTRY", Registry((planned, *ops.REGISTRY.backends)))
+    cfg = tiny.config()
+    step, caches = Step.of(tiny.model(cfg), page=PAGE), tiny.caches(cfg, num_pages=8, page=PAGE)
+    _, caches = tiny.run(step, caches, PREFILL, prefills=[(TOKENS[:9], 0, [5, 2, 7])])
+    assert not made
+    tiny.run(step, caches, DECODE, decodes=[([TOKENS[9]], 9, [5, 2, 7])])
+    assert len(made) == 1
+    assert len(used) == cfg.layers
+    assert all(p is made[0] for p in used)
+
+
 @pytest.mark.parametrize("cuts", [[], [1], [16], [7, 8, 31], [15, 16, 17]])
 def test_chunked_prefill_equals_whole(small, cuts):
     cfg, step, want = small
@@ -66,7 +99,7 @@ def test_chunked_prefill_equals_whole(small, cuts):
         close(out.logits[0], want[hi - 1])
 
 
-def mixed_step(cfg, step, *, fill, swap=False):
+def mixed_step(cfg, step, *, fill, swap=False, bucket=MIXED):
     """Two decodes and two prefills in different states, in one step."""
     caches = tiny.caches(cfg, num_pages=40, page=PAGE, fill=fill)
     pages = np.random.default_rng(3).permutation(39)[:36].reshape(4, 9) + 1
@@ -78,7 +111,7 @@ def mixed_step(cfg, step, *, fill, swap=False):
     prefills = [(TOKENS[done[i] : done[i] + 7], done[i], pages[i]) for i in (2, 3)]
     if swap:
         decodes, prefills = decodes[::-1], prefills[::-1]
-    return tiny.run(step, caches, MIXED, decodes, prefills)
+    return tiny.run(step, caches, bucket, decodes, prefills)
 
 
 def test_mixed_batch_and_its_order(small):
@@ -90,10 +123,17 @@ def test_mixed_batch_and_its_order(small):
     close(swapped.logits, want[[22, 11, 15, 6]])
 
 
-def test_poisoned_cache_changes_no_bit(small):
+def test_prefills_over_pages_equal_expanded_ones(small):
+    cfg, step, want = small
+    out, _ = mixed_step(cfg, step, fill=0.0, bucket=ABSORBED)
+    close(out.logits, want[[11, 22, 6, 15]])
+
+
+@pytest.mark.parametrize("bucket", [MIXED, ABSORBED])
+def test_poisoned_cache_changes_no_bit(small, bucket):
     cfg, step, _ = small
-    clean, _ = mixed_step(cfg, step, fill=0.0)
-    dirty, caches = mixed_step(cfg, step, fill=np.nan)
+    clean, _ = mixed_step(cfg, step, fill=0.0, bucket=bucket)
+    dirty, caches = mixed_step(cfg, step, fill=np.nan, bucket=bucket)
     np.testing.assert_array_equal(clean.logits, dirty.logits)
     np.testing.assert_array_equal(clean.token_ids, dirty.token_ids)
     written = ~np.isnan(np.asarray(caches[0].pages)).any(-1)

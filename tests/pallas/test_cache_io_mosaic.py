@@ -143,7 +143,7 @@ def test_the_search_finds_the_first_owner(lens, lead, row):
 @FORMAT
 def test_shared_memory_fits(rank, rope, format):
     fmt, dtype, row = FORMATS[format], DTYPE[format], rank + rope
-    g = mosaic.gather_tuning(page=16, rows=10**6, row_bytes=row * fmt.itemsize)
+    g = mosaic.gather_tuning(rows=10**6, dequantise=fmt.quantised)
     out = gather_sm90.scratch(fmt.dtype, dtype, part=g.part, row=row, stages=g.stages)
     assert shared_bytes(out) <= SHARED_MEMORY
     w = mosaic.write_tuning(tokens=10**6)

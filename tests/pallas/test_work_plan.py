@@ -24,7 +24,7 @@ def build(lens, starts, kind, workers):
     common = {"tokens": TOKENS, "block": BLOCK, "workers": workers}
     if kind == "balanced":
         return wp.balanced(lens, starts, split_cost=0.03, **common)
-    return wp.batch_invariant(lens, starts, chunk=4, max_parts=cdiv(1500, 4 * BLOCK), **common)
+    return wp.batch_invariant(lens, starts, chunk=4, max_parts=4, **common)
 
 
 def make(kind, batch, workers=4):
@@ -39,6 +39,14 @@ def pieces_of(plan):
     """Live pieces as rows, in order."""
     table = np.asarray(plan.pieces)
     return table[: int(np.asarray(plan.bounds)[-1])]
+
+
+def merges_of(plan):
+    """Token to (first slot, pieces, query) of the tokens that no single piece finishes."""
+    merges = np.asarray(plan.merges)
+    listed = merges[1 : 1 + merges[0, 0]]
+    assert len(set(listed[:, wp.TOKEN_OF])) == len(listed), "a token twice"
+    return {int(token): tuple(rest) for *rest, token in listed}
 
 
 @pytest.mark.parametrize("kind", ["balanced", "batch_invariant"])
@@ -63,7 +71,7 @@ def test_every_block_exactly_once(kind, batch, workers):
 @given(batch=BATCHES)
 def test_slots_and_merges_agree(kind, batch):
     plan = make(kind, batch)
-    pieces, merges = pieces_of(plan), np.asarray(plan.merges)
+    pieces, merges = pieces_of(plan), merges_of(plan)
     slots = [s for s in pieces[:, wp.SLOT] if s >= 0]
     assert slots == list(range(len(slots)))
     assert len(slots) <= plan.slots
@@ -71,14 +79,16 @@ def test_slots_and_merges_agree(kind, batch):
     for r, (_, queries) in enumerate(batch):
         mine = pieces[pieces[:, wp.REQUEST] == r]
         for j in range(queries):
-            base, count, query = merges[token]
-            assert (count, query) == (len(mine), j)
-            if count == 1:
+            if len(mine) == 1:
+                assert token not in merges
                 assert mine[0, wp.SLOT] == -1
             else:
+                base, count, query = merges.pop(token)
+                assert (count, query) == (len(mine), j)
                 assert mine[:, wp.SLOT].tolist() == list(range(base, base + count))
             token += 1
-    assert not merges[token:, 1].any(), "padding tokens have no pieces"
+    assert sorted(merges) == list(range(token, TOKENS)), "padding tokens are listed as well"
+    assert not any(count for _, count, _ in merges.values()), "but have no pieces"
 
 
 @given(batch=BATCHES)
@@ -96,7 +106,16 @@ def test_balanced_shares(batch):
 def test_equal_requests_are_not_split():
     lens, starts = jnp.full((128,), 4096, jnp.int32), jnp.arange(129, dtype=jnp.int32)
     plan = wp.balanced(lens, starts, tokens=128, block=BLOCK, workers=132, split_cost=0.03)
-    assert (np.asarray(plan.merges)[:128, 1] == 1).all()
+    assert not merges_of(plan)
+
+
+def test_few_equal_requests_have_equal_pieces():
+    """32 requests of 128 blocks: four pieces each, one for a worker, none of them a remnant."""
+    lens, starts = jnp.full((32,), 8192, jnp.int32), jnp.arange(33, dtype=jnp.int32)
+    plan = wp.balanced(lens, starts, tokens=32, block=BLOCK, workers=132, split_cost=0.064)
+    pieces = pieces_of(plan)
+    assert (pieces[:, wp.END] - pieces[:, wp.FIRST]).tolist() == [32] * 128
+    assert (np.diff(np.asarray(plan.bounds)) <= 1).all()
 
 
 @given(batch=BATCHES, other=BATCHES)

@@ -76,15 +76,17 @@ class WriteTuning:
         assert min(self.stages, self.workers) >= 1, "one slot, one thread block"
 
 
-def gather_tuning(*, page: int, rows: int, row_bytes: int) -> GatherTuning:
-    """Three thread blocks of a multiprocessor, 16 rows a copy."""
-    del page, rows
-    return GatherTuning(part=16, stages=max(2, min(4, 73_728 // (16 * row_bytes))), workers=396)
+def gather_tuning(*, rows: int, dequantise: bool) -> GatherTuning:
+    """Short shares and many thread blocks; the registers of a dequantising one want a ring."""
+    if dequantise:
+        return GatherTuning(part=16, stages=3, workers=cdiv(rows, 64))
+    return GatherTuning(part=16, stages=1, workers=cdiv(rows, 16))
 
 
 def write_tuning(*, tokens: int) -> WriteTuning:
-    """Small tiles where there are few tokens."""
-    return WriteTuning(tile=16 if tokens > 2048 else 8, stages=3, workers=528)
+    """A thread block for every tile; small tiles where there are few tokens."""
+    tile = 16 if tokens > 2048 else 8
+    return WriteTuning(tile=tile, stages=2, workers=cdiv(tokens, tile))
 
 
 def gather_latent(
@@ -106,8 +108,7 @@ def gather_latent(
     del format  # dtypes say it all
     if not (rows and page_table.shape[0] and page_table.shape[1]):
         return jnp.zeros((rows, pages.shape[2]), dtype)
-    _, page, row = pages.shape
-    tuning = tuning or gather_tuning(page=page, rows=rows, row_bytes=row * pages.dtype.itemsize)
+    tuning = tuning or gather_tuning(rows=rows, dequantise=pages.dtype != jnp.dtype(dtype))
     return gather_sm90.gather(
         pages,
         scale,

@@ -1,4 +1,7 @@
-"""Backend ``mosaic`` of dense decode: plan, kernel, merge."""
+"""Backend ``mosaic`` of dense decode: plan, kernel, merge.
+
+The kernels are imported where they run: Mosaic GPU takes more than a second to import.
+"""
 
 from dataclasses import dataclass
 
@@ -6,20 +9,22 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from mla_jax.cache import CacheFormat
-from mla_jax.pallas.dense_decode import mosaic_sm90 as sm90
+from mla_jax.errors import ArgumentError
+from mla_jax.pallas import tuning as tuning_table
 from mla_jax.pallas.dense_decode import work_plan as wp
-from mla_jax.pallas.dense_decode.combine_sm90 import combine
-from mla_jax.pallas.registry import OneOf, Requirement, Within
+from mla_jax.pallas.dense_decode.sizes_sm90 import BLOCK, RANK, ROPE, ROWS, Sizes
+from mla_jax.pallas.device import DeviceInfo
+from mla_jax.pallas.registry import OneOf, Problem, Requirement, Tuned, Within
 from mla_jax.types import Array, AttnState, Float, Int, cdiv, round_up
 
-__all__ = ["REQUIREMENT", "Tuning", "dense_decode", "heuristic", "make_plan"]
+__all__ = ["REQUIREMENT", "Tuning", "dense_decode", "heuristic", "make_plan", "tune"]
 
 REQUIREMENT = Requirement(
     sm=OneOf(90),
     features={
         "dtype+out+cache": OneOf("bfloat16+bfloat16+bf16", "float16+float16+fp16"),
-        "rank": OneOf(sm90.RANK),
-        "rope": OneOf(sm90.ROPE),
+        "rank": OneOf(RANK),
+        "rope": OneOf(ROPE),
         "page": OneOf(16, 32, 64, 128),
         "heads": Within(high=128),
         "max_query_len": Within(high=4),
@@ -28,9 +33,6 @@ REQUIREMENT = Requirement(
 
 MULTIPROCESSORS = 132
 """Of an H100 SXM or H200: one thread block each."""
-
-FEW_ROWS = 2048
-"""Rows of a step up to which the merge is launched early."""
 
 SPLIT_COST = 0.001
 """Blocks of one worker that a split costs for each of its rows: two parts written and read."""
@@ -48,7 +50,7 @@ class Tuning:
     prefetch: bool  # blocks go to the L2 cache one step early: only with defer
     early_launch: bool  # the merge kernel is launched while the main one ends
     batch_invariant: bool = False  # cut requests by their own length, not by equal shares
-    chunk: int = 64  # blocks of 64 keys in a piece of a batch-invariant plan
+    chunk: int = 128  # blocks of 64 keys in a piece of a batch-invariant plan
     workers: int = MULTIPROCESSORS  # thread blocks in all
 
     def __post_init__(self):
@@ -56,17 +58,20 @@ class Tuning:
         assert min(self.chunk, self.workers) >= 1, "at least one"
 
 
-def heuristic(tokens: int, heads: int, max_query_len: int) -> Tuning:
-    """Two or more tiles of 64 rows share each page: compute bound. One: memory bound.
+def tune(problem: Problem, device: DeviceInfo) -> Tuned:
+    """The measured choice for a problem, or the heuristic where nothing near was measured."""
+    if found := tuning_table.lookup(problem, device):
+        record, source = found
+        return Tuned(value=Tuning(**record.tuning), source=source)
+    value = heuristic(int(problem["heads"]), int(problem["max_query_len"]))
+    return Tuned(value=value, source=f"heuristic: nothing near was measured on {device.kind}")
 
-    Launching the merge early saves two of forty microseconds where there are few rows, and
-    costs as much where there are many.
-    """
+
+def heuristic(heads: int, max_query_len: int) -> Tuning:
+    """Two or more tiles of 64 rows share each page: compute bound. One: memory bound."""
     rows = round_up(heads, 8)
-    compute_bound = rows * max_query_len > sm90.ROWS
-    return Tuning(
-        defer=compute_bound, prefetch=compute_bound, early_launch=tokens * rows <= FEW_ROWS
-    )
+    compute_bound = rows * max_query_len > ROWS
+    return Tuning(defer=compute_bound, prefetch=compute_bound, early_launch=True)
 
 
 def make_plan(
@@ -78,20 +83,20 @@ def make_plan(
     max_query_len: int,
     page: int,
     width: int,
-    tuning: Tuning,
+    tuning: Tuning | None = None,
 ) -> wp.WorkPlan:
     """The work plan of one step; the same for all layers. ``width`` is the page table's."""
+    tuning = tuning or heuristic(heads, max_query_len)
     sizes = _sizes(heads, max_query_len, page, tuning)
     lens = jnp.clip(seq_lens, 0, width * page).astype(jnp.int32)
     starts = query_starts.astype(jnp.int32)
-    common = {"tokens": tokens, "block": sm90.BLOCK, "workers": sizes.workers}
+    common = {"tokens": tokens, "block": BLOCK, "workers": sizes.workers}
     if not tuning.batch_invariant:
         split_cost = SPLIT_COST * sizes.heads * sizes.queries
         return wp.balanced(lens, starts, split_cost=split_cost, **common)
-    longest = max(cdiv(width * page, sm90.BLOCK), 1)
-    chunk = max(tuning.chunk, cdiv(longest, MAX_PARTS))
-    parts = cdiv(longest, chunk)
-    return wp.batch_invariant(lens, starts, chunk=chunk, max_parts=parts, **common)
+    parts = max(cdiv(cdiv(width * page, BLOCK), tuning.chunk), 1)
+    parts = min(parts, MAX_PARTS)
+    return wp.batch_invariant(lens, starts, chunk=tuning.chunk, max_parts=parts, **common)
 
 
 def dense_decode(
@@ -116,10 +121,12 @@ def dense_decode(
     The weights of the values are rounded to that dtype. ``plan`` is ``make_plan`` of the same
     lengths and tuning, if it is at hand; ``interpret`` runs on a CPU.
     """
+    from mla_jax.pallas.dense_decode import combine_sm90, mosaic_sm90
+
     del cache_scale, format, out_dtype  # the requirement admits one value of each
     tokens, heads, rank = q_latent.shape
     requests, width = page_table.shape
-    tuning = tuning or heuristic(tokens, heads, max_query_len)
+    tuning = tuning or heuristic(heads, max_query_len)
     if not (tokens and requests and width):
         return AttnState(
             out=jnp.zeros((tokens, heads, rank), q_latent.dtype),
@@ -137,10 +144,11 @@ def dense_decode(
             width=width,
             tuning=tuning,
         )
+    _check(plan, sizes, tokens)
     if scale <= 0:  # the kernel takes the maximum before it scales
         q_latent, q_rope = (q * jnp.asarray(jnp.sign(scale), q.dtype) for q in (q_latent, q_rope))
         scale = abs(scale) or 1.0
-    out, lse, part, part_lse = sm90.attend(
+    out, lse, part, part_lse = mosaic_sm90.attend(
         _rows(q_latent, sizes.heads),
         _rows(q_rope, sizes.heads),
         pages,
@@ -153,7 +161,7 @@ def dense_decode(
         early_launch=tuning.early_launch and interpret is None,
         interpret=interpret,
     )
-    out, lse = combine(
+    out, lse = combine_sm90.combine(
         out,
         lse,
         part.reshape(*part_lse.shape, rank),
@@ -163,22 +171,30 @@ def dense_decode(
         early_launch=tuning.early_launch and interpret is None,
         interpret=interpret,
     )
-    rows = tokens * sizes.heads
     return AttnState(
-        out=out[:rows].reshape(tokens, sizes.heads, rank)[:, :heads],
-        lse=lse[:rows].reshape(tokens, sizes.heads)[:, :heads],
+        out=out.reshape(tokens, sizes.heads, rank)[:, :heads],
+        lse=lse.reshape(tokens, sizes.heads)[:, :heads],
     )
 
 
-def _sizes(heads: int, max_query_len: int, page: int, tuning: Tuning) -> sm90.Sizes:
+def _check(plan: object, sizes: Sizes, tokens: int) -> None:
+    """Refuse a plan that was made for other sizes."""
+    if not isinstance(plan, wp.WorkPlan):
+        raise ArgumentError("mla_decode: plan", type(plan).__name__, "a WorkPlan of plan_decode")
+    given = {"tokens": plan.merges.shape[0] - 1, "workers": plan.bounds.shape[0] - 1}
+    allowed = {"tokens": tokens, "workers": sizes.workers}
+    if given != allowed:
+        raise ArgumentError("mla_decode: plan", given, f"{allowed}: plan_decode of this call")
+
+
+def _sizes(heads: int, max_query_len: int, page: int, tuning: Tuning) -> Sizes:
     padded = round_up(heads, 8)
-    tiles = cdiv(padded * max_query_len, sm90.ROWS)
+    tiles = cdiv(padded * max_query_len, ROWS)
     workers = max(tuning.workers // tiles, 1)
-    return sm90.Sizes(heads=padded, queries=max_query_len, page=page, workers=workers)
+    return Sizes(heads=padded, queries=max_query_len, page=page, workers=workers)
 
 
 def _rows(q: Float[Array, "tokens heads columns"], heads: int) -> Float[Array, "rows columns"]:
-    """Queries as rows ``(token, head)``: heads padded, and one tile of rows at least."""
+    """Queries as rows ``(token, head)``, heads padded."""
     tokens, given, columns = q.shape
-    q = jnp.pad(q, ((0, 0), (0, heads - given), (0, 0))).reshape(tokens * heads, columns)
-    return jnp.pad(q, ((0, max(sm90.ROWS - tokens * heads, 0)), (0, 0)))
+    return jnp.pad(q, ((0, 0), (0, heads - given), (0, 0))).reshape(tokens * heads, columns)

@@ -29,7 +29,6 @@ With all of Q in shared memory its traffic alone would take 2368 cycles; so 232 
 
 import functools
 import math
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -39,13 +38,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mla_jax.pallas import mosaic_lib as lib
 from mla_jax.pallas.dense_decode import work_plan as wp
+from mla_jax.pallas.dense_decode.sizes_sm90 import BLOCK, RANK, ROPE, ROWS, Sizes
 from mla_jax.pallas.mosaic_lib import ROW, WGMMA
 
-__all__ = ["BLOCK", "RANK", "ROPE", "ROWS", "Sizes", "attend"]
+__all__ = ["attend", "scratch"]
 
-BLOCK = 64  # keys of one step
-ROWS = 64  # query rows of a tile
-RANK, ROPE = 512, 64
 HALF = RANK // 2
 TAIL = 64  # latent columns of Q that stay in shared memory, beside the rotary ones
 SLOTS = 3
@@ -55,31 +52,6 @@ ALPHA, INVERSE, LSE = 0, SLOTS, SLOTS + 2  # rows of the statistics buffer
 
 I32 = jnp.int32
 F32 = jnp.float32
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """What the kernel is compiled for, besides dtypes and array shapes."""
-
-    heads: int  # of one query token, a multiple of 8
-    queries: int  # of one request, at most
-    page: int  # tokens, 16 to 128
-    workers: int
-
-    @property
-    def tiles(self) -> int:
-        """Tiles of 64 rows that a request needs, at most."""
-        return -(-self.heads * self.queries // ROWS)
-
-    @property
-    def step(self) -> int:
-        """Live rows of any tile are a multiple of this."""
-        return math.gcd(self.heads, ROWS)
-
-    @property
-    def copies(self) -> int:
-        """Pages that one block touches."""
-        return max(BLOCK // self.page, 1)
 
 
 def scratch(dtype, copies: int, simulate: bool) -> dict:
@@ -136,8 +108,8 @@ def attend(
     """``out`` [tokens * heads, 512] and ``lse`` [tokens * heads] of requests in one piece, and
     float32 ``[slots * tiles * 64, 512]``, base-2 ``[slots, tiles, 64]`` of the other pieces.
 
-    Queries are ``[tokens * heads, columns]`` with at least 64 rows. Rows that no piece of a
-    whole request covers are left as they were allocated.
+    Queries are ``[tokens * heads, columns]``. Rows that no piece of a whole request covers are
+    left as they were allocated.
     """
     rows, dtype = q_latent.shape[0], q_latent.dtype
     tiles, simulate = sizes.tiles, interpret is not None
@@ -235,7 +207,7 @@ def _body(
             plgpu.copy_gmem_to_smem(src, buffer.at[pl.ds(i * size, size)], barrier)
 
     def load_queries(p, columns, buffer, barrier):
-        size = ROWS // copies  # as many arrivals as a block has
+        size = min(ROWS // copies, ql_g.shape[0])  # as many arrivals as a block has
         for i in range(copies):
             rows = pl.ds(pl.multiple_of(row_of(p) + i * size, 8), size)
             plgpu.copy_gmem_to_smem(
@@ -306,10 +278,12 @@ def _body(
                 k_rope[r] = w.astype(k_rope.dtype)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(p_ready.at[s])
-                return new_top, total * shrink + w.sum(axis=1)
+                total = total * lib.fill_rows(shrink, 8) + lib.fold_columns(w, 8)
+                return new_top, total
 
-            start = lib.row_vector(LOWEST, ROWS), lib.row_vector(0.0, ROWS)
+            start = lib.row_vector(LOWEST, ROWS), lib.tile(0.0, (ROWS, 8), F32)
             top, total = lax.fori_loop(0, n, step, start)
+            total = total.sum(axis=1)
             if defer:
                 plgpu.barrier_arrive(go.at[slot(g0 + n)])
             i = parity(p - begin)
@@ -333,6 +307,8 @@ def _body(
             return g0 + n + 1
 
         lax.fori_loop(begin, end, piece, jnp.int32(0))
+        if early_launch:
+            plgpu.griddepcontrol_launch_dependents()
         plgpu.wait_smem_to_gmem(0)
 
     def half(right: bool, keys, stage, full):
@@ -345,11 +321,12 @@ def _body(
             pl.when((p < end) & (e > 0))(lambda: load_block(place, columns, keys.at[s], full.at[s]))
 
         def load_tail(p):
-            rows = pl.ds(row_of(p), ROWS)
+            size = min(ROWS, ql_g.shape[0])
+            rows, to = pl.ds(row_of(p), size), pl.ds(0, size)
             plgpu.copy_gmem_to_smem(
-                ql_g.at[rows, pl.ds(RANK - TAIL, TAIL)], q_tail.at[0], tail_full
+                ql_g.at[rows, pl.ds(RANK - TAIL, TAIL)], q_tail.at[0, to], tail_full
             )
-            plgpu.copy_gmem_to_smem(qr_g.at[rows], q_tail.at[1], tail_full)
+            plgpu.copy_gmem_to_smem(qr_g.at[rows], q_tail.at[1, to], tail_full)
 
         def load_rope(p, place, r):
             pl.when(p < end)(lambda: load_block(place, rope, k_rope.at[r], rope_full.at[r]))
@@ -472,5 +449,3 @@ def _body(
     pl.when(wg == 0)(scores)
     pl.when(wg == 1)(lambda: half(False, k_left, stage_left, left_full))
     pl.when(wg == 2)(lambda: half(True, k_right, stage_right, right_full))
-    if early_launch:
-        plgpu.griddepcontrol_launch_dependents()

@@ -11,12 +11,15 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 
-from mla_jax.types import Array, Int, cdiv
+from mla_jax.types import Array, Int
 
 __all__ = ["FIELDS", "WorkPlan", "balanced", "batch_invariant"]
 
 FIELDS = REQUEST, FIRST, END, SLOT, LENGTH, TOKEN, QUERIES = tuple(range(7))
 """Columns of ``WorkPlan.pieces``; the eighth is zero."""
+
+MERGE_FIELDS = BASE, COUNT, QUERY, TOKEN_OF = tuple(range(4))
+"""Columns of ``WorkPlan.merges``."""
 
 START_COST = 2
 """Blocks of work that starting a piece is worth: its queries, its first pages, its result."""
@@ -36,7 +39,8 @@ class WorkPlan:
     slots: int = field(metadata={"static": True})  # rows of the scratch buffer, at most
     pieces: Int[Array, "pieces 8"]  # request, first and end block, slot or -1, keys, token, queries
     bounds: Int[Array, "bounds"]  # worker w owns pieces bounds[w] to bounds[w + 1]
-    merges: Int[Array, "tokens 3"]  # first slot, pieces (0 = padding, 1 = done), query of request
+    merges: Int[Array, "list 4"]  # [0, 0] rows that follow: first slot, pieces (0 = padding),
+    # query of its request, token; of tokens that no single piece finishes
 
 
 def balanced(
@@ -48,26 +52,32 @@ def balanced(
     workers: int,
     split_cost: float,
 ) -> WorkPlan:
-    """Equal shares: the line of all blocks is cut every ``share`` of them.
+    """Equal shares: the line of all blocks is cut every ``share`` of them, or every request
+    into equal pieces of ``share`` blocks at most, one piece for a worker.
 
-    ``share`` is the even one, or up to an eighth more if so many fewer requests are split that
-    the merge saves the difference; a split costs ``split_cost`` blocks of one worker, and the
-    first split ``MERGE_COST`` more.
+    Of both the cheapest; ``share`` is the even one, or up to an eighth more if so many fewer
+    requests are split that the merge saves the difference. A split costs ``split_cost`` blocks
+    of one worker, and the first split ``MERGE_COST`` more.
     """
     queries, blocks = _blocks(seq_lens, query_starts, block)
     lead = jnp.where(queries > 0, START_COST, 0)
     ends = jnp.cumsum(blocks + lead)
     starts = ends - blocks - lead
-    share = _share(starts + lead, ends, workers, split_cost)
+    share, equal = _share(starts + lead, ends, blocks, workers, split_cost)
     first_cut = (starts + lead) // share + 1
     cuts = jnp.maximum((ends - 1) // share - first_cut + 1, 0)
+    cuts = jnp.where(equal, (blocks + share - 1) // share - 1, cuts)
     parts = jnp.where(queries > 0, cuts + 1, 0)
+    bases = jnp.cumsum(parts) - parts
+    size = (blocks + parts - 1) // jnp.maximum(parts, 1)  # of equal pieces
 
     def piece(r, k):
         line = starts[r] + lead[r]
         first = jnp.where(k == 0, 0, (first_cut[r] + k - 1) * share - line)
         end = jnp.where(k == parts[r] - 1, blocks[r], (first_cut[r] + k) * share - line)
-        return first, end, first_cut[r] - 1 + k
+        first = jnp.where(equal, k * size[r], first)
+        end = jnp.where(equal, jnp.minimum((k + 1) * size[r], blocks[r]), end)
+        return first, end, jnp.where(equal, bases[r] + k, first_cut[r] - 1 + k)
 
     return _plan(
         seq_lens,
@@ -93,19 +103,21 @@ def batch_invariant(
 ) -> WorkPlan:
     """A cut every ``chunk`` blocks of a request, whatever its neighbours are.
 
-    The same request is computed by the same operations in the same order in every batch.
-    ``max_parts`` bounds the pieces of one request: ``chunk * max_parts`` blocks are enough.
+    The same request is computed by the same operations in the same order in every batch. Of a
+    request longer than ``chunk * max_parts`` blocks the chunks are longer: ``max_parts`` of them.
     """
     queries, blocks = _blocks(seq_lens, query_starts, block)
-    parts = jnp.where(queries > 0, (blocks + chunk - 1) // chunk, 0)
+    chunks = jnp.maximum(chunk, (blocks + max_parts - 1) // max_parts)
+    parts = jnp.where(queries > 0, (blocks + chunks - 1) // chunks, 0)
     cost = blocks + parts * START_COST
     starts = jnp.cumsum(cost) - cost
     total = jnp.maximum(jnp.sum(cost), 1)
 
     def piece(r, k):
-        end = jnp.minimum((k + 1) * chunk, blocks[r])
-        middle = starts[r] + k * (chunk + START_COST) + (end - k * chunk) // 2
-        return k * chunk, end, (middle.astype(jnp.float32) * (workers / total)).astype(jnp.int32)
+        first = k * chunks[r]
+        end = jnp.minimum(first + chunks[r], blocks[r])
+        middle = starts[r] + first + k * START_COST + (end - first) // 2
+        return first, end, (middle.astype(jnp.float32) * (workers / total)).astype(jnp.int32)
 
     count = seq_lens.shape[0] * max_parts
     return _plan(
@@ -127,16 +139,25 @@ def _blocks(seq_lens, query_starts, block):
     return queries, jnp.where(queries > 0, blocks, 0)
 
 
-def _share(lines, ends, workers, split_cost):
-    """The cheapest of 17 shares: its own length and the splits that it causes."""
+def _share(lines, ends, blocks, workers, split_cost):
+    """The cheapest of 17 shares, and whether it is that of equal pieces.
+
+    A share costs its own length and the splits that it causes.
+    """
     total = jnp.maximum(ends[-1], 1)
     even = (total + workers - 1) // workers
     shares = even + jnp.arange(17, dtype=jnp.int32) * jnp.maximum(1, even // 128)
     cuts = shares[:, None] * jnp.arange(1, workers, dtype=jnp.int32)
     request = jnp.minimum(_find(ends, cuts), ends.shape[0] - 1)
-    splits = jnp.sum((cuts < total) & (cuts > lines[request]), axis=1).astype(jnp.float32)
-    any_split = jnp.where(splits > 0, MERGE_COST, 0.0)
-    return shares[jnp.argmin(shares.astype(jnp.float32) + split_cost * splits + any_split)]
+    of_line = jnp.sum((cuts < total) & (cuts > lines[request]), axis=1, dtype=jnp.int32)
+    pieces = jnp.sum((blocks + shares[:, None] - 1) // shares[:, None], axis=1, dtype=jnp.int32)
+    of_equal = pieces - jnp.sum(blocks > 0, dtype=jnp.int32)
+    splits = jnp.stack([of_line, of_equal]).astype(jnp.float32)
+    cost = shares.astype(jnp.float32) + split_cost * splits
+    cost = cost + jnp.where(splits > 0, MERGE_COST, 0.0)
+    cost = cost.at[1].set(jnp.where(pieces <= workers, cost[1], jnp.inf))
+    best = jnp.argmin(cost)
+    return shares[best % shares.shape[0]], best >= shares.shape[0]
 
 
 def _plan(seq_lens, query_starts, parts, piece, *, tokens, workers, pieces, slots):
@@ -168,19 +189,18 @@ def _plan(seq_lens, query_starts, parts, piece, *, tokens, workers, pieces, slot
     t = jnp.arange(tokens, dtype=jnp.int32)
     owner = jnp.minimum(_find(query_starts[1:], t), parts.shape[0] - 1)
     count = jnp.where(t < query_starts[-1], parts[owner], 0)
+    listed = jnp.cumsum(count != 1, dtype=jnp.int32)
+    token = jnp.minimum(_find(listed, t), tokens - 1)  # of the list's row
+    rows = jnp.stack([slot_bases[owner], count, t - query_starts[owner], t], axis=1)[token]
+    head = jnp.zeros((1, 4), jnp.int32).at[0, 0].set(listed[-1])
     return WorkPlan(
         slots=slots,
         pieces=jnp.pad(table, ((0, LOOKAHEAD), (0, 0))).astype(jnp.int32),
         bounds=_find(worker, w, side="left"),
-        merges=jnp.stack([slot_bases[owner], count, t - query_starts[owner]], 1).astype(jnp.int32),
+        merges=jnp.concatenate([head, rows.astype(jnp.int32)]),
     )
 
 
 def _find(ends: Array, x: Array, side: str = "right") -> Array:
     # One fused comparison: the default method is a loop of many small kernels on a GPU.
     return jnp.searchsorted(ends, x, side=side, method="compare_all").astype(jnp.int32)
-
-
-def max_parts(width: int, page: int, block: int, chunk: int) -> int:
-    """Pieces of the longest request that a page table of ``width`` columns can hold."""
-    return max(cdiv(cdiv(width * page, block), chunk), 1)

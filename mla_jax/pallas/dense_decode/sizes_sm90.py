@@ -1,0 +1,37 @@
+"""Sizes of the Hopper kernel, apart from it: Mosaic GPU takes more than a second to import."""
+
+import math
+from dataclasses import dataclass
+
+from mla_jax.types import cdiv
+
+__all__ = ["BLOCK", "RANK", "ROPE", "ROWS", "Sizes"]
+
+BLOCK = 64  # keys of one step
+ROWS = 64  # query rows of a tile
+RANK, ROPE = 512, 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What the kernel is compiled for, besides dtypes and array shapes."""
+
+    heads: int  # of one query token, a multiple of 8
+    queries: int  # of one request, at most
+    page: int  # tokens, 16 to 128
+    workers: int
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of 64 rows that a request needs, at most."""
+        return cdiv(self.heads * self.queries, ROWS)
+
+    @property
+    def step(self) -> int:
+        """Live rows of any tile are a multiple of this."""
+        return math.gcd(self.heads, ROWS)
+
+    @property
+    def copies(self) -> int:
+        """Pages that one block touches."""
+        return max(BLOCK // self.page, 1)

@@ -1,0 +1,90 @@
+"""Measured choices: the entry of a problem, else the nearest one, else nothing.
+
+``tuned/<device>/<op>.json`` is written by ``python -m benchmarks.tune``. A record is found if its
+``exact`` features are those of the problem, and each of its ``near`` features is within a factor
+of ``REACH``; of several the nearest, by the sum of the distances in octaves.
+"""
+
+import functools
+import json
+import math
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from mla_jax.pallas.device import DeviceInfo
+from mla_jax.pallas.registry import Problem
+
+__all__ = ["Record", "Table", "folder_name", "lookup", "read"]
+
+REACH = 2.0
+"""How far a near feature may be away, as a factor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One measured problem: the fastest tuning, and what it took."""
+
+    features: dict[str, Any]  # exact and near ones
+    tuning: dict[str, Any]  # fields of the kernel's tuning object
+    us: float  # back to back
+    others: dict[str, float]  # us of what was slower, by the text of the tuning
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """All records of one operation on one kind of device."""
+
+    measured: str  # device, versions, date, method
+    exact: tuple[str, ...]
+    near: tuple[str, ...]
+    records: tuple[Record, ...]
+
+    def nearest(self, problem: Problem) -> tuple[Record, float] | None:
+        """The nearest record within reach and its distance in octaves; 0 is the problem itself."""
+        given = dict(problem.features)
+        found = []
+        for record in self.records:
+            if any(given.get(k) != record.features[k] for k in self.exact):
+                continue
+            away = [_octaves(int(given[k]), record.features[k]) for k in self.near]
+            if max(away, default=0.0) <= math.log2(REACH):
+                found.append((record, sum(away)))
+        return min(found, key=lambda pair: pair[1], default=None)
+
+
+def lookup(problem: Problem, device: DeviceInfo) -> tuple[Record, str] | None:
+    """The record to use and a sentence on its origin; None: the kernel's heuristic decides."""
+    table = read(problem.op, device.kind)
+    found = table.nearest(problem) if table else None
+    if table is None or found is None:
+        return None
+    record, distance = found
+    which = ", ".join(f"{k}={v}" for k, v in record.features.items())
+    how = "measured" if distance == 0 else f"nearest measured ({distance:.1f} octaves)"
+    fastest = f"{record.us:g} us, the fastest of {1 + len(record.others)}"
+    return record, f"{how}: {which}, {fastest}; {table.measured}"
+
+
+def folder_name(kind: str) -> str:
+    """``NVIDIA H200`` to ``nvidia_h200``."""
+    return kind.lower().replace(" ", "_")
+
+
+@functools.cache
+def read(op: str, kind: str) -> Table | None:
+    """The packaged table of an operation on a kind of device; None if there is none."""
+    path = resources.files("mla_jax.pallas").joinpath("tuned", folder_name(kind), f"{op}.json")
+    if not path.is_file():
+        return None
+    data = json.loads(path.read_text())
+    return Table(
+        measured=data["measured"],
+        exact=tuple(data["exact"]),
+        near=tuple(data["near"]),
+        records=tuple(Record(**record) for record in data["records"]),
+    )
+
+
+def _octaves(a: int, b: int) -> float:
+    return abs(math.log2(max(a, 1) / max(b, 1)))
