@@ -11,9 +11,9 @@ warpgroups owns 64 of them and the third loads. Keys are read where the up-proje
   wg 0   |batch j    |  softmax j+1       |batch j+1  |  softmax j+2
   wg 1        softmax|batch j    |  softmax j+1       |batch j+1  |
 
-A warpgroup passes the turn on when its batch is *issued*: the tensor cores never wait for a
-handshake. The first scores of a tile are computed in the batch of the last values of the tile
-before, and the result is stored under them.
+Queries are operands in registers. A warpgroup passes the turn on before the last products of its
+batch, so that the other one wakes meanwhile. The first scores of a tile are issued behind the last
+values of the tile before, whose result is stored under them, in the place of its queries.
 
 Tiles begin at the first query of their request, and blocks at its first key: a view of shared
 memory tiled by single rows lets the copy engine start anywhere. So the bits of a request do not
@@ -24,6 +24,10 @@ the tiles; ``docs/kernels/dense_prefill.md`` holds the measurements.
 # Mosaic GPU states its types in part only; roles are decided while tracing.
 # pyright: reportPrivateImportUsage=false
 # pyright: reportPossiblyUnboundVariable=false
+# pyright: reportAbstractUsage=false
+# pyright: reportAssignmentType=false
+# pyright: reportCallIssue=false
+# pyright: reportOptionalMemberAccess=false
 
 import functools
 import math
@@ -198,6 +202,9 @@ def _body(
     def step_slot(t):
         return lax.rem(t, jnp.int32(STEPS))
 
+    def draw_slot(t):
+        return STEPS + lax.rem(t, jnp.int32(DRAWS))
+
     def load():
         plgpu.set_max_registers(REGISTERS[1], action="decrease")
 
@@ -214,14 +221,14 @@ def _body(
         def draw(t):
             """Begin to find the number of the tile after tile ``t``."""
             if dynamic:
-                _draw(drawn_g, facts.at[STEPS + lax.rem(t, jnp.int32(DRAWS))])
+                _draw(drawn_g, facts.at[draw_slot(t)])
                 plgpu.barrier_arrive(drawn)
 
         def number_after(t, number):
             if not dynamic:
                 return number + sizes.workers
             plgpu.barrier_wait(drawn)
-            return facts[STEPS + lax.rem(t, jnp.int32(DRAWS)), 0] + sizes.workers
+            return facts[draw_slot(t), 0] + sizes.workers
 
         def load_k(row, head, s):
             for c in range(k_chunks):
@@ -420,7 +427,6 @@ def _body(
 
         def soften(x, j, keys, offset, top):
             """Weights of block ``j``, the new maximum, the old weights' factor, sums of rows."""
-
             width = x.shape[1]
 
             def mask():
@@ -482,7 +488,7 @@ def _body(
             return pl.run_scoped(f, plgpu.ACC((HALF, block), F32))
 
         def last_batch(values, p, queries, g, more, finish):
-            """``finish(values + p V(g))``, and the first scores of tile ``then`` if it exists."""
+            """``finish(values + p V(g))``, and ``Q K(g+1)^T`` if there are ``more`` tiles."""
 
             def with_next():
                 if simulate:
