@@ -1,6 +1,7 @@
 """FlashAttention-3's ragged forward pass from a released shared object, on the arrays we use."""
 
 import lzma
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -22,22 +23,22 @@ class FA3:
         *, longest: tuple[int, int], scale: float, causal: bool, concat: bool,
     ):  # fmt: skip
         operator = torch.ops._vllm_fa3_C.fwd
-        q, kv, k_rope, qs, ks = (
+        queries, both, rope, qs, ks = (
             torch.from_dlpack(x) for x in (q, kv, k_rope, query_starts, key_starts)
         )
-        nope = q.shape[-1] - k_rope.shape[-1]
-        shared = k_rope[:, None].expand(-1, kv.shape[1], -1)
+        nope = queries.shape[-1] - rope.shape[-1]
+        shared = rope[:, None].expand(-1, both.shape[1], -1)
 
         def keys():
-            return torch.cat([kv[..., :nope], shared], dim=-1)
+            return torch.cat([both[..., :nope], shared], dim=-1)
 
         k = keys()
-        v = kv[..., nope:] if concat else kv[..., nope:].contiguous()
+        v = both[..., nope:] if concat else both[..., nope:].contiguous()
 
         def call():
             return operator(
-                q, keys() if concat else k, v, None, None, None, None, qs, ks, None, None, None,
-                *longest, None, None, None, None, None, None, None, None, None, scale, causal,
+                queries, keys() if concat else k, v, None, None, None, None, qs, ks, None, None,
+                None, *longest, None, None, None, None, None, None, None, None, None, scale, causal,
                 -1, -1, 0.0, True, None, 1, None, 0, None, 1, 0, None,
             )  # fmt: skip
 
@@ -64,7 +65,7 @@ def load(peers: Path) -> Callable[..., FA3]:
     """Register the operators and return the constructor; the archive is unpacked once."""
     unpacked = Path(tempfile.gettempdir()) / "fa3.so"
     if not unpacked.exists():
-        part = unpacked.with_suffix(f".{id(peers)}")
+        part = unpacked.with_suffix(f".{os.getpid()}")
         part.write_bytes(lzma.decompress((peers / "fa3.so.xz").read_bytes()))
         part.rename(unpacked)
     torch.ops.load_library(str(unpacked))

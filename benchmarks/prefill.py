@@ -14,13 +14,14 @@ import numpy as np
 
 from benchmarks.timing import Isolated, back_to_back_us, isolated_us
 from mla_jax.pallas.dense_prefill import mosaic, ref
+from mla_jax.pallas.dense_prefill import schedule as sc
 
 __all__ = ["CASES", "Case", "run"]
 
 NOPE, ROPE, V = 128, 64, 128
 SCALE = (NOPE + ROPE) ** -0.5
 FLOPS, BYTES = 800e12, 4.25e12  # ceilings of the floor: bf16 product, copy
-CHAIN = 10  # calls of one program when back to back
+CHAIN = 8  # calls of one program when back to back
 NONE = Isolated(sum=math.nan, span=math.nan, kernels={})
 
 
@@ -79,8 +80,8 @@ CASES = (
 
 METHOD = (
     "schedule given; us: summed kernel time of an isolated call (kineto), span_us: start of its "
-    "first kernel to end of its last, slope_us: slope of wall time between 10 and 40 calls (ours "
-    "10 in one jit, the peer as graph replays); medians, both sides interleaved in one process on "
+    "first kernel to end of its last, slope_us: slope of wall time between 8 and 32 calls (ours "
+    "8 in one jit, the peer as graph replays); medians, both sides interleaved in one process on "
     "the same arrays; random-normal data; peer: its kernels alone, keys and values ready; "
     "concat: the concatenation of its keys counted; tflops and floor_percent are of span_us"
 )
@@ -97,17 +98,17 @@ def extra() -> list[str]:
 
 
 def run(peers: Path | None, chosen: list[str], turn: AbstractContextManager) -> Iterator[dict]:
-    """Check and time the chosen cases, row by row; the device is used inside ``turn`` alone."""
+    """Check and time the chosen cases, row by row; what is timed runs inside ``turn``."""
     make_peer = None
     if peers is not None:
         from benchmarks import fa3
 
-        with turn:
-            make_peer = fa3.load(peers)
+        make_peer = fa3.load(peers)
     for case in (c for c in CASES if c.name in chosen):
         programs = _compile(case)
+        args, plan, error = _check(case, programs)
         with turn:
-            row = _row(case, programs, make_peer)
+            row = _row(case, programs, make_peer, args, plan) | {"error": error}
         print(line(row), flush=True)
         yield row
 
@@ -204,14 +205,18 @@ def _error(case: Case, truth, args, state) -> float:
     return error
 
 
-def _row(case: Case, programs: dict, make_peer) -> dict:
+def _check(case: Case, programs: dict) -> tuple[tuple, sc.Schedule, float]:
+    """Arguments, their schedule, and the error of the result."""
     starts = [
         jnp.asarray(np.concatenate([[0], np.cumsum(lens)]), jnp.int32)
         for lens in (case.queries, case.key_lens)
     ]
     args = jax.block_until_ready((*programs["random"](), *starts))
     plan = programs["plan"](*starts)
-    error = _error(case, programs["truth"], args, programs["once"](*args, plan))
+    return args, plan, _error(case, programs["truth"], args, programs["once"](*args, plan))
+
+
+def _row(case: Case, programs: dict, make_peer, args: tuple, plan: sc.Schedule) -> dict:
     plans = jax.block_until_ready([jax.tree.map(lambda x: x + 0, plan) for _ in range(CHAIN)])
 
     def chain(n):
@@ -226,8 +231,8 @@ def _row(case: Case, programs: dict, make_peer) -> dict:
                 *args, longest=longest, scale=SCALE, causal=case.causal, concat=name == "concat"
             )
             once[name], many[name] = peer.once, lambda n, peer=peer: peer.many(n * CHAIN)
-    isolated = isolated_us(once)
-    planner = {"plan": lambda: jax.block_until_ready(programs["plan"](*starts))}
+    isolated = isolated_us(once, rounds=2)
+    planner = {"plan": lambda: jax.block_until_ready(programs["plan"](*args[3:]))}
     isolated |= isolated_us(planner, rounds=1)
     slopes = back_to_back_us(many, dict.fromkeys(many, CHAIN))
     ours, found = isolated["ours"], {}
@@ -247,6 +252,5 @@ def _row(case: Case, programs: dict, make_peer) -> dict:
         "gbs": case.bytes / ours.span / 1e3,
         "floor_us": case.floor_us,
         "floor_percent": 100 * case.floor_us / ours.span,
-        "error": error,
         "kernels": {name: isolated[name].kernels for name in many},
     }

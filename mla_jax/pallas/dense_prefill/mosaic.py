@@ -42,7 +42,6 @@ class Tuning:
     stages: int = 2  # blocks in shared memory
     dynamic: bool = True  # a thread block takes its next tile when it is free
     workers: int = MULTIPROCESSORS  # thread blocks
-    turn: int = 1
 
     def __post_init__(self):
         assert self.block % 64 == 0, "products need multiples of 64 keys"
@@ -117,7 +116,7 @@ def dense_prefill(
         schedule,
         sizes=sm90.Sizes(
             nope=nope, rope=k_rope.shape[1], v=v, block=tuning.block, stages=tuning.stages,
-            heads_together=tuning.heads_together, workers=tuning.workers, dynamic=tuning.dynamic, turn=tuning.turn,
+            heads_together=tuning.heads_together, workers=tuning.workers, dynamic=tuning.dynamic,
         ),
         scale=scale,
         causal=causal,

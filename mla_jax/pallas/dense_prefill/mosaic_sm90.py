@@ -11,9 +11,9 @@ warpgroups owns 64 of them and the third loads. Keys are read where the up-proje
   wg 0   |batch j    |  softmax j+1       |batch j+1  |  softmax j+2
   wg 1        softmax|batch j    |  softmax j+1       |batch j+1  |
 
-A warpgroup passes the turn on when its batch is *issued*: the tensor cores never wait for a
-handshake. The first scores of a tile are computed in the batch of the last values of the tile
-before, and the result is stored under them.
+Queries are operands in registers. A warpgroup passes the turn on before the last products of its
+batch, so that the other one wakes meanwhile. The first scores of a tile are issued behind the last
+values of the tile before, whose result is stored under them, in the place of its queries.
 
 Tiles begin at the first query of their request, and blocks at its first key: a view of shared
 memory tiled by single rows lets the copy engine start anywhere. So the bits of a request do not
@@ -24,6 +24,10 @@ the tiles; ``docs/kernels/dense_prefill.md`` holds the measurements.
 # Mosaic GPU states its types in part only; roles are decided while tracing.
 # pyright: reportPrivateImportUsage=false
 # pyright: reportPossiblyUnboundVariable=false
+# pyright: reportAbstractUsage=false
+# pyright: reportAssignmentType=false
+# pyright: reportCallIssue=false
+# pyright: reportOptionalMemberAccess=false
 
 import functools
 import math
@@ -47,7 +51,9 @@ HALF = sc.ROWS // 2  # queries of a warpgroup
 CHUNK = 64  # columns of one 16-bit buffer in shared memory
 REGISTERS = (240, 24)  # of a thread: products, loader
 LOWEST = -1.0e30  # first running maximum: finite, so that exp2(-inf - LOWEST) = 0
+FIRST_NAMED = 8  # of two hardware barriers that nothing else uses
 STEPS = 2  # tiles whose facts are in shared memory
+DRAWS = 2  # numbers drawn: a warp may draw before a slower one has read what came before
 
 I32 = jnp.int32
 F32 = jnp.float32
@@ -67,7 +73,6 @@ class Sizes:
     heads_together: int  # heads whose tiles are interleaved: their keys share the L2 cache
     workers: int
     dynamic: bool  # a thread block takes the next tile when it is free; else every 132nd
-    turn: int  # EXPERIMENT
 
     @property
     def k_chunks(self) -> int:
@@ -109,7 +114,7 @@ def scratch(sizes: Sizes, dtype: DTypeLike, out_dtype: DTypeLike, simulate: bool
         "k": buffer(stages, sizes.k_chunks, sizes.block),
         "v": buffer(stages, sizes.v_chunks, sizes.block),
         "small": plgpu.SMEM((2, HALF), F32),
-        "facts": plgpu.SMEM((STEPS + 1, sc.FIELDS), I32),
+        "facts": plgpu.SMEM((STEPS + DRAWS, sc.FIELDS), I32),
         "q_full": barrier(sizes.k_chunks, 2),  # copy engine -> one warpgroup
         "q_free": barrier(count=2),  # one warpgroup -> loader: queries taken, result sent
         "k_full": barrier(sizes.k_chunks, stages),  # copy engine -> both
@@ -120,11 +125,11 @@ def scratch(sizes: Sizes, dtype: DTypeLike, out_dtype: DTypeLike, simulate: bool
         "facts_full": barrier(count=STEPS),  # loader -> both
         "facts_free": barrier(2, STEPS),  # both -> loader
         "drawn": barrier(),  # loader -> loader: the number of the next tile
-        "turn": barrier(count=2),  # the other warpgroup -> one: it may issue a batch
     }
     if simulate:
         buffers["q"] = plgpu.SMEM((*queries, CHUNK), dtype)
         buffers["o"] = plgpu.SMEM((*queries, 128 // jnp.dtype(out_dtype).itemsize), out_dtype)
+        buffers["turn"] = barrier(count=2)  # the other warpgroup -> one: it may issue a batch
         buffers["spill"] = plgpu.SMEM((2, HALF, sizes.block), dtype)
     return buffers
 
@@ -175,7 +180,7 @@ def _body(
     *, sizes, scale, causal, simulate,
     q, k, v, small, facts,
     q_full, q_free, k_full, v_full, v_partial, k_free, v_free,
-    facts_full, facts_free, drawn, turn, o=None, spill=None,
+    facts_full, facts_free, drawn, o=None, turn=None, spill=None,
 ):  # fmt: skip
     wg, worker = lax.axis_index("wg"), lax.axis_index("worker")
     # Views for products and registers, and for the copy engine.
@@ -197,6 +202,9 @@ def _body(
     def step_slot(t):
         return lax.rem(t, jnp.int32(STEPS))
 
+    def draw_slot(t):
+        return STEPS + lax.rem(t, jnp.int32(DRAWS))
+
     def load():
         plgpu.set_max_registers(REGISTERS[1], action="decrease")
 
@@ -210,17 +218,17 @@ def _body(
             tile = lax.div(rest, width)
             return tile, first + rest - tile * width
 
-        def draw():
-            """Begin to find the number of the next tile."""
+        def draw(t):
+            """Begin to find the number of the tile after tile ``t``."""
             if dynamic:
-                _draw(drawn_g, facts.at[STEPS])
+                _draw(drawn_g, facts.at[draw_slot(t)])
                 plgpu.barrier_arrive(drawn)
 
-        def number_after(number):
+        def number_after(t, number):
             if not dynamic:
                 return number + sizes.workers
             plgpu.barrier_wait(drawn)
-            return facts[STEPS, 0] + sizes.workers
+            return facts[draw_slot(t), 0] + sizes.workers
 
         def load_k(row, head, s):
             for c in range(k_chunks):
@@ -301,14 +309,14 @@ def _body(
                             rows = pl.ds(row + w * HALF, HALF)
                             src = q_g.at[rows, head, pl.ds(c * CHUNK, CHUNK)]
                             plgpu.copy_gmem_to_smem(src, q_c.at[w, c], q_full.at[w])
-                    draw()
+                    draw(t)
 
                 return g + 1, here, head, keys - j * block
 
             g, last_row, last_head, last_valid = lax.fori_loop(
                 0, n, block_body, (g, last_row, last_head, last_valid)
             )
-            return t + 1, number_after(number), g, last_row, last_head, last_valid
+            return t + 1, number_after(t, number), g, last_row, last_head, last_valid
 
         zero = jnp.int32(0)
         t, _, g, *last = lax.while_loop(
@@ -372,12 +380,16 @@ def _body(
         my_spill = None if spill is None else spill.at[wg]
 
         def take():
-            if sizes.turn >= 0:
+            if simulate:
                 plgpu.barrier_wait(turn.at[wg])
+            else:
+                _turn("sync", of_other=False)
 
-        def give(when=None):
-            if sizes.turn >= 0 and (when is None or when == sizes.turn):
+        def give():
+            if simulate:
                 plgpu.barrier_arrive(turn.at[1 - wg])
+            else:
+                _turn("arrive", of_other=True)
 
         def fact(t, i):
             return facts[step_slot(t), i]
@@ -392,10 +404,11 @@ def _body(
             return queries
 
         def issue_scores(acc, queries, g):
-            s = slot(g)
+            """Scores of the first keys of block ``g``, as many as ``acc`` has columns."""
+            s, keys = slot(g), pl.ds(0, acc.shape[1])
             narrow = None if spill is None else spill.at[wg, :, pl.ds(0, CHUNK)]
             for c in range(k_chunks):
-                lib.matmul_registers(acc, queries[c], k_m.at[s, c].T, narrow)
+                lib.matmul_registers(acc, queries[c], k_m.at[s, c, keys].T, narrow)
 
         def issue_values(acc, p, g, before_last=lambda: None):
             s = slot(g)
@@ -414,31 +427,32 @@ def _body(
 
         def soften(x, j, keys, offset, top):
             """Weights of block ``j``, the new maximum, the old weights' factor, sums of rows."""
+            width = x.shape[1]
 
             def mask():
-                column = j * block + plgpu.broadcasted_iota(I32, (HALF, block), 1, layout=WGMMA)
+                column = j * block + plgpu.broadcasted_iota(I32, x.shape, 1, layout=WGMMA)
                 seen = keys
                 if causal:
-                    row = plgpu.broadcasted_iota(I32, (HALF, block), 0, layout=WGMMA)
+                    row = plgpu.broadcasted_iota(I32, x.shape, 0, layout=WGMMA)
                     seen = jnp.minimum(keys, wg * HALF + offset + 1 + row)
                 return jnp.where(column < seen, x, -jnp.inf)
 
-            full = (j + 1) * block <= keys
+            full = j * block + width <= keys
             if causal:
-                full = full & ((j + 1) * block <= wg * HALF + offset + 1)
+                full = full & (j * block + width <= wg * HALF + offset + 1)
             x = lax.cond(full, lambda: x, mask)
             new_top = jnp.maximum(top, x.max(axis=1) * scale)
-            w = jnp.exp2(x * scale - wide(new_top, block))
+            w = jnp.exp2(x * scale - wide(new_top, width))
             found = w, new_top, jnp.exp2(top - new_top), w.sum(axis=1)
             return lax.optimization_barrier(found)  # else the assembler moves it behind the values
 
-        def batch_of_both(values, p, queries, g, after):
+        def batch_of_both(values, p, queries, g, after, width=block):
             """``values += p V(g)``, and under it ``after(Q K(g+1)^T)``."""
             if simulate:
                 take()
                 x = pl.run_scoped(
                     lambda acc: (issue_scores(acc, queries, g + 1), acc[...])[1],
-                    plgpu.ACC((HALF, block), F32),
+                    plgpu.ACC((HALF, width), F32),
                 )
                 values = lib.accumulate(values, lambda acc: issue_values(acc, p, g), simulate=True)
                 give()
@@ -449,22 +463,18 @@ def _body(
                     o_acc, *results = refs
                     take()
                     issue_scores(s_acc, queries, g + 1)
-                    give(2)
-                    issue_values(o_acc, p, g, lambda: give(1))
-                    give(0)
-                    x = plgpu.wgmma_accumulator_load(s_acc, wait_n=v_chunks)
-                    give(3)
-                    found = after(x)
+                    issue_values(o_acc, p, g, before_last=give)
+                    found = after(plgpu.wgmma_accumulator_load(s_acc, wait_n=v_chunks))
                     for ref, x in zip(results, found, strict=True):
                         ref[...] = x
 
                 row = lib.row_vector(0.0, HALF)
-                blank = plgpu.layout_cast(jnp.zeros((HALF, block), F32), WGMMA)
+                blank = plgpu.layout_cast(jnp.zeros((HALF, width), F32), WGMMA)
                 start = (plgpu.ACC.init(values), blank, row, row, row)
                 values_, *found = pl.run_state(with_values)(start)
                 return values_, *found
 
-            values, *found = pl.run_scoped(with_scores, plgpu.ACC((HALF, block), F32))
+            values, *found = pl.run_scoped(with_scores, plgpu.ACC((HALF, width), F32))
             return values, found
 
         def scores_alone(queries, g):
@@ -478,7 +488,7 @@ def _body(
             return pl.run_scoped(f, plgpu.ACC((HALF, block), F32))
 
         def last_batch(values, p, queries, g, more, finish):
-            """``finish(values + p V(g))``, and the first scores of tile ``then`` if it exists."""
+            """``finish(values + p V(g))``, and ``Q K(g+1)^T`` if there are ``more`` tiles."""
 
             def with_next():
                 if simulate:
@@ -535,7 +545,7 @@ def _body(
             pl.when(n > 1)(lambda: await_k(g + 1))
             values = plgpu.layout_cast(jnp.zeros((HALF, sizes.v), F32), WGMMA)
 
-            def block_body(j, carry):
+            def block_body(j, carry, width=block):
                 values, p, top, total = carry
 
                 def after(x):
@@ -546,13 +556,24 @@ def _body(
                     pl.when(j + 2 < n)(lambda: await_k(g + j + 2))
                     return found
 
-                values, (w, top, shrink, added) = batch_of_both(values, p, queries, g + j, after)
+                values, (w, top, shrink, added) = batch_of_both(
+                    values, p, queries, g + j, after, width
+                )
                 free_v(g + j)
                 values = values * wide(shrink, sizes.v)
-                return values, w.astype(dtype), top, total * shrink + added
+                w = w.astype(dtype)
+                if width < block:
+                    rest = plgpu.layout_cast(jnp.zeros((HALF, block - width), dtype), WGMMA)
+                    w = jnp.concatenate([w, rest], axis=1)
+                return values, w, top, total * shrink + added
 
-            values, p, top, total = lax.fori_loop(
-                0, n - 1, block_body, (values, w.astype(dtype), top, total)
+            # The last block of the upper queries of a causal tile is seen to its middle only.
+            seen = jnp.minimum(keys, (wg + 1) * HALF + offset) if causal else keys
+            short = (n > 1) & (seen <= (n - 1) * block + block // 2)
+            last = n - 1 - short.astype(I32)
+            carry = lax.fori_loop(0, last, block_body, (values, w.astype(dtype), top, total))
+            values, p, top, total = lax.cond(
+                short, lambda: block_body(n - 2, carry, block // 2), lambda: carry
             )
 
             def finish(values):
@@ -606,6 +627,35 @@ def _body(
 
     pl.when(wg < 2)(attention)
     pl.when(wg == 2)(load)
+
+
+def _turn(verb: str, *, of_other: bool) -> None:
+    """``sync`` or ``arrive`` with 256 threads on one's own barrier, or that of the other.
+
+    A hardware barrier wakes a warpgroup sooner than one in shared memory.
+    """
+
+    @plgpu.inline_mgpu()
+    def issue(_):
+        from jax._src.lib.mlir import ir
+        from jax._src.lib.mlir.dialects import llvm
+
+        llvm.inline_asm(
+            ir.Type.parse("!llvm.void"),
+            [],
+            f"""{{
+            .reg .u32 x;
+            mov.u32 x, %tid.x;
+            shr.u32 x, x, 7;
+            xor.b32 x, x, {int(of_other)};
+            add.u32 x, x, {FIRST_NAMED};
+            barrier.cta.{verb} x, 256;
+            }}""",
+            "~{memory}",
+            has_side_effects=True,
+        )
+
+    issue()
 
 
 def _draw(counter, place) -> None:
