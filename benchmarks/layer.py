@@ -1,8 +1,7 @@
 """One DeepSeek-V3 attention layer, projections and cache write included, against torch."""
 
 import dataclasses
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,9 +101,9 @@ def run(peers: Path | None, chosen: list[str], turn: AbstractContextManager) -> 
         fa3.load(peers)
         flashmla.load(peers)
     for case in (c for c in CASES if c.name in chosen):
-        made = _Made.of(case)
+        timed = _prepare(case, _Made.of(case), peers is not None)
         with turn:
-            row = _row(case, made, peers is not None)
+            row = timed()
         print(paths.line(row), flush=True)
         yield row
 
@@ -178,7 +177,6 @@ def _error(case: Case, made: _Made, args: tuple, y: jax.Array) -> float:
             want = _reference(_weights(made.state), mine, prior, jnp.int32(t))
             got = y[r * n + t].astype(jnp.float32)
             worst = max(worst, float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want)))
-    assert worst < 2e-2, f"{case.name}: relative error {worst}"
     return worst
 
 
@@ -232,7 +230,8 @@ def _peer(case: Case, made: _Made, args: tuple, slots, positions) -> tuple[paths
     return paths.Peer(name=name, once=graph.once, many=graph.many), jnp.from_dlpack(graph.result)
 
 
-def _row(case: Case, made: _Made, with_peer: bool) -> dict:
+def _prepare(case: Case, made: _Made, with_peer: bool) -> Callable[[], dict]:
+    """Check both sides, and return what times them."""
     args = _inputs(case)
     meta = made.meta(*args[2:])
     slots, positions = meta.slots + 0, meta.positions + 0
@@ -240,6 +239,7 @@ def _row(case: Case, made: _Made, with_peer: bool) -> dict:
     if with_peer:
         peer, result = _peer(case, made, args, slots, positions)
         peer_error = _error(case, made, args, result)
+        peer = paths.checked(case.name, peer_error, peer)
     x, held = args[0], [jax.tree.map(jnp.copy, args[1])]
 
     def once():
@@ -252,10 +252,10 @@ def _row(case: Case, made: _Made, with_peer: bool) -> dict:
         y.block_until_ready()
 
     error = _error(case, made, args, once())
-    row = paths.row(
-        case.name, once, many, peer, calls=case.calls, flops=case.flops, bytes=case.bytes,
-        error=error, peer_error=peer_error,
-        temp_mib=made.program.memory_analysis().temp_size_in_bytes / 2**20,
-    )  # fmt: skip
-    assert math.isfinite(row["ours_us"])
-    return row
+    assert error < paths.TOLERANCE, f"{case.name}: relative error {error}"
+    facts = {
+        "peer_error": peer_error,
+        "temp_mib": made.program.memory_analysis().temp_size_in_bytes / 2**20,
+    }
+    sizes = {"calls": case.calls, "flops": case.flops, "bytes": case.bytes}
+    return lambda: paths.row(case.name, once, many, peer, error=error, **sizes, **facts)

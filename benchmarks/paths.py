@@ -8,8 +8,10 @@ from benchmarks.timing import Isolated, back_to_back_us, isolated_us
 from mla_jax import ops
 from mla_jax.pallas.registry import Registry
 
-__all__ = ["Peer", "line", "prefer_kernels", "row"]
+__all__ = ["Peer", "checked", "line", "prefer_kernels", "row"]
 
+TOLERANCE = 2e-2  # relative, of bf16 results against float32
+ROUNDS = 2  # of traced calls
 FLOPS, BYTES = 800e12, 4.25e12  # ceilings of the floor: bf16 product, copy
 
 
@@ -28,6 +30,14 @@ class Peer:
     many: Callable[[int], None]
 
 
+def checked(name: str, error: float, peer: Peer) -> Peer | None:
+    """A peer whose result is wrong is none."""
+    if error < TOLERANCE:
+        return peer
+    print(f"{name}: {peer.name} is off by {error}", flush=True)
+    return None
+
+
 def row(
     name: str,
     once: Callable[[], None],
@@ -44,7 +54,7 @@ def row(
     onces, manys = {"ours": once}, {"ours": lambda n: many(n * calls)}
     if peer is not None:
         onces["peer"], manys["peer"] = peer.once, lambda n: peer.many(n * calls)
-    isolated = isolated_us(onces)
+    isolated = isolated_us(onces, ROUNDS)
     slopes = back_to_back_us(manys, dict.fromkeys(manys, calls))
     none = Isolated(sum=math.nan, span=math.nan, kernels={})
     ours, theirs = isolated["ours"], isolated.get("peer", none)

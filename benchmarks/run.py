@@ -50,7 +50,7 @@ def main() -> None:
     rows = (
         _spread(given, chosen)
         if given.jobs > 1
-        else suite.run(given.peers, chosen, _turn(given.turn))
+        else suite.run(given.peers, chosen, turn(given.turn))
     )
     for row in rows:  # what was measured so far survives a kill
         record["rows"].append(row)
@@ -85,7 +85,7 @@ class _Turn:
         self.file.close()
 
 
-def _turn(path: Path | None):
+def turn(path: Path | None):
     return nullcontext() if path is None else _Turn(path)
 
 

@@ -11,7 +11,7 @@ import datetime
 import json
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import jax
@@ -20,6 +20,7 @@ import numpy as np
 from flax import nnx
 
 from benchmarks import paths
+from benchmarks.run import turn
 from mla_jax.config import ModelConfig
 from mla_jax.engine import Engine
 from mla_jax.metadata.buckets import Ladder, MLALadder
@@ -40,6 +41,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--models", nargs="*", default=list(MODELS))
     parser.add_argument("--backends", nargs="*", default=["mosaic", "xla"])
+    parser.add_argument("--turn", type=Path, help="file that a process locks to time")
     parser.add_argument("--layers", type=int, default=4, help="of V2-Lite; V3 has one")
     given = parser.parse_args()
     record = {
@@ -51,7 +53,7 @@ def main() -> None:
     for name in given.models:
         for backend in given.backends:
             layers = 1 if name == "v3" else given.layers
-            for row in run(name, layers, backend, list(PROMPTS), nullcontext()):
+            for row in run(name, layers, backend, list(PROMPTS), turn(given.turn)):
                 record["rows"].append(row)
                 given.out.write_text(json.dumps(record, indent=1) + "\n")
 
@@ -65,9 +67,9 @@ def config(name: str, layers: int) -> ModelConfig:
 
 
 def run(
-    name: str, layers: int, backend: str, prompts: list[str], turn: AbstractContextManager
+    name: str, layers: int, backend: str, prompts: list[str], mine: AbstractContextManager
 ) -> Iterator[dict]:
-    """Tokens per second of each kind of prompts; the device is timed inside ``turn`` alone."""
+    """Tokens per second of each kind of prompts; the device is timed inside ``mine`` alone."""
     paths.prefer_kernels()
     engine = _engine(config(name, layers), backend)
     warm = SamplingParams(max_new_tokens=1, ignore_eos=True)
@@ -75,7 +77,7 @@ def run(
     for kind in prompts:
         count, length = PROMPTS[kind]
         asked = [_tokens(length, seed=i) for i in range(count)]
-        with turn:
+        with mine:
             start = time.perf_counter()
             engine.generate(asked, warm)
             seconds = time.perf_counter() - start
