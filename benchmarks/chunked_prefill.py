@@ -97,7 +97,7 @@ def run(peers: Path | None, chosen: list[str], turn: AbstractContextManager) -> 
 
         fa3.load(peers)
     for case in (c for c in (*CASES, *EXTRA) if c.name in chosen):
-        timed = _prepare(case, _Made.of(case), peers is not None)
+        timed = _prepare(case, _Made.of(case), peers is not None and case in CASES)
         with turn:
             row = timed()
         print(paths.line(row), flush=True)

@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -48,7 +48,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.part:
         heads, run = map(int, given.part.split(","))
-        given.out.write_text(json.dumps(measure(heads, run, run_turn(given.turn))))
+        for rows in measure(heads, run, run_turn(given.turn)):
+            given.out.write_text(json.dumps(rows))
         return
     with tempfile.TemporaryDirectory() as folder:
         parts = {}
@@ -62,30 +63,30 @@ def main() -> None:
         for key, (process, part) in parts.items():
             process.wait()
             times[key] = json.loads(part.read_text()) if part.exists() else []
-    given.out.write_text(json.dumps(record(times), indent=1) + "\n")
+    given.out.write_text(json.dumps(record(jax.devices()[0].device_kind, times), indent=1) + "\n")
 
 
-def measure(heads: int, run: int, turn: AbstractContextManager) -> list[dict]:
-    """Times of one path; the first row of the expanded one also has the projection's rate."""
-    layer, rows = _Layer(heads), []
-    for queries, context in ABSORBED if run else EXPANDED:
-        once = layer.compiled(queries, context, absorb=run)
-        with turn:
-            us = isolated_us({"once": once}, rounds=1)["once"].span
-        rows.append({"heads": heads, "queries": queries, "context": context, "us": round(us, 1)})
-        print("run", run, rows[-1], flush=True)
+def measure(heads: int, run: int, turn: AbstractContextManager) -> Iterator[list[dict]]:
+    """Times of one path, more and more; expanded rows begin with the projection's rate."""
+    layer, rows, rate = _Layer(heads), [], {}
     if not run:
         up = layer.projection()
         with turn:
             us = isolated_us({"once": up}, rounds=1)["once"].span
         flops = 2.0 * 32768 * layer.dims.rank * heads * (layer.dims.nope + layer.dims.v)
-        rows[0]["projection_tflops"] = round(flops / us / 1e6, 1)
-    return rows
+        rate = {"projection_tflops": round(flops / us / 1e6, 1)}
+    for queries, context in ABSORBED if run else EXPANDED:
+        once = layer.compiled(queries, context, absorb=run)
+        with turn:
+            us = isolated_us({"once": once}, rounds=1)["once"].span
+        sizes = {"heads": heads, "queries": queries, "context": context}
+        rows.append(sizes | {"us": round(us, 1)} | rate)
+        print("run", run, rows[-1], flush=True)
+        yield rows
 
 
-def record(times: dict[tuple[int, int], list[dict]]) -> dict:
+def record(device: str, times: dict[tuple[int, int], list[dict]]) -> dict:
     """The data file, from the times of every path by heads and run length."""
-    device = jax.devices()[0].device_kind
     rates, rows = [], []
     for heads, runs in RUNS.items():
         run = min(runs, key=lambda n: times[heads, n][0]["us"])

@@ -26,8 +26,8 @@ PAGE = 64
 D = V3.dims
 WEIGHTS = V3.hidden * (D.q_rank + D.row) + D.q_rank * D.heads * D.qk + D.heads * D.v * V3.hidden
 METHOD = (
-    "hidden states in, hidden states out, new rows written to the cache; the step's metadata is "
-    "given to both sides, and FlashMLA its plan; peer: F.linear and bmm, small Triton kernels for "
+    "hidden states in, hidden states out, new rows written to the cache; the step's metadata and "
+    "the plan of decode are given to both sides; peer: F.linear and bmm, small Triton kernels for "
     "the rotation, FlashMLA (decode) or FlashAttention-3 with keys written per head (prefill), "
     "one CUDA graph; us: summed kernel time of an isolated call (kineto), span_us: start of its "
     "first kernel to end of its last, slope_us: slope of wall time over calls in a row, ours "
@@ -122,15 +122,17 @@ class _Made:
         layer.absorb()
         graph, state = nnx.split(layer)
 
-        def metadata(starts, lens, table, decodes):
-            return build_mla(starts, lens, table, decodes, bucket=case.bucket, page=PAGE)
-
-        def attend(state, cache, x, meta):
-            return nnx.merge(graph, state)(x, meta, cache)
-
         x, cache, *batch = _specs(case)
-        meta = jax.eval_shape(metadata, *batch)
-        program = jax.jit(attend, donate_argnums=(1,)).lower(state, cache, x, meta).compile()
+
+        def metadata(starts, lens, table, decodes):
+            meta = build_mla(starts, lens, table, decodes, bucket=case.bucket, page=PAGE)
+            return meta, layer.plan(meta, cache, dtype=x.dtype)
+
+        def attend(state, cache, x, meta, plan):
+            return nnx.merge(graph, state)(x, meta, cache, plan=plan)
+
+        shared = jax.eval_shape(metadata, *batch)
+        program = jax.jit(attend, donate_argnums=(1,)).lower(state, cache, x, *shared).compile()
         return cls(meta=jax.jit(metadata).lower(*batch).compile(), program=program, state=state)
 
 
@@ -233,7 +235,7 @@ def _peer(case: Case, made: _Made, args: tuple, slots, positions) -> tuple[paths
 def _prepare(case: Case, made: _Made, with_peer: bool) -> Callable[[], dict]:
     """Check both sides, and return what times them."""
     args = _inputs(case)
-    meta = made.meta(*args[2:])
+    meta, plan = made.meta(*args[2:])
     slots, positions = meta.slots + 0, meta.positions + 0
     peer, peer_error = None, None
     if with_peer:
@@ -243,12 +245,12 @@ def _prepare(case: Case, made: _Made, with_peer: bool) -> Callable[[], dict]:
     x, held = args[0], [jax.tree.map(jnp.copy, args[1])]
 
     def once():
-        y, held[0] = made.program(made.state, held[0], x, meta)
+        y, held[0] = made.program(made.state, held[0], x, meta, plan)
         return y.block_until_ready()
 
     def many(n):
         for _ in range(n):
-            y, held[0] = made.program(made.state, held[0], x, meta)
+            y, held[0] = made.program(made.state, held[0], x, meta, plan)
         y.block_until_ready()
 
     error = _error(case, made, args, once())
