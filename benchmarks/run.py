@@ -17,11 +17,14 @@ from pathlib import Path
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
+SUITES = (
+    "chunked_prefill", "decode", "gather", "layer", "prefill", "serve", "serve_prefill",
+)  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.run", description=__doc__)
-    parser.add_argument(
-        "suite", choices=["chunked_prefill", "decode", "gather", "layer", "prefill", "serve"]
-    )
+    parser.add_argument("suite", choices=SUITES)
     parser.add_argument("--peers", type=Path, help="folder with the peers' shared objects")
     parser.add_argument("--out", type=Path, help="JSON file; default benchmarks/results/")
     parser.add_argument(
