@@ -98,8 +98,7 @@ def run(peers: Path | None, chosen: list[str], turn: AbstractContextManager) -> 
         fa3.load(peers)
     for case in (c for c in (*CASES, *EXTRA) if c.name in chosen):
         timed = _prepare(case, _Made.of(case), peers is not None and case in CASES)
-        with turn:
-            row = timed()
+        row = timed(turn)
         print(paths.line(row), flush=True)
         yield row
 
@@ -226,7 +225,7 @@ def _peer(case: Case, made: _Made, args: tuple) -> tuple[paths.Peer, jax.Array]:
     return paths.Peer(name=name, once=graph.once, many=graph.many), jnp.from_dlpack(graph.result)
 
 
-def _prepare(case: Case, made: _Made, with_peer: bool) -> Callable[[], dict]:
+def _prepare(case: Case, made: _Made, with_peer: bool) -> Callable[[AbstractContextManager], dict]:
     """Check both sides, and return what times them."""
     args = _inputs(case)
 
@@ -252,4 +251,4 @@ def _prepare(case: Case, made: _Made, with_peer: bool) -> Callable[[], dict]:
         "temp_mib": made.program.memory_analysis().temp_size_in_bytes / 2**20,
     }
     sizes = {"calls": CALLS, "flops": case.flops, "bytes": case.bytes}
-    return lambda: paths.row(case.name, once, many, peer, error=error, **sizes, **facts)
+    return lambda turn: paths.row(case.name, once, many, peer, turn, error=error, **sizes, **facts)

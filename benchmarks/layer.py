@@ -102,8 +102,7 @@ def run(peers: Path | None, chosen: list[str], turn: AbstractContextManager) -> 
         flashmla.load(peers)
     for case in (c for c in CASES if c.name in chosen):
         timed = _prepare(case, _Made.of(case), peers is not None)
-        with turn:
-            row = timed()
+        row = timed(turn)
         print(paths.line(row), flush=True)
         yield row
 
@@ -232,7 +231,7 @@ def _peer(case: Case, made: _Made, args: tuple, slots, positions) -> tuple[paths
     return paths.Peer(name=name, once=graph.once, many=graph.many), jnp.from_dlpack(graph.result)
 
 
-def _prepare(case: Case, made: _Made, with_peer: bool) -> Callable[[], dict]:
+def _prepare(case: Case, made: _Made, with_peer: bool) -> Callable[[AbstractContextManager], dict]:
     """Check both sides, and return what times them."""
     args = _inputs(case)
     meta, plan = made.meta(*args[2:])
@@ -260,4 +259,4 @@ def _prepare(case: Case, made: _Made, with_peer: bool) -> Callable[[], dict]:
         "temp_mib": made.program.memory_analysis().temp_size_in_bytes / 2**20,
     }
     sizes = {"calls": case.calls, "flops": case.flops, "bytes": case.bytes}
-    return lambda: paths.row(case.name, once, many, peer, error=error, **sizes, **facts)
+    return lambda turn: paths.row(case.name, once, many, peer, turn, error=error, **sizes, **facts)
