@@ -8,13 +8,22 @@ import argparse
 import dataclasses
 import datetime
 import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from benchmarks.run import turn as run_turn
 from benchmarks.timing import isolated_us
 from mla_jax.cache import FORMATS, LatentCache
 from mla_jax.metadata.buckets import MLABucket
@@ -25,58 +34,91 @@ from mla_jax.model.presets import V3
 from mla_jax.types import cdiv
 
 PAGE = 64
-HEADS = (128, 16)
-QUERIES = (16, 64, 128, 256, 512)
-CONTEXTS = (4096, 32768)
-RUNS = {128: (1, 2, 4), 16: (4,)}
-SHAPE = (64, 32768)  # queries and context at which the run length is chosen
+RUNS = {128: (1, 4), 16: (4,)}  # lengths tried, by heads
+LONG, SHORT = (64, 32768), (128, 4096)  # queries and context; LONG decides the run length
+ABSORBED = (LONG, (16, 32768), (256, 32768), SHORT)
+EXPANDED = (LONG, (256, 32768), SHORT)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.crossover", description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", choices=["absorbed", "expanded"], help="one of the paths")
+    parser.add_argument("--turn", type=Path, help="file that a process locks to time")
+    parser.add_argument("--part", help="for internal use: heads, run length (0 = expanded)")
     given = parser.parse_args()
-    record = {
-        "device": jax.devices()[0].device_kind,
+    if given.part:
+        heads, run = map(int, given.part.split(","))
+        for rows in measure(heads, run, run_turn(given.turn)):
+            given.out.write_text(json.dumps(rows))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        parts = {}
+        for heads, runs in RUNS.items():
+            for run in (0, *runs):
+                part = Path(folder) / f"{heads}_{run}.json"
+                command = [sys.executable, "-m", "benchmarks.crossover", "--out", str(part)]
+                command += ["--part", f"{heads},{run}", "--turn", str(given.turn or part)]
+                parts[heads, run] = subprocess.Popen(command), part
+        times = {}
+        for key, (process, part) in parts.items():
+            process.wait()
+            times[key] = json.loads(part.read_text()) if part.exists() else []
+    given.out.write_text(json.dumps(record(jax.devices()[0].device_kind, times), indent=1) + "\n")
+
+
+def measure(heads: int, run: int, turn: AbstractContextManager) -> Iterator[list[dict]]:
+    """Times of one path, more and more; expanded rows begin with the projection's rate."""
+    layer, rows, rate = _Layer(heads), [], {}
+    if not run:
+        up = layer.projection()
+        with turn:
+            us = isolated_us({"once": up}, rounds=1)["once"].span
+        flops = 2.0 * 32768 * layer.dims.rank * heads * (layer.dims.nope + layer.dims.v)
+        rate = {"projection_tflops": round(flops / us / 1e6, 1)}
+    for queries, context in ABSORBED if run else EXPANDED:
+        once = layer.compiled(queries, context, absorb=run)
+        with turn:
+            us = isolated_us({"once": once}, rounds=1)["once"].span
+        sizes = {"heads": heads, "queries": queries, "context": context}
+        rows.append(sizes | {"us": round(us, 1)} | rate)
+        print("run", run, rows[-1], flush=True)
+        yield rows
+
+
+def record(device: str, times: dict[tuple[int, int], list[dict]]) -> dict:
+    """The data file, from the times of every path by heads and run length."""
+    rates, rows = [], []
+    for heads, runs in RUNS.items():
+        run = min(runs, key=lambda n: times[heads, n][0]["us"])
+        dims = dataclasses.replace(V3.dims, heads=heads)
+        absorbed, expanded = times[heads, run], times[heads, 0]
+        projection = expanded[0]["projection_tflops"]
+        lens = [([r["queries"]], [r["context"]]) for r in expanded]
+        flops = [expanded_flops(dims, *n) for n in lens]
+        rest = [r["us"] - up / projection / 1e6 for r, (up, _) in zip(expanded, flops, strict=True)]
+        whole = [sum(absorbed_flops(dims, [r["queries"]], [r["context"]])) for r in absorbed]
+        rates.append(
+            {
+                "heads": heads,
+                "run": run,
+                "projection_tflops": projection,
+                "expanded": _fit([a for _, a in flops], rest),
+                "absorbed": _fit(whole, [r["us"] for r in absorbed]),
+            }
+        )
+        by_shape = {(r["queries"], r["context"]): r["us"] for r in expanded}
+        for r in absorbed:
+            row = {k: r[k] for k in ("heads", "queries", "context")} | {"absorbed_us": r["us"]}
+            expanded_us = by_shape.get((r["queries"], r["context"]))
+            rows.append(row | ({"expanded_us": expanded_us} if expanded_us else {}))
+    return {
+        "device": device,
         "measured": f"jax {jax.__version__}, {datetime.date.today()}, bf16, page {PAGE}, "
         "one request, one layer, span of an isolated call",
-        "rates": [],
-        "rows": [],
+        "rates": rates,
+        "rows": rows,
+        "tried": {f"{heads} heads, run {run}": t for (heads, run), t in times.items()},
     }
-    for heads in HEADS:
-        rates, rows = measure(heads, given.only)
-        record["rates"].append(rates)
-        record["rows"] += rows
-        given.out.write_text(json.dumps(record, indent=1) + "\n")
-
-
-def measure(heads: int, only: str | None = None) -> tuple[dict, list[dict]]:
-    """Fitted rates of both paths, and the times they were fitted to."""
-    layer = _Layer(heads)
-    run = min(RUNS[heads], key=lambda n: layer.us(*SHAPE, absorb=n)) if only != "expanded" else 0
-    rows = []
-    for context in CONTEXTS:
-        for queries in QUERIES:
-            row = {"heads": heads, "queries": queries, "context": context}
-            if run:
-                row["absorbed_us"] = layer.us(queries, context, absorb=run)
-            if only != "absorbed":
-                row["expanded_us"] = layer.us(queries, context, absorb=0)
-            print(row, flush=True)
-            rows.append(row)
-    rates: dict = {"heads": heads, "run": run}
-    if run:
-        pairs = [absorbed_flops(layer.dims, [r["queries"]], [r["context"]]) for r in rows]
-        rates["absorbed"] = _fit([sum(p) for p in pairs], [r["absorbed_us"] for r in rows])
-    if only != "absorbed":
-        rates["projection_tflops"] = layer.projection_tflops()
-        flops = [expanded_flops(layer.dims, [r["queries"]], [r["context"]]) for r in rows]
-        up = [p / rates["projection_tflops"] / 1e6 for p, _ in flops]
-        rest = [r["expanded_us"] - u for r, u in zip(rows, up, strict=True)]
-        rates["expanded"] = _fit([a for _, a in flops], rest)
-    print(rates, flush=True)
-    return rates, rows
 
 
 def _fit(flops: list[float], us: list[float]) -> dict[str, float]:
@@ -96,8 +138,8 @@ class _Layer:
         layer.absorb()
         self.graph, self.state = nnx.split(layer)
 
-    def us(self, queries: int, context: int, *, absorb: int) -> float:
-        """Span of one call on one request; ``absorb`` is a run length, 0 = expanded."""
+    def compiled(self, queries: int, context: int, *, absorb: int) -> Callable[[], None]:
+        """One call on one request; ``absorb`` is a run length, 0 = expanded."""
         pages = cdiv(queries + context, PAGE)
         rows = 0 if absorb else min(context, 32768)
         bucket = MLABucket(
@@ -125,15 +167,14 @@ class _Layer:
             y, held[0] = program(self.state, held[0], x, *given)
             y.block_until_ready()
 
-        return round(isolated_us({"once": once}, rounds=1)["once"].span, 1)
+        return once
 
-    def projection_tflops(self) -> float:
-        """Of the up-projection of one full workspace."""
+    def projection(self) -> Callable[[], None]:
+        """The up-projection of one full workspace."""
         x = jax.random.normal(jax.random.key(0), (32768, self.dims.rank), jnp.bfloat16)
         up = jax.jit(lambda state, x: nnx.merge(self.graph, state).kv_up(x))
-        span = isolated_us({"up": lambda: up(self.state, x).block_until_ready()}, rounds=1)
-        flops = 2.0 * 32768 * self.dims.rank * self.dims.heads * (self.dims.nope + self.dims.v)
-        return round(flops / span["up"].span / 1e6, 1)
+        up(self.state, x).block_until_ready()
+        return lambda: up(self.state, x).block_until_ready()
 
 
 if __name__ == "__main__":

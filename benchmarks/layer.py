@@ -1,8 +1,7 @@
 """One DeepSeek-V3 attention layer, projections and cache write included, against torch."""
 
 import dataclasses
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +26,8 @@ PAGE = 64
 D = V3.dims
 WEIGHTS = V3.hidden * (D.q_rank + D.row) + D.q_rank * D.heads * D.qk + D.heads * D.v * V3.hidden
 METHOD = (
-    "hidden states in, hidden states out, new rows written to the cache; the step's metadata is "
-    "given to both sides, and FlashMLA its plan; peer: F.linear and bmm, small Triton kernels for "
+    "hidden states in, hidden states out, new rows written to the cache; the step's metadata and "
+    "the plan of decode are given to both sides; peer: F.linear and bmm, small Triton kernels for "
     "the rotation, FlashMLA (decode) or FlashAttention-3 with keys written per head (prefill), "
     "one CUDA graph; us: summed kernel time of an isolated call (kineto), span_us: start of its "
     "first kernel to end of its last, slope_us: slope of wall time over calls in a row, ours "
@@ -102,9 +101,8 @@ def run(peers: Path | None, chosen: list[str], turn: AbstractContextManager) -> 
         fa3.load(peers)
         flashmla.load(peers)
     for case in (c for c in CASES if c.name in chosen):
-        made = _Made.of(case)
-        with turn:
-            row = _row(case, made, peers is not None)
+        timed = _prepare(case, _Made.of(case), peers is not None)
+        row = timed(turn)
         print(paths.line(row), flush=True)
         yield row
 
@@ -123,15 +121,17 @@ class _Made:
         layer.absorb()
         graph, state = nnx.split(layer)
 
-        def metadata(starts, lens, table, decodes):
-            return build_mla(starts, lens, table, decodes, bucket=case.bucket, page=PAGE)
-
-        def attend(state, cache, x, meta):
-            return nnx.merge(graph, state)(x, meta, cache)
-
         x, cache, *batch = _specs(case)
-        meta = jax.eval_shape(metadata, *batch)
-        program = jax.jit(attend, donate_argnums=(1,)).lower(state, cache, x, meta).compile()
+
+        def metadata(starts, lens, table, decodes):
+            meta = build_mla(starts, lens, table, decodes, bucket=case.bucket, page=PAGE)
+            return meta, layer.plan(meta, cache, dtype=x.dtype)
+
+        def attend(state, cache, x, meta, plan):
+            return nnx.merge(graph, state)(x, meta, cache, plan=plan)
+
+        shared = jax.eval_shape(metadata, *batch)
+        program = jax.jit(attend, donate_argnums=(1,)).lower(state, cache, x, *shared).compile()
         return cls(meta=jax.jit(metadata).lower(*batch).compile(), program=program, state=state)
 
 
@@ -178,7 +178,6 @@ def _error(case: Case, made: _Made, args: tuple, y: jax.Array) -> float:
             want = _reference(_weights(made.state), mine, prior, jnp.int32(t))
             got = y[r * n + t].astype(jnp.float32)
             worst = max(worst, float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want)))
-    assert worst < 2e-2, f"{case.name}: relative error {worst}"
     return worst
 
 
@@ -232,30 +231,32 @@ def _peer(case: Case, made: _Made, args: tuple, slots, positions) -> tuple[paths
     return paths.Peer(name=name, once=graph.once, many=graph.many), jnp.from_dlpack(graph.result)
 
 
-def _row(case: Case, made: _Made, with_peer: bool) -> dict:
+def _prepare(case: Case, made: _Made, with_peer: bool) -> Callable[[AbstractContextManager], dict]:
+    """Check both sides, and return what times them."""
     args = _inputs(case)
-    meta = made.meta(*args[2:])
+    meta, plan = made.meta(*args[2:])
     slots, positions = meta.slots + 0, meta.positions + 0
     peer, peer_error = None, None
     if with_peer:
         peer, result = _peer(case, made, args, slots, positions)
         peer_error = _error(case, made, args, result)
+        peer = paths.checked(case.name, peer_error, peer)
     x, held = args[0], [jax.tree.map(jnp.copy, args[1])]
 
     def once():
-        y, held[0] = made.program(made.state, held[0], x, meta)
+        y, held[0] = made.program(made.state, held[0], x, meta, plan)
         return y.block_until_ready()
 
     def many(n):
         for _ in range(n):
-            y, held[0] = made.program(made.state, held[0], x, meta)
+            y, held[0] = made.program(made.state, held[0], x, meta, plan)
         y.block_until_ready()
 
     error = _error(case, made, args, once())
-    row = paths.row(
-        case.name, once, many, peer, calls=case.calls, flops=case.flops, bytes=case.bytes,
-        error=error, peer_error=peer_error,
-        temp_mib=made.program.memory_analysis().temp_size_in_bytes / 2**20,
-    )  # fmt: skip
-    assert math.isfinite(row["ours_us"])
-    return row
+    assert error < paths.TOLERANCE, f"{case.name}: relative error {error}"
+    facts = {
+        "peer_error": peer_error,
+        "temp_mib": made.program.memory_analysis().temp_size_in_bytes / 2**20,
+    }
+    sizes = {"calls": case.calls, "flops": case.flops, "bytes": case.bytes}
+    return lambda turn: paths.row(case.name, once, many, peer, turn, error=error, **sizes, **facts)

@@ -2,14 +2,17 @@
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from benchmarks.timing import Isolated, back_to_back_us, isolated_us
 from mla_jax import ops
 from mla_jax.pallas.registry import Registry
 
-__all__ = ["Peer", "line", "prefer_kernels", "row"]
+__all__ = ["Peer", "checked", "line", "prefer_kernels", "row"]
 
+TOLERANCE = 2e-2  # relative, of bf16 results against float32
+ROUNDS = 2  # of traced calls
 FLOPS, BYTES = 800e12, 4.25e12  # ceilings of the floor: bf16 product, copy
 
 
@@ -28,11 +31,20 @@ class Peer:
     many: Callable[[int], None]
 
 
+def checked(name: str, error: float, peer: Peer) -> Peer | None:
+    """A peer whose result is wrong is none."""
+    if error < TOLERANCE:
+        return peer
+    print(f"{name}: {peer.name} is off by {error}", flush=True)
+    return None
+
+
 def row(
     name: str,
     once: Callable[[], None],
     many: Callable[[int], None],
     peer: Peer | None,
+    turn: AbstractContextManager,
     *,
     calls: int,
     flops: float,
@@ -40,12 +52,17 @@ def row(
     error: float,
     **more: object,
 ) -> dict:
-    """Time both sides, interleaved; ``calls`` of ``many`` make one step of the slope."""
+    """Time both sides, interleaved; ``calls`` of ``many`` make one step of the slope.
+
+    The device is taken twice, some seconds each: for the traces and for the slopes.
+    """
     onces, manys = {"ours": once}, {"ours": lambda n: many(n * calls)}
     if peer is not None:
         onces["peer"], manys["peer"] = peer.once, lambda n: peer.many(n * calls)
-    isolated = isolated_us(onces)
-    slopes = back_to_back_us(manys, dict.fromkeys(manys, calls))
+    with turn:
+        isolated = isolated_us(onces, ROUNDS)
+    with turn:
+        slopes = back_to_back_us(manys, dict.fromkeys(manys, calls))
     none = Isolated(sum=math.nan, span=math.nan, kernels={})
     ours, theirs = isolated["ours"], isolated.get("peer", none)
     slope = slopes.get("peer", math.nan)

@@ -17,11 +17,14 @@ from pathlib import Path
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
+SUITES = (
+    "chunked_prefill", "decode", "gather", "layer", "prefill", "serve", "serve_prefill",
+)  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.run", description=__doc__)
-    parser.add_argument(
-        "suite", choices=["chunked_prefill", "decode", "gather", "layer", "prefill", "serve"]
-    )
+    parser.add_argument("suite", choices=SUITES)
     parser.add_argument("--peers", type=Path, help="folder with the peers' shared objects")
     parser.add_argument("--out", type=Path, help="JSON file; default benchmarks/results/")
     parser.add_argument(
@@ -50,7 +53,7 @@ def main() -> None:
     rows = (
         _spread(given, chosen)
         if given.jobs > 1
-        else suite.run(given.peers, chosen, _turn(given.turn))
+        else suite.run(given.peers, chosen, turn(given.turn))
     )
     for row in rows:  # what was measured so far survives a kill
         record["rows"].append(row)
@@ -85,7 +88,7 @@ class _Turn:
         self.file.close()
 
 
-def _turn(path: Path | None):
+def turn(path: Path | None):
     return nullcontext() if path is None else _Turn(path)
 
 

@@ -1,20 +1,12 @@
-"""``python -m benchmarks.serve_prefill --out FILE``: prompt tokens per second of the engine.
+"""Prefill end to end: prompts through the engine, random weights, by attention backend."""
 
-Random weights in the shape of V2-Lite (its first layers) and of one layer of V3; prompts go in
-steps of 8192 tokens through pages, with gather and chunked context. Wall time of ``generate``
-with one new token per prompt, the second run of each kind: nothing compiles in it.
-"""
-
-import argparse
 import dataclasses
-import datetime
-import json
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -28,77 +20,90 @@ from mla_jax.model.presets import V2_LITE, V3
 from mla_jax.model.sampling import SamplingParams
 from mla_jax.types import cdiv
 
-__all__ = ["MODELS", "PROMPTS", "config", "run"]
+__all__ = ["CASES", "METHOD", "Case", "run"]
 
 PAGE, STEP, ROWS = 64, 8192, 32768
-MODELS = {"v3": V3, "v2_lite": V2_LITE}
-PROMPTS = {"8x4096": (8, 4096), "1x32768": (1, 32768)}
+MODELS = {"v3": (V3, 1), "v2_lite": (V2_LITE, 4)}  # and how many of its first layers
+METHOD = (
+    "the first layers of V3 (1, dense) and of V2-Lite (4 of 27: 1 dense, 3 of experts), bf16, "
+    f"random weights; steps of {STEP} prompt tokens through pages, {ROWS} workspace rows for "
+    "cached context; wall time of Engine.generate with one new token a prompt, all programs "
+    "compiled before, once; cache traffic is by kernels in both backends"
+)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks.serve_prefill", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--models", nargs="*", default=list(MODELS))
-    parser.add_argument("--backends", nargs="*", default=["mosaic", "xla"])
-    parser.add_argument("--layers", type=int, default=4, help="of V2-Lite; V3 has one")
-    given = parser.parse_args()
-    record = {
-        "device": jax.devices()[0].device_kind,
-        "measured": f"jax {jax.__version__}, {datetime.date.today()}",
-        "method": __doc__,
-        "rows": [],
-    }
-    for name in given.models:
-        for backend in given.backends:
-            layers = 1 if name == "v3" else given.layers
-            for row in run(name, layers, backend, list(PROMPTS), nullcontext()):
-                record["rows"].append(row)
-                given.out.write_text(json.dumps(record, indent=1) + "\n")
+@dataclass(frozen=True)
+class Case:
+    """``prompts`` prompts of ``length`` tokens each, served together."""
+
+    model: str
+    backend: str
+    prompts: int
+    length: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}_{self.backend}_{self.prompts}x{self.length}"
 
 
-def config(name: str, layers: int) -> ModelConfig:
+CASES = tuple(
+    Case(model, backend, *prompts)
+    for backend in ("mosaic", "xla")
+    for model in MODELS
+    for prompts in ((8, 4096), (1, 32768))
+)
+
+
+def names() -> list[str]:
+    """Names of all cases."""
+    return [c.name for c in CASES]
+
+
+def extra() -> list[str]:
+    """Names of the cases that are no rows of the comparison."""
+    return []
+
+
+def run(peers: Path | None, chosen: list[str], turn: AbstractContextManager) -> Iterator[dict]:
+    """Time the chosen cases, row by row; the device is timed inside ``turn`` alone."""
+    del peers
+    paths.prefer_kernels()
+    one = SamplingParams(max_new_tokens=1, ignore_eos=True)
+    made = engine = None
+    for case in (c for c in CASES if c.name in chosen):
+        if made != (case.model, case.backend):
+            engine = None  # its weights leave the device first
+            made, engine = (case.model, case.backend), _engine(case)
+            engine.generate([_tokens(STEP + PAGE, seed=9)], one)  # without and with context
+        prompts = [_tokens(case.length, seed=i) for i in range(case.prompts)]
+        with turn:
+            start = time.perf_counter()
+            engine.generate(prompts, one)
+            seconds = time.perf_counter() - start
+        row = {
+            "case": case.name,
+            "layers": MODELS[case.model][1],
+            "ms": 1e3 * seconds,
+            "tokens_per_s": case.prompts * case.length / seconds,
+            "programs": engine.stats().compiles,
+        }
+        print(f"{case.name}: {row['ms']:.1f} ms, {row['tokens_per_s']:.0f} tokens/s", flush=True)
+        yield row
+
+
+def config(model: str) -> ModelConfig:
     """The first layers of a named model."""
-    whole = MODELS[name]
+    whole, layers = MODELS[model]
     sparse = whole.sparse_layers[:layers]
     moe = whole.moe if any(sparse) else None
     return dataclasses.replace(whole, layers=layers, sparse_layers=sparse, moe=moe)
 
 
-def run(
-    name: str, layers: int, backend: str, prompts: list[str], turn: AbstractContextManager
-) -> Iterator[dict]:
-    """Tokens per second of each kind of prompts; the device is timed inside ``turn`` alone."""
-    paths.prefer_kernels()
-    engine = _engine(config(name, layers), backend)
-    warm = SamplingParams(max_new_tokens=1, ignore_eos=True)
-    engine.generate([_tokens(STEP + PAGE, seed=9)], warm)  # a step without and one with context
-    for kind in prompts:
-        count, length = PROMPTS[kind]
-        asked = [_tokens(length, seed=i) for i in range(count)]
-        with turn:
-            start = time.perf_counter()
-            engine.generate(asked, warm)
-            seconds = time.perf_counter() - start
-        row = {
-            "model": name,
-            "layers": layers,
-            "backend": backend,
-            "prompts": kind,
-            "seconds": seconds,
-            "tokens_per_second": count * length / seconds,
-        }
-        print(
-            f"{name}, {layers} layers, {backend}, {kind}: {seconds:.3f} s, "
-            f"{row['tokens_per_second']:.0f} tokens/s",
-            flush=True,
-        )
-        yield row
-
-
-def _engine(config: ModelConfig, backend: str) -> Engine:
-    model = DeepseekV3(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+def _engine(case: Case) -> Engine:
+    facts = config(case.model)
+    model = DeepseekV3(facts, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     model.absorb()
-    longest = max(n for _, n in PROMPTS.values()) + PAGE
+    longest = max(c.length for c in CASES) + PAGE
     ladder = MLALadder(
         decodes=Ladder("decode requests", (8,)),
         prefills=Ladder("prefill requests", (8,)),
@@ -108,20 +113,16 @@ def _engine(config: ModelConfig, backend: str) -> Engine:
     )
     return Engine(
         model,
-        config,
+        facts,
         num_pages=2 * cdiv(longest, PAGE),
         page=PAGE,
         max_requests=8,
         prefill_chunk=STEP,
         max_model_len=longest,
         ladder=ladder,
-        backend=backend,
+        backend=case.backend,
     )
 
 
 def _tokens(n: int, *, seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(10, 1000, n).tolist()
-
-
-if __name__ == "__main__":
-    main()

@@ -56,8 +56,14 @@ class Graphed:
 
 
 @triton.jit
-def _merge(out, lse, part, part_lse, stride, part_stride, HEADS: tl.constexpr, V: tl.constexpr):
-    """Merge ``part`` into ``out`` in place; one token, all heads; lse is heads first."""
+def _merge(
+    out, lse, part, part_lse, new_lse, stride, part_stride, new_stride,
+    HEADS: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """Merge ``part`` into ``out`` in place; one token, all heads; lse is heads first.
+
+    Threads of several warps hold one head's ``lse``, so the merged one goes elsewhere.
+    """
     t = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, HEADS)
     a = tl.load(lse + h * stride + t)
@@ -65,7 +71,7 @@ def _merge(out, lse, part, part_lse, stride, part_stride, HEADS: tl.constexpr, V
     top = tl.maximum(a, b)
     wa, wb = tl.exp(a - top), tl.exp(b - top)
     total = wa + wb
-    tl.store(lse + h * stride + t, top + tl.log(total))
+    tl.store(new_lse + h * new_stride + t, top + tl.log(total))
     at = t * HEADS * V + h[:, None] * V + tl.arange(0, V)[None, :]
     x, y = tl.load(out + at).to(tl.float32), tl.load(part + at).to(tl.float32)
     tl.store(out + at, (x * (wa / total)[:, None] + y * (wb / total)[:, None]).to(tl.bfloat16))
@@ -73,8 +79,11 @@ def _merge(out, lse, part, part_lse, stride, part_stride, HEADS: tl.constexpr, V
 
 def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor):
     tokens, heads, v = out.shape
-    strides = lse.stride(0), part_lse.stride(0)
-    _merge[(tokens,)](out, lse, part, part_lse, *strides, HEADS=heads, V=v, num_warps=8)
+    new_lse = torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
+    strides = lse.stride(0), part_lse.stride(0), new_lse.stride(0)
+    given = out, lse, part, part_lse, new_lse
+    _merge[(tokens,)](*given, *strides, HEADS=heads, V=v, num_warps=8)
+    lse.copy_(new_lse)
 
 
 @triton.jit
@@ -91,9 +100,10 @@ def _rope(x, cos, sin, row, HEADS: tl.constexpr, HEAD: tl.constexpr, PAIRS: tl.c
 
 def rope_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     """``x [tokens, heads, 64]``, any strides of tokens and heads."""
-    _rope[(x.shape[0],)](
-        x, cos, sin, x.stride(0), HEADS=x.shape[1], HEAD=x.stride(1), PAIRS=x.shape[2] // 2
-    )
+    heads, pairs = x.shape[1], x.shape[2] // 2
+    warps = min(max(heads * pairs // 64, 1), 4)
+    sizes = {"HEADS": heads, "HEAD": x.stride(1), "PAIRS": pairs}
+    _rope[(len(x),)](x, cos, sin, x.stride(0), **sizes, num_warps=warps)
 
 
 def expand(kv: torch.Tensor, k_rope: torch.Tensor, nope: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -79,6 +79,8 @@ class Engine:
         cache_format: how a token is stored, a key of ``cache.FORMATS``.
         ladder: static sizes of a step; powers of two by default.
         context_rows: workspace rows for cached context of prefills, at most 4096 by default.
+        absorb_prefills: let steps of short prefills on long contexts run over their pages where
+            the device's measured rates say so (docs/chunked_context.md).
         want_logits: keep every step's logits in ``Completion.logits`` (for tests and parity).
     """
 
@@ -96,6 +98,7 @@ class Engine:
         ladder: MLALadder | None = None,
         context_rows: int | None = None,
         backend: str | None = None,
+        absorb_prefills: bool = False,
         want_logits: bool = False,
     ):
         length = config.max_positions if max_model_len is None else max_model_len
@@ -130,13 +133,15 @@ class Engine:
             )
             for _ in range(config.layers)
         ]
-        self._crossover = PrefillCrossover.for_cache(
-            config.dims,
-            dtype=model.embed.embedding[...].dtype,
-            format=self._caches[0].format,
-            page=page,
-            backend=backend,
-        )
+        self._crossover = None
+        if absorb_prefills:
+            self._crossover = PrefillCrossover.for_cache(
+                config.dims,
+                dtype=model.embed.embedding[...].dtype,
+                format=self._caches[0].format,
+                page=page,
+                backend=backend,
+            )
         self._ids = itertools.count()
         self._unread: list[Event] = []  # for the next ``step``
         self._claimed: dict[str, list[Event]] = {}  # for ``generate`` and ``stream``

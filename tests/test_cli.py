@@ -10,6 +10,7 @@ from mla_jax import cli
 from mla_jax.cache import FORMATS
 from mla_jax.engine import Engine
 from mla_jax.model.deepseek_v3 import DeepseekV3
+from mla_jax.model.prefill_crossover import PathRate, PrefillCrossover
 from mla_jax.model.weights import save
 from tests.model import tiny
 
@@ -245,3 +246,27 @@ def test_without_its_packages_it_says_what_to_install():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert done.stderr.strip() == "mla-jax needs typer: pip install 'mla-jax[cli]'"
+
+
+def test_explain_prefill_crossover(run, monkeypatch):
+    code, out, _ = run("explain", "prefill_crossover")
+    assert code == 0
+    assert "no measured rates for cpu" in out
+    rate = PathRate(tflops=600.0, fixed_us=0.0)
+    monkeypatch.setattr(
+        PrefillCrossover,
+        "of",
+        classmethod(
+            lambda cls, dims, device: cls(
+                dims=dims,
+                run=4,
+                expanded=rate,
+                absorbed=rate,
+                projection_tflops=600.0,
+                measured="made up",
+            )
+        ),
+    )
+    _, out, _ = run("explain", "prefill_crossover", "--tokens", 16, "--keys", 9000)
+    assert "16 tokens on 9000 cached" in out
+    assert "runs absorbed" in out
