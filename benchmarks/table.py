@@ -53,7 +53,7 @@ TRAFFIC: Columns = {
     "copy back to back": ("copy_slope_us", 1),
     "torch span": ("peer_span_us", 1),
     "torch back to back": ("peer_slope_us", 1),
-    "XLA span": ("xla_span_us", 1),
+    "XLA sum": ("xla_us", 1),
     "GB/s": ("gbs", 0),
     "% of copy": ("copy_percent", 1),
     "% of copy back to back": ("copy_percent_slope", 1),

@@ -228,7 +228,7 @@ def test_gather_on_device(format, page, rng):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tuning", [(16, 2, 1), (32, 3, 132), (16, 12, 2000)])
+@pytest.mark.parametrize("tuning", [(16, 1, 500), (16, 2, 1), (32, 3, 132), (16, 12, 2000)])
 @FORMAT
 def test_gather_at_any_tuning(tuning, format, rng):
     lens, first, take = [900, 0, 65, 3000], [100, 0, 1, 999], [800, 0, 64, 2001]
@@ -262,7 +262,7 @@ def test_every_quotient_is_rounded_once(rng):
                                   scale=scale)  # fmt: skip
         args = cache, x[:, :512], x[:, 512:], jnp.arange(n, dtype=jnp.int32)
         got = np.asarray(write_latent(*args, backend="mosaic").pages).reshape(n, 576)
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):  # signalling NaNs too
             quotient = np.asarray(x).astype(np.float32) / np.float32(scale)
         want = np.clip(quotient, -448, 448).astype(got.dtype)
         number = ~np.isnan(quotient)

@@ -77,10 +77,10 @@ class WriteTuning:
 
 
 def gather_tuning(*, rows: int, dequantise: bool) -> GatherTuning:
-    """Short shares and many thread blocks; the registers of a dequantising one want a ring."""
+    """Short shares and many thread blocks; registers in between want a longer ring."""
     if dequantise:
         return GatherTuning(part=16, stages=3, workers=cdiv(rows, 64))
-    return GatherTuning(part=16, stages=1, workers=cdiv(rows, 16))
+    return GatherTuning(part=16, stages=2, workers=cdiv(rows, 32))
 
 
 def write_tuning(*, tokens: int) -> WriteTuning:
