@@ -143,7 +143,10 @@ class MosaicPrefillBackend(MLAPrefillBackend):
 
 
 PREFILL_BACKENDS = PrefillRegistry(
-    order=(Priority(major=9, names=("MOSAIC", "XLA")), Priority(names=("XLA",))),
+    order=(
+        Priority(major=9, names=tuple(b.name.upper() for b in ops.REGISTRY.of("dense_prefill"))),
+        Priority(names=("XLA",)),
+    ),
     paths={
         "MOSAIC": f"{__name__}.{MosaicPrefillBackend.__name__}",
         "XLA": f"{__name__}.{XLAPrefillBackend.__name__}",

@@ -257,6 +257,9 @@ def test_bad_registrations(name):
         registry(A=Plain).register(name, f"{HERE}.Plain")
 
 
+PREFERRED = ops.REGISTRY.of("dense_prefill")[0].name
+
+
 def with_kernel(monkeypatch, backends, requirement=None):
     """The registry of operations with a Hopper kernel that needs this, or with none."""
     kernels = [Backend(op="dense_prefill", name="mosaic", run=print, requirement=r)
@@ -273,7 +276,7 @@ HOPPER = Requirement(
 
 
 def test_our_registry(monkeypatch):
-    """Hopper prefers its kernel where there is one; nobody else is offered it."""
+    """Hopper has the order of the operation's own registry; nobody else is offered the kernel."""
     assert PREFILL_BACKENDS.names() == ("MOSAIC", "XLA", "CUSTOM")
     with_kernel(monkeypatch, PREFILL_BACKENDS)
     for capability in (None, SM80, SM90, SM100):
@@ -281,7 +284,9 @@ def test_our_registry(monkeypatch):
     with_kernel(monkeypatch, PREFILL_BACKENDS, HOPPER)
     for capability in (None, SM80, SM100):
         assert PREFILL_BACKENDS.select(capability, config()) is XLAPrefillBackend
-    assert PREFILL_BACKENDS.select(SM90, config()) is MosaicPrefillBackend
+    first = {"mosaic": MosaicPrefillBackend, "xla": XLAPrefillBackend}[PREFERRED]
+    assert PREFILL_BACKENDS.select(SM90, config()) is first
+    assert MosaicPrefillBackend.validate_configuration(SM90, config()) == []
     assert PREFILL_BACKENDS.select(SM90, config(SMALL)) is XLAPrefillBackend
     PREFILL_BACKENDS._chosen.clear()
 
