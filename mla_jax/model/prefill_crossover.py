@@ -27,6 +27,7 @@ from mla_jax.config import MLADims
 from mla_jax.errors import UnsupportedError
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.registry import Problem
+from mla_jax.pallas.tuning import folder_name
 from mla_jax.types import cdiv
 
 __all__ = ["PathRate", "PrefillCrossover", "absorbed_flops", "expanded_flops"]
@@ -82,7 +83,7 @@ class PrefillCrossover:
 
         Records hold for the widths of DeepSeek V2 to R1 only.
         """
-        record = _read(device.kind.lower().replace(" ", "_"))
+        record = _read(folder_name(device.kind))
         if record is None or (dims.rank, dims.nope, dims.rope, dims.v) != (512, 128, 64, 128):
             return None
         rates = min(record["rates"], key=lambda r: abs(math.log(r["heads"] / dims.heads)))
