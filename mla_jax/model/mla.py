@@ -173,13 +173,17 @@ class MLA(nnx.Module):
         return self._add_context(state, q, cache, context, backend=backend)
 
     def full(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
-        """One whole sequence by the expanded path, without a cache; differentiable."""
+        """One whole sequence by the expanded path, without a cache; differentiable.
+
+        Always on ``xla``: the kernels have no derivative.
+        """
         tokens = x.shape[0]
         angles = cos_sin(jnp.arange(tokens, dtype=jnp.int32), self.rope)
         q = jnp.concatenate(self.queries(x, angles), axis=-1)
         starts = jnp.array([0, tokens], jnp.int32)
         meta = PrefillMetadata(query_starts=starts, key_starts=starts)
-        return self.out(self._expanded(q, *self.latents(x, angles), meta).out.astype(x.dtype))
+        state = self._expanded(q, *self.latents(x, angles), meta, backend="xla")
+        return self.out(state.out.astype(x.dtype))
 
     def _expanded(
         self,
