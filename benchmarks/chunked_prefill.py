@@ -219,7 +219,7 @@ def _peer(case: Case, made: _Made, args: tuple) -> tuple[paths.Peer, jax.Array]:
     given = [tm.tensor(x) for x in (q, latent, k_rope)]
     rows = tm.tensor(cache.pages).view(-1, ROW)
     starts = tm.ints(starts)
-    graph = tm.Graphed(lambda: assembly(*given, rows, starts, max(case.queries), chunks))
+    graph = tm.Replayed(lambda: assembly(*given, rows, starts, max(case.queries), chunks))
     graph.once()
     name = "cuBLAS + FlashAttention-3"
     return paths.Peer(name=name, once=graph.once, many=graph.many), jnp.from_dlpack(graph.result)

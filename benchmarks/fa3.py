@@ -9,14 +9,13 @@ from pathlib import Path
 import jax
 import torch
 
+from benchmarks.graphed import Graphed
+
 __all__ = ["FA3", "load"]
 
 
-class FA3:
-    """One problem. ``concat`` also counts the making of its keys, ``[k_nope | k_rope]`` per head.
-
-    ``many`` replays a CUDA graph, so that the host is no limit.
-    """
+class FA3(Graphed):
+    """One problem. ``concat``: making its keys, ``[k_nope | k_rope]`` per head, counts too."""
 
     def __init__(
         self, q: jax.Array, kv: jax.Array, k_rope: jax.Array, query_starts, key_starts,
@@ -42,23 +41,8 @@ class FA3:
                 -1, -1, 0.0, True, None, 1, None, 0, None, 1, 0, None,
             )  # fmt: skip
 
-        self.call = call
         self.out, self.lse, *_ = call()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            call()
-        torch.cuda.synchronize()
-
-    def once(self) -> None:
-        """One call; waits."""
-        self.call()
-        torch.cuda.synchronize()
-
-    def many(self, n: int) -> None:
-        """``n`` calls, one after the other; waits once."""
-        for _ in range(n):
-            self.graph.replay()
-        torch.cuda.synchronize()
+        super().__init__(call)
 
 
 def load(peers: Path) -> Callable[..., FA3]:

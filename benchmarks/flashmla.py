@@ -6,6 +6,8 @@ from pathlib import Path
 import jax
 import torch
 
+from benchmarks.graphed import Graphed
+
 __all__ = ["FlashMLA", "library"]
 
 
@@ -14,8 +16,8 @@ def library(peers: Path) -> Path:
     return peers / "_flashmla_C.abi3.so"
 
 
-class FlashMLA:
-    """One problem, planned once. ``many`` replays a CUDA graph, so that the host is no limit."""
+class FlashMLA(Graphed):
+    """One problem, planned once."""
 
     def __init__(self, q: jax.Array, pages: jax.Array, table, seq_lens, scale: float):
         operator = torch.ops._flashmla_C.dense_decode_fwd
@@ -26,22 +28,7 @@ class FlashMLA:
             return operator(q, pages, 512, lens, table, scale, True, *plan, None)
 
         self.out, self.lse, *plan = call()
-        self.call = lambda: call(plan)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.call()
-        torch.cuda.synchronize()
-
-    def once(self) -> None:
-        """One call; waits."""
-        self.call()
-        torch.cuda.synchronize()
-
-    def many(self, n: int) -> None:
-        """``n`` calls, one after the other; waits once."""
-        for _ in range(n):
-            self.graph.replay()
-        torch.cuda.synchronize()
+        super().__init__(lambda: call(plan))
 
 
 def load(peers: Path) -> Callable[..., FlashMLA]:

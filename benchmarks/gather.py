@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from jax import lax
 
+from benchmarks.graphed import Graphed
 from benchmarks.timing import Isolated, back_to_back_us, isolated_us
 from mla_jax.cache import FORMATS, CacheFormat
 from mla_jax.pallas.cache_io import mosaic, ref
@@ -147,21 +148,8 @@ def _same(a: jax.Array, b: jax.Array) -> jax.Array:
 def _graph(call: Callable[[], object]) -> tuple[Callable[[], None], Callable[[int], None]]:
     """``once`` waits for a call; ``many(n)`` replays it ``n`` times and waits."""
     call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-
-    def once():
-        call()
-        torch.cuda.synchronize()
-
-    def many(n: int):
-        for _ in range(n):
-            graph.replay()
-        torch.cuda.synchronize()
-
-    return once, many
+    graphed = Graphed(call)
+    return graphed.once, graphed.many
 
 
 def _torch_copy(case: Case):

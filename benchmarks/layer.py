@@ -226,7 +226,7 @@ def _peer(case: Case, made: _Made, args: tuple, slots, positions) -> tuple[paths
         layer = tm.PrefillLayer(weights, D, *angles, scale=V3.scale)
         given = tm.tensor(x), pages.view(-1, D.row), slots, tm.tensor(starts), case.queries
         name = "cuBLAS + FlashAttention-3"
-    graph = tm.Graphed(lambda: layer(*given))
+    graph = tm.Replayed(lambda: layer(*given))
     graph.once()
     return paths.Peer(name=name, once=graph.once, many=graph.many), jnp.from_dlpack(graph.result)
 

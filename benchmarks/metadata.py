@@ -8,7 +8,6 @@ layers; and so have the two ways to find a token's request. Growth: requests x1,
 import argparse
 import json
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.machine import clocks
 from mla_jax.metadata.buckets import CommonBucket, MLALadder
 from mla_jax.metadata.builder import MLACommonMetadataBuilder
 from mla_jax.metadata.common import CommonAttentionHost, build_common
@@ -327,15 +327,6 @@ COLUMNS = (
 def line(row: dict) -> str:
     """A row as text."""
     return " ".join(f"{'-' if row[c] is None else row[c]!s:>11}" for c in COLUMNS)
-
-
-def clocks() -> str:
-    """What the driver says of its clocks."""
-    query = ["nvidia-smi", "--query-gpu=clocks.sm,clocks.mem,power.draw,driver_version"]
-    try:
-        return subprocess.check_output([*query, "--format=csv,noheader"], text=True).strip()
-    except (OSError, subprocess.CalledProcessError) as error:
-        return f"unknown: {error}"
 
 
 def main() -> None:

@@ -14,6 +14,9 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 
+from benchmarks.machine import clocks
+from mla_jax.pallas.tuning import folder_name
+
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
@@ -40,12 +43,12 @@ def main() -> None:
     suite = importlib.import_module(f"benchmarks.{given.suite}")
     chosen = given.cases or suite.names()
     kind = jax.devices()[0].device_kind
-    stem = f"{kind.lower().replace(' ', '_')}_{given.suite}_{datetime.date.today()}"
+    stem = f"{folder_name(kind)}_{given.suite}_{datetime.date.today()}"
     out = given.out or Path(__file__).parent / "results" / f"{stem}.json"
     record = {
         "device": kind,
         "versions": _versions(),
-        "clocks": _clocks(),
+        "clocks": clocks(),
         "method": suite.METHOD,
         "extra": suite.extra(),
         "rows": [],
@@ -123,14 +126,6 @@ def _versions() -> dict[str, str]:
 
     isa = mosaic_gpu._mosaic_gpu_ext._get_ptxas_isa_version()
     return {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "ptx_isa": str(isa)}
-
-
-def _clocks() -> str:
-    query = ["nvidia-smi", "--query-gpu=clocks.sm,clocks.mem,power.draw,driver_version"]
-    try:
-        return subprocess.check_output([*query, "--format=csv,noheader"], text=True).strip()
-    except (OSError, subprocess.CalledProcessError) as error:
-        return f"unknown: {error}"
 
 
 if __name__ == "__main__":

@@ -14,7 +14,9 @@ import triton
 import triton.language as tl
 from torch.nn.functional import linear, rms_norm
 
-__all__ = ["ChunkedPrefill", "DecodeLayer", "Graphed", "PrefillLayer", "tensor"]
+from benchmarks.graphed import Graphed
+
+__all__ = ["ChunkedPrefill", "DecodeLayer", "PrefillLayer", "Replayed", "tensor"]
 
 EPS = 1e-6
 
@@ -33,25 +35,17 @@ def transposed(kernel: jax.Array, inner: int) -> torch.Tensor:
     return tensor(kernel).reshape(inner, -1).t().contiguous()
 
 
-class Graphed:
-    """``call`` captured once; ``once`` waits, ``many`` waits at the end."""
+class Replayed(Graphed):
+    """A path of many kernels: an isolated call of it is a replay too."""
 
     def __init__(self, call: Callable[[], torch.Tensor]):
         for _ in range(2):
-            self.result = call()
-        torch.cuda.synchronize()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.result = call()
-        torch.cuda.synchronize()
+            call()
+        super().__init__(call)
 
     def once(self) -> None:
+        """One replay; waits."""
         self.graph.replay()
-        torch.cuda.synchronize()
-
-    def many(self, n: int) -> None:
-        for _ in range(n):
-            self.graph.replay()
         torch.cuda.synchronize()
 
 

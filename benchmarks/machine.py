@@ -1,0 +1,14 @@
+"""What a record says of the machine that measured it."""
+
+import subprocess
+
+__all__ = ["clocks"]
+
+
+def clocks() -> str:
+    """What the driver says of its clocks."""
+    query = ["nvidia-smi", "--query-gpu=clocks.sm,clocks.mem,power.draw,driver_version"]
+    try:
+        return subprocess.check_output([*query, "--format=csv,noheader"], text=True).strip()
+    except (OSError, subprocess.CalledProcessError) as error:
+        return f"unknown: {error}"
