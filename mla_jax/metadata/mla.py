@@ -116,12 +116,13 @@ def query_runs(
     which is the request's own causal mask. Rows behind the last run are padding.
     """
     lens = jnp.diff(query_starts)
-    ends = jnp.cumsum((lens + longest - 1) // longest, dtype=jnp.int32)
+    count = (lens + longest - 1) // longest
+    ends = jnp.cumsum(count, dtype=jnp.int32)
     k = jnp.arange(runs, dtype=jnp.int32)
     real = k < ends[-1]
     owner = jnp.searchsorted(ends, k, side="right", method="compare_all")
     request = jnp.where(real, owner.astype(jnp.int32), 0)
-    first = longest * (k - ends[request] + (lens[request] + longest - 1) // longest)
+    first = longest * (k - ends[request] + count[request])
     stop = jnp.minimum(first + longest, lens[request])
     begins = jnp.where(real, query_starts[request] + first, query_starts[-1])
     decode = DecodeMetadata(
