@@ -6,6 +6,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -15,7 +16,24 @@ import numpy as np
 from mla_jax.errors import MetadataError
 from mla_jax.types import Array, Int
 
-__all__ = ["Packed", "pack", "padded_rows"]
+__all__ = ["Layout", "Packed", "pack", "padded_rows"]
+
+INT32 = np.dtype(np.int32)
+HOST = np.ndarray, np.int32
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Layout:
+    """Where the leaves of a tree lie among the words. Equal ones are one object: see ``of``."""
+
+    tree: Any  # jax's description of the structure
+    shapes: tuple[tuple[int, ...], ...]
+
+    @staticmethod
+    @cache
+    def of(tree: Any, shapes: tuple[tuple[int, ...], ...]) -> "Layout":
+        """The one layout of these: ``jax.jit`` compares it by identity, not bucket by bucket."""
+        return Layout(tree=tree, shapes=shapes)
 
 
 @jax.tree_util.register_dataclass
@@ -23,18 +41,17 @@ __all__ = ["Packed", "pack", "padded_rows"]
 class Packed:
     """A pytree of int32 arrays laid end to end. The layout is static, the words are not."""
 
-    tree: Any = field(metadata={"static": True})  # jax's description of the structure
-    shapes: tuple[tuple[int, ...], ...] = field(metadata={"static": True})
+    layout: Layout = field(metadata={"static": True})
     words: Int[Array | np.ndarray, "words"]
 
     def unpack(self) -> Any:
         """The pytree again. Inside a compiled step its arrays are slices that fuse away."""
         leaves, start = [], 0
-        for shape in self.shapes:
+        for shape in self.layout.shapes:
             stop = start + math.prod(shape)
             leaves.append(self.words[start:stop].reshape(shape))
             start = stop
-        return jax.tree.unflatten(self.tree, leaves)
+        return jax.tree.unflatten(self.layout.tree, leaves)
 
 
 def pack(tree: Any) -> Packed:
@@ -45,11 +62,12 @@ def pack(tree: Any) -> Packed:
     """
     leaves, structure = jax.tree.flatten(tree)
     for leaf in leaves:
-        if isinstance(leaf, jax.Array) or getattr(leaf, "dtype", None) != np.int32:
+        if not isinstance(leaf, HOST) or leaf.dtype != INT32:
             given = f"{type(leaf).__name__} of {getattr(leaf, 'dtype', 'no dtype')}"
             raise MetadataError("pack: a leaf", given, "a numpy array of int32")
-    words = np.concatenate([x.ravel() for x in leaves]) if leaves else np.zeros(0, np.int32)
-    return Packed(tree=structure, shapes=tuple(x.shape for x in leaves), words=words)
+    words = np.frombuffer(bytearray().join([x.tobytes() for x in leaves]), INT32)
+    layout = Layout.of(structure, tuple([x.shape for x in leaves]))
+    return Packed(layout=layout, words=words)
 
 
 def padded_rows(
