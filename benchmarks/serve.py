@@ -85,8 +85,7 @@ def run(peers: Path | None, chosen: list[str], turn: AbstractContextManager) -> 
     with tempfile.TemporaryDirectory() as folder:
         jax.config.update("jax_compilation_cache_dir", folder)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        for case in (c for c in CASES if c.name in chosen):
-            programs = _compile(case)
+        for case, programs in [(c, _compile(c)) for c in CASES if c.name in chosen]:
             with turn:
                 row = _row(case, programs)
             print(
