@@ -22,6 +22,7 @@ from mla_jax.cache import LatentCache
 from mla_jax.config import ModelConfig
 from mla_jax.engine import Engine
 from mla_jax.metadata.buckets import Ladder, MLABucket, MLALadder
+from mla_jax.metadata.packed import pack
 from mla_jax.model.deepseek_v3 import DeepseekV3
 from mla_jax.model.presets import V2_LITE
 from mla_jax.model.sampling import SamplingBatch, SamplingParams
@@ -110,7 +111,7 @@ def _compile(case: Case) -> dict:
     step = Step.of(_abstract(), page=PAGE, backend=case.backend)
     caches = jax.eval_shape(lambda: _caches(case))
     for bucket in (_bucket(case), _bucket(case, prefill=True)):
-        batch = jax.eval_shape(lambda b=bucket: _batch(b))
+        batch = pack(_batch(bucket))
         step.run.lower(step.leaves, caches, batch, bucket=bucket, want_logits=False).compile()  # pyright: ignore
 
     def draw():
@@ -191,7 +192,7 @@ def _decode(engine: Engine, case: Case, caches: list[LatentCache]) -> list[float
     tokens, times = np.ones(case.batch, np.int32), []
     for i in range(STEPS):
         start = time.perf_counter()
-        batch = jax.device_put(_batch(bucket, table, tokens, case.context + i + 1))
+        batch = pack(_batch(bucket, table, tokens, case.context + i + 1))
         out, caches = step.run(step.leaves, caches, batch, bucket=bucket, want_logits=False)
         tokens = np.asarray(jax.device_get(out.token_ids))
         times.append(time.perf_counter() - start)

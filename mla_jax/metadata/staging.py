@@ -25,8 +25,8 @@ class _Slot:
     """A page-locked buffer, the host's view of it, and who read it last."""
 
     def __init__(self, size: int):
-        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
-        self.words = jax.block_until_ready(jax.device_put(np.zeros(size, np.int32), sharding))
+        empty = np.zeros(size, np.int32)
+        self.words = jax.block_until_ready(jax.device_put(empty, _page_locked()))
         place = (ctypes.c_int32 * size).from_address(self.words.unsafe_buffer_pointer())
         self.view = np.ctypeslib.as_array(place)
         self.read: Array | None = None  # ready as soon as the device has copied the words
@@ -40,26 +40,35 @@ class _Slot:
 
 
 class StagedFunction:
-    """``jax.jit(fun)`` whose first argument is ``Packed`` by the host; see ``staged``."""
+    """``jax.jit(fun)`` with an argument that is ``Packed`` by the host; see ``staged``."""
 
-    def __init__(self, fun: Callable[..., Any], **options: Any):
-        def run(packed: Packed, *args: Any, **kwargs: Any) -> tuple[Array, Any]:
-            words = jax.device_put(packed.words, jax.memory.Space.Device)
-            given = Packed(layout=packed.layout, words=words)
-            return words, fun(given, *args, **kwargs)
+    def __init__(self, fun: Callable[..., Any], at: int, **options: Any):
+        def run(*args: Any, **kwargs: Any) -> tuple[Array, Any]:
+            words = jax.device_put(args[at].words, jax.memory.Space.Device)
+            given = Packed(layout=args[at].layout, words=words)
+            return words, fun(*args[:at], given, *args[at + 1 :], **kwargs)
 
-        self._on_gpu = jax.jit(run, **options)
-        self._plain = jax.jit(fun, **options)
+        self._at = at
+        self._staged, self._plain = jax.jit(run, **options), jax.jit(fun, **options)
         self._slots: dict[int, Iterator[_Slot]] = {}
 
-    def __call__(self, packed: Packed, *args: Any, **kwargs: Any) -> Any:
-        words = packed.words
-        if not words.size or isinstance(words, jax.Array) or jax.default_backend() != "gpu":
-            return self._plain(packed, *args, **kwargs)
-        slot = self._next(words.size)
-        sent = Packed(layout=packed.layout, words=slot.write(words))
-        slot.read, out = self._on_gpu(sent, *args, **kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        packed = args[self._at]
+        if not _stageable(packed):
+            return self._plain(*args, **kwargs)
+        slot = self._next(packed.words.size)
+        sent = Packed(layout=packed.layout, words=slot.write(packed.words))
+        slot.read, out = self._staged(*args[: self._at], sent, *args[self._at + 1 :], **kwargs)
         return out
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """``jax.jit(fun).lower`` of the program that a call with these arguments would run."""
+        packed = args[self._at]
+        if not _stageable(packed):
+            return self._plain.lower(*args, **kwargs)
+        words = jax.ShapeDtypeStruct(packed.words.shape, np.int32, sharding=_page_locked())
+        sent = Packed(layout=packed.layout, words=words)
+        return self._staged.lower(*args[: self._at], sent, *args[self._at + 1 :], **kwargs)
 
     def _next(self, size: int) -> _Slot:
         if size not in self._slots:
@@ -68,7 +77,16 @@ class StagedFunction:
 
     def compiled_programs(self) -> int:
         """Programs traced so far."""
-        return sum(f._cache_size() for f in (self._on_gpu, self._plain))
+        return sum(f._cache_size() for f in (self._staged, self._plain))
+
+
+def _stageable(packed: object) -> bool:
+    words = packed.words if isinstance(packed, Packed) else None
+    return isinstance(words, np.ndarray) and words.size > 0 and jax.default_backend() == "gpu"
+
+
+def _page_locked() -> jax.sharding.Sharding:
+    return jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
 
 
 def _turns(size: int) -> Iterator[_Slot]:
@@ -82,11 +100,11 @@ def _turns(size: int) -> Iterator[_Slot]:
         yield slots[-1]
 
 
-def staged(fun: Callable[..., Any], **options: Any) -> StagedFunction:
-    """``jax.jit(fun, **options)`` for ``fun(packed, …)`` with ``packed`` from ``pack``.
+def staged(fun: Callable[..., Any], *, at: int = 0, **options: Any) -> StagedFunction:
+    """``jax.jit(fun, **options)`` whose argument ``at`` may come from ``pack``.
 
-    On a GPU the words go through page-locked memory of the first device that belongs to this
-    function; a buffer is written again only when its last reader is done. Elsewhere, and for
-    words that are on a device already, this is ``jax.jit``.
+    On a GPU its words go through page-locked memory of the first device that belongs to this
+    function; a buffer is written again only when its last reader is done. Elsewhere, and where
+    that argument is on a device already, this is ``jax.jit``.
     """
-    return StagedFunction(fun, **options)
+    return StagedFunction(fun, at, **options)
