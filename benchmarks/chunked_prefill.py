@@ -25,13 +25,13 @@ __all__ = ["CASES", "METHOD", "Case", "run"]
 
 PAGE, RANK, ROPE, NOPE, V = 64, 512, 64, 128, 128
 ROW = RANK + ROPE
-CALLS = 3  # of one program when back to back
+CALLS = 3  # of one step of the slope
 METHOD = (
     "queries, new latents and cache are given, heads come out; both sides walk the same workspace "
     "rows; peer: F.linear, index_select, keys written per head, FlashAttention-3, merges in "
     "Triton, one CUDA graph, its plan on the host and not counted; us: summed kernel time of an "
     "isolated call (kineto), span_us: start of its first kernel to end of its last, slope_us: "
-    "slope of wall time over calls in a row, ours 3 in one jit like a model's layers; medians, "
+    "slope of wall time over calls in a row, launched one by one; medians, "
     "both sides interleaved in one process on the same arrays; random-normal data, shuffled pages; "
     "tflops and floor_percent are of span_us"
 )
@@ -116,7 +116,6 @@ class _Made:
     """A compiled case."""
 
     program: jax.stages.Compiled
-    chain: jax.stages.Compiled  # of the same for several queries
     state: nnx.State
     scale: float
 
@@ -133,16 +132,8 @@ class _Made:
             layer = nnx.merge(graph, state)
             return layer.prefill(q, latent, k_rope, cache, new, context).out.astype(q.dtype)
 
-        def chain(state, queries, *rest):
-            return [prefill(state, q, *rest) for q in queries]
-
-        q, *rest = _specs(case)
-        return cls(
-            program=jax.jit(prefill).lower(state, q, *rest).compile(),
-            chain=jax.jit(chain).lower(state, [q] * CALLS, *rest).compile(),
-            state=state,
-            scale=nnx.merge(graph, state).scale,
-        )
+        program = jax.jit(prefill).lower(state, *_specs(case)).compile()
+        return cls(program=program, state=state, scale=nnx.merge(graph, state).scale)
 
 
 def _specs(case: Case) -> tuple:
@@ -243,9 +234,9 @@ def _row(case: Case, made: _Made, with_peer: bool) -> dict:
         return jax.block_until_ready(made.program(made.state, *args))
 
     def many(n):
-        for _ in range(n // CALLS):
-            out = made.chain(made.state, [args[0]] * CALLS, *args[1:])
-        jax.block_until_ready(out)
+        for _ in range(n):
+            out = made.program(made.state, *args)
+        out.block_until_ready()
 
     error = _error(case, made, args, once())
     assert error < paths.TOLERANCE, f"{case.name}: relative error {error}"
