@@ -19,7 +19,10 @@ from benchmarks.timing import Isolated, back_to_back_us, isolated_us
 from mla_jax.cache import FORMATS
 from mla_jax.pallas.dense_decode import mosaic
 
-__all__ = ["CASES", "Case", "find", "run", "tuning_of"]
+__all__ = [
+    "CASES", "Case", "attend", "error_of", "find", "inputs", "plan_of", "random_arrays",
+    "reference", "run", "tuning_of",
+]  # fmt: skip
 
 PAGE, RANK, ROPE = 64, 512, 64
 ROW = RANK + ROPE
@@ -162,7 +165,7 @@ def tuning_of(case: Case) -> mosaic.Tuning:
     return dataclasses.replace(found, **changes)
 
 
-def _attend(case: Case, q_latent, q_rope, pages, table, lens, starts, plan):
+def attend(case: Case, q_latent, q_rope, pages, table, lens, starts, plan):
     return mosaic.dense_decode(
         q_latent, q_rope, pages, jnp.float32(1), table, lens, starts,
         max_query_len=case.queries, scale=SCALE, format=FORMATS["bf16"],
@@ -170,7 +173,7 @@ def _attend(case: Case, q_latent, q_rope, pages, table, lens, starts, plan):
     )  # fmt: skip
 
 
-def _plan(case: Case, lens, starts):
+def plan_of(case: Case, lens, starts):
     return mosaic.make_plan(
         lens, starts, tokens=case.batch * case.queries, heads=case.heads,
         max_query_len=case.queries, page=PAGE, width=-(-max(case.lens) // PAGE),
@@ -195,38 +198,38 @@ def _specs(case: Case) -> tuple:
 def _compile(case: Case) -> dict:
     """The planner, one call, and a chain of calls on equal page tables; their lse alone."""
     specs = _specs(case)
-    make_plan = jax.jit(functools.partial(_plan, case))
+    make_plan = jax.jit(functools.partial(plan_of, case))
     plan = jax.eval_shape(make_plan, *specs[4:])
-    attend = jax.jit(functools.partial(_attend, case))
+    call = jax.jit(functools.partial(attend, case))
 
     def chain(q_latent, q_rope, pages, tables, lens, starts, plan):
-        return [attend(q_latent, q_rope, pages, t, lens, starts, plan).lse for t in tables]
+        return [call(q_latent, q_rope, pages, t, lens, starts, plan).lse for t in tables]
 
     tables = [specs[3]] * CHAIN
     start = time.perf_counter()
     if case.batch == 1:  # its launch is timed: warm the jit, on an empty plan
         arrays = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (*specs, plan))
-        jax.block_until_ready(attend(*arrays))
-    once = attend.lower(*specs, plan).compile()
+        jax.block_until_ready(call(*arrays))
+    once = call.lower(*specs, plan).compile()
     return {
         "compile_s": time.perf_counter() - start,
         "plan": make_plan.lower(*specs[4:]).compile(),
         "once": once,
-        "jit": attend,
+        "jit": call,
         "chain": jax.jit(chain).lower(*specs[:3], tables, *specs[4:], plan).compile(),
-        "reference": jax.jit(_reference).lower(*_reference_specs(case)).compile(),
-        "random": jax.jit(functools.partial(_random, case)).lower().compile(),
+        "reference": jax.jit(reference).lower(*_reference_specs(case)).compile(),
+        "random": jax.jit(functools.partial(random_arrays, case)).lower().compile(),
     }
 
 
-def _random(case: Case) -> tuple[jax.Array, jax.Array]:
+def random_arrays(case: Case) -> tuple[jax.Array, jax.Array]:
     keys = jax.random.split(jax.random.key(3))
     q_latent, _, pages, *_ = _specs(case)
     q = jax.random.normal(keys[0], (*q_latent.shape[:2], ROW), jnp.bfloat16)
     return q, jax.random.normal(keys[1], pages.shape, jnp.bfloat16)
 
 
-def _inputs(case: Case, random_arrays) -> tuple[jax.Array, tuple]:
+def inputs(case: Case, q: jax.Array, pages: jax.Array) -> tuple[jax.Array, tuple]:
     """The joined queries for the peer, and our arguments without the plan."""
     rng = np.random.default_rng(7)
     specs = _specs(case)
@@ -235,7 +238,6 @@ def _inputs(case: Case, random_arrays) -> tuple[jax.Array, tuple]:
     table, k = np.zeros(specs[3].shape, np.int32), 0
     for i, n in enumerate(counts):
         table[i, :n], k = order[k : k + n], k + n
-    q, pages = random_arrays()
     lens = jnp.asarray(case.lens, jnp.int32)
     starts = jnp.arange(case.batch + 1, dtype=jnp.int32) * case.queries
     args = q[..., :RANK], q[..., RANK:], pages, jnp.asarray(table), lens, starts
@@ -249,7 +251,7 @@ def _reference_specs(case: Case) -> tuple:
     return q, pages, spec(table.shape[1:], table.dtype), spec((), lens.dtype)
 
 
-def _reference(q, pages, ids, n):
+def reference(q, pages, ids, n):
     """One request in float32: q [queries, heads, row]."""
     rows = pages[ids].reshape(-1, ROW).astype(jnp.float32)
     s = SCALE * jnp.einsum("qhd,kd->qhk", q.astype(jnp.float32), rows, precision="highest")
@@ -259,7 +261,7 @@ def _reference(q, pages, ids, n):
     return out, jax.nn.logsumexp(s, axis=-1)
 
 
-def _error(case: Case, reference, q, args, state) -> float:
+def error_of(case: Case, reference, q, args, state) -> float:
     """Worst relative error of a few requests; raises if it is no rounding error."""
     worst = 0.0
     for r in sorted({0, case.batch // 2, case.batch - 1, int(np.argmax(case.lens))}):
@@ -288,9 +290,9 @@ def _launch_us(call: Callable, args: tuple) -> tuple[float, float]:
 
 
 def _row(case: Case, programs: dict, make_peer) -> dict:
-    q, args = _inputs(case, programs["random"])
+    q, args = inputs(case, *programs["random"]())
     plan = programs["plan"](*args[4:])
-    error = _error(case, programs["reference"], q, args, programs["once"](*args, plan))
+    error = error_of(case, programs["reference"], q, args, programs["once"](*args, plan))
     tables = jax.block_until_ready([args[3] + 0 for _ in range(CHAIN)])
 
     def chain(n):
