@@ -61,6 +61,17 @@ def test_interpreted_with_race_detection(name, defer, rng):
     assert not get_races().races_found
 
 
+@pytest.mark.slow
+def test_interpreted_batch_invariant(rng):
+    """Pieces of a worker in the order of their size, not of their keys."""
+    dims = dataclasses.replace(V2_LITE, heads=8)
+    case = decode_case(rng, dims=dims, seq_lens=[70, 1, 0, 200], page=64)
+    tuning = dataclasses.replace(mosaic.heuristic(8, 1), workers=2, batch_invariant=True, chunk=2)
+    params = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=4)
+    judge_decode(attend(case, tuning, params), case)
+    assert not get_races().races_found
+
+
 @pytest.mark.parametrize("copies", [1, 2, 4])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_shared_memory_fits(copies, dtype):

@@ -1,6 +1,7 @@
 """The plan of dense decode: every block exactly once, shares balanced, splits as promised."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -36,9 +37,10 @@ def make(kind, batch, workers=4):
 
 
 def pieces_of(plan):
-    """Live pieces as rows, in order."""
+    """Live pieces as rows, in the order of the keys."""
     table = np.asarray(plan.pieces)
-    return table[: int(np.asarray(plan.bounds)[-1])]
+    table = table[: int(np.asarray(plan.bounds)[-1])]
+    return table[np.lexsort((table[:, wp.FIRST], table[:, wp.REQUEST]))]
 
 
 def merges_of(plan):
@@ -95,7 +97,7 @@ def test_slots_and_merges_agree(kind, batch):
 def test_balanced_shares(batch):
     """No worker has more than an eighth above the even share, and a block."""
     plan, workers = make("balanced", batch), 4
-    pieces, bounds = pieces_of(plan), np.asarray(plan.bounds)
+    pieces, bounds = np.asarray(plan.pieces), np.asarray(plan.bounds)
     work = pieces[:, wp.END] - pieces[:, wp.FIRST]
     real = [max(cdiv(n, BLOCK), 1) + wp.START_COST for n, q in batch if q]
     even = cdiv(sum(real), workers)
@@ -127,3 +129,26 @@ def test_batch_invariant_cuts_do_not_see_the_neighbours(batch, other):
     alone, among = make("batch_invariant", batch), make("batch_invariant", [*other, *batch])
     for r in range(len(batch)):
         assert cuts(alone, r) == cuts(among, len(other) + r)
+
+
+@given(batch=BATCHES, workers=st.sampled_from([1, 4, 7]))
+def test_batch_invariant_shares(batch, workers):
+    """Dealt from the largest down: no two workers differ by more than the largest piece."""
+    plan = make("batch_invariant", batch, workers)
+    pieces, bounds = np.asarray(plan.pieces), np.asarray(plan.bounds)
+    work = pieces[:, wp.END] - pieces[:, wp.FIRST]
+    loads = [work[a:b].sum() for a, b in itertools.pairwise(bounds)]
+    assert max(loads) - min(loads) <= work.max()
+
+
+def test_ragged_batch_invariant_shares():
+    """128 lengths up to 16,384: the longest share is within a tenth of the even one."""
+    lens = jnp.asarray(np.random.default_rng(1).integers(1, 16385, 128), jnp.int32)
+    starts = jnp.arange(129, dtype=jnp.int32)
+    plan = wp.batch_invariant(
+        lens, starts, tokens=128, block=BLOCK, workers=132, chunk=128, max_parts=2
+    )
+    pieces, bounds = np.asarray(plan.pieces), np.asarray(plan.bounds)
+    work = pieces[:, wp.END] - pieces[:, wp.FIRST]
+    loads = [work[a:b].sum() for a, b in itertools.pairwise(bounds)]
+    assert max(loads) <= 1.1 * np.mean(loads)

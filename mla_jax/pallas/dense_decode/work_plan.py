@@ -34,7 +34,7 @@ LOOKAHEAD = 2
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class WorkPlan:
-    """Pieces in the order of their keys, the workers' shares of them, and what to merge."""
+    """Pieces, worker by worker, the workers' shares of them, and what to merge."""
 
     slots: int = field(metadata={"static": True})  # rows of the scratch buffer, at most
     pieces: Int[Array, "pieces 8"]  # request, first and end block, slot or -1, keys, token, queries
@@ -77,15 +77,21 @@ def balanced(
         end = jnp.where(k == parts[r] - 1, blocks[r], (first_cut[r] + k) * share - line)
         first = jnp.where(equal, k * size[r], first)
         end = jnp.where(equal, jnp.minimum((k + 1) * size[r], blocks[r]), end)
-        return first, end, jnp.where(equal, bases[r] + k, first_cut[r] - 1 + k)
+        return first, end
+
+    def assign(table, r, k):
+        worker = jnp.where(equal, bases[r] + k, first_cut[r] - 1 + k)
+        exists = table[:, END] > table[:, FIRST]
+        worker = jnp.where(exists, jnp.minimum(worker, workers - 1), workers)
+        return table, _find(worker, jnp.arange(workers + 1, dtype=jnp.int32), side="left")
 
     return _plan(
         seq_lens,
         query_starts,
         parts,
         piece,
+        assign,
         tokens=tokens,
-        workers=workers,
         pieces=seq_lens.shape[0] + workers - 1,
         slots=max(2 * (workers - 1), 1),
     )
@@ -105,28 +111,41 @@ def batch_invariant(
 
     The same request is computed by the same operations in the same order in every batch. Of a
     request longer than ``chunk * max_parts`` blocks the chunks are longer: ``max_parts`` of them.
+    Who computes a piece changes no bit: pieces are dealt by size, the largest first, from the
+    first worker to the last, then back, and so on.
     """
     queries, blocks = _blocks(seq_lens, query_starts, block)
     chunks = jnp.maximum(chunk, (blocks + max_parts - 1) // max_parts)
     parts = jnp.where(queries > 0, (blocks + chunks - 1) // chunks, 0)
-    cost = blocks + parts * START_COST
-    starts = jnp.cumsum(cost) - cost
-    total = jnp.maximum(jnp.sum(cost), 1)
+    count = seq_lens.shape[0] * max_parts
 
     def piece(r, k):
         first = k * chunks[r]
-        end = jnp.minimum(first + chunks[r], blocks[r])
-        middle = starts[r] + first + k * START_COST + (end - first) // 2
-        return first, end, (middle.astype(jnp.float32) * (workers / total)).astype(jnp.int32)
+        return first, jnp.minimum(first + chunks[r], blocks[r])
 
-    count = seq_lens.shape[0] * max_parts
+    def assign(table, r, k):
+        del r, k
+        i, sizes = jnp.arange(count, dtype=jnp.int32), table[:, END] - table[:, FIRST]
+        before = (sizes > sizes[:, None]) | ((sizes == sizes[:, None]) & (i < i[:, None]))
+        rank = jnp.sum(before, axis=1, dtype=jnp.int32)
+        by_rank = jnp.zeros_like(i).at[rank].set(i, unique_indices=True)
+        w, total = jnp.arange(workers + 1, dtype=jnp.int32), jnp.sum(parts, dtype=jnp.int32)
+        rounds, rest = total // workers, total % workers
+        last = jnp.where(rounds % 2 == 0, jnp.minimum(w, rest), jnp.maximum(w - workers + rest, 0))
+        bounds = w * rounds + last
+        worker = jnp.minimum(_find(bounds, i) - 1, workers - 1)
+        turn = i - bounds[worker]
+        dealt = turn * workers + jnp.where(turn % 2 == 0, worker, workers - 1 - worker)
+        table = table[by_rank[jnp.minimum(dealt, count - 1)]]
+        return jnp.where((i < total)[:, None], table, 0), bounds
+
     return _plan(
         seq_lens,
         query_starts,
         parts,
         piece,
+        assign,
         tokens=tokens,
-        workers=workers,
         pieces=count,
         slots=count,
     )
@@ -160,14 +179,18 @@ def _share(lines, ends, blocks, workers, split_cost):
     return shares[best % shares.shape[0]], best >= shares.shape[0]
 
 
-def _plan(seq_lens, query_starts, parts, piece, *, tokens, workers, pieces, slots):
-    """Lay the pieces of all requests on a line and describe each of them."""
+def _plan(seq_lens, query_starts, parts, piece, assign, *, tokens, pieces, slots):
+    """Describe the pieces of all requests, in the order of their keys, and assign them.
+
+    ``piece(request, k)`` are the first and the end block of the request's piece ``k``;
+    ``assign(table, request, k)`` the table in the order of workers, and their bounds.
+    """
     i = jnp.arange(pieces, dtype=jnp.int32)
     ends = jnp.cumsum(parts)
     bases = ends - parts
     request = jnp.minimum(_find(ends, i), parts.shape[0] - 1)
     k = i - bases[request]
-    first, end, worker = piece(request, k)
+    first, end = piece(request, k)
     split = jnp.where(parts > 1, parts, 0)
     slot_bases = jnp.cumsum(split) - split
     exists = i < ends[-1]
@@ -183,8 +206,7 @@ def _plan(seq_lens, query_starts, parts, piece, *, tokens, workers, pieces, slot
         jnp.zeros_like(i),
     )
     table = jnp.where(exists[:, None], jnp.stack(fields, axis=1), 0)
-    worker = jnp.where(exists, jnp.minimum(worker, workers - 1), workers)
-    w = jnp.arange(workers + 1, dtype=jnp.int32)
+    table, bounds = assign(table, request, k)
 
     t = jnp.arange(tokens, dtype=jnp.int32)
     owner = jnp.minimum(_find(query_starts[1:], t), parts.shape[0] - 1)
@@ -196,7 +218,7 @@ def _plan(seq_lens, query_starts, parts, piece, *, tokens, workers, pieces, slot
     return WorkPlan(
         slots=slots,
         pieces=jnp.pad(table, ((0, LOOKAHEAD), (0, 0))).astype(jnp.int32),
-        bounds=_find(worker, w, side="left"),
+        bounds=bounds,
         merges=jnp.concatenate([head, rows.astype(jnp.int32)]),
     )
 
