@@ -136,10 +136,6 @@ def _order(case: Case) -> np.ndarray:
     return np.random.default_rng(7).permutation(case.tokens // PAGE).astype(np.int32)
 
 
-def _slots(case: Case) -> np.ndarray:
-    return (_order(case)[:, None] * PAGE + np.arange(PAGE)).ravel().astype(np.int32)
-
-
 def _bits(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
 
@@ -238,7 +234,7 @@ def _write(case: Case, programs: dict) -> dict:
     keys = _keys(3)
     kv = jax.random.normal(keys[1], (case.tokens, RANK), jnp.bfloat16)
     kr = jax.random.normal(keys[2], (case.tokens, ROPE), jnp.bfloat16)
-    slots = jnp.asarray(_slots(case))
+    slots = jnp.asarray((_order(case)[:, None] * PAGE + np.arange(PAGE)).ravel().astype(np.int32))
     args = _scale(case), kv, kr, slots
     caches = {k: programs[k](programs["pages"](), *args) for k in ("ours", "xla")}
     if not case.stored.quantised:  # XLA's quotients are not all rounded to nearest
