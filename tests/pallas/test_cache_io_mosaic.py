@@ -94,14 +94,14 @@ GATHERED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize(("part", "stages"), [(8, 1), (16, 1), (16, 3)])
 @pytest.mark.parametrize("name", GATHERED)
-def test_interpreted_gather(name, stages, rng):
+def test_interpreted_gather(name, part, stages, rng):
     """Every part of the walk on a CPU, with race detection."""
     lens, first, take, more = GATHERED[name]
     args, kwargs, want = gather_case(rng, lens, first, take, dims=SMALL, **more)
     params = plgpu.InterpretGPUParams(detect_races=True)
-    tuning = mosaic.GatherTuning(part=16, stages=stages, workers=3)
+    tuning = mosaic.GatherTuning(part=part, stages=stages, workers=3)
     got = gather(args, kwargs, tuning=tuning, interpret=params)
     np.testing.assert_array_equal(bits(got), bits(want))
     assert not get_races().races_found
@@ -161,7 +161,7 @@ def test_shared_memory_fits(rank, rope, format):
     g = mosaic.gather_tuning(rows=10**6, dequantise=fmt.quantised)
     out = gather_sm90.scratch(fmt.dtype, dtype, part=g.part, row=row, stages=g.stages)
     assert shared_bytes(out) <= SHARED_MEMORY
-    w = mosaic.write_tuning(tokens=10**6)
+    w = mosaic.write_tuning(tokens=10**6, quantise=fmt.quantised)
     out = write_sm90.scratch(
         (dtype, "float32" if fmt.quantised else dtype), fmt.dtype, tile=w.tile,
         widths=(rank, rope), stages=w.stages, quantised=fmt.quantised,
@@ -243,7 +243,7 @@ def test_gather_on_device(format, page, rng):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tuning", [(16, 1, 500), (16, 2, 1), (32, 3, 132), (16, 12, 2000)])
+@pytest.mark.parametrize("tuning", [(8, 1, 999), (16, 2, 1), (32, 3, 132), (16, 12, 2000)])
 @FORMAT
 def test_gather_at_any_tuning(tuning, format, rng):
     lens, first, take = [900, 0, 65, 3000], [100, 0, 1, 999], [800, 0, 64, 2001]
@@ -282,7 +282,7 @@ RUNS = {
 @pytest.mark.parametrize("page", [16, 80, 128])
 @FORMAT
 def test_runs_of_neighbours_on_device(format, page, rng):
-    """A tile of neighbours leaves in one copy; the rows beside it keep their poison."""
+    """Slots in a row, in tiles that are full and not; the rows beside them keep their poison."""
     step = jax.jit(functools.partial(write_latent, backend="mosaic"))
     for name, run in RUNS.items():
         filler = rng.permutation(np.setdiff1d(np.arange(640), run))[:1]

@@ -2,7 +2,7 @@
 
 Computes ``ref.write_latent``. Tiles of ``tile`` tokens pass through a ring of ``stages`` slots;
 a tile comes in two bulk copies (latent, rotary part) and leaves row by row, two bulk copies to
-each slot of the cache, issued by four warps side by side::
+each slot of the cache, one if quantised, issued by four warps side by side::
 
   ahead   load(i + stages) -----------------------------.
   now     wait full -> [quantise] -> copy each row -> slot of i - 1 is free
@@ -31,7 +31,6 @@ from mla_jax.types import Array, Float, Int, cdiv
 __all__ = ["scratch", "write"]
 
 WARPS = 4
-RUNS = True
 SAFE = 60  # scales of 2**-60 to 2**60 are divided by with a reciprocal
 IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS  # makes a contiguous copy a bulk copy
 
@@ -189,39 +188,23 @@ def _body(
                 )
 
     def send(places, sources):
-        """Rows of a tile to their places, all at once if they are neighbours; one group of each warp.
-
-        ``sources`` are buffers and the column that each begins at.
-        """
-        run = (places[0] >= 0) & (places[0] <= num_rows - tile)
-        if len(sources) > 1 or not RUNS: run = jnp.bool_(False)
-        for j in range(1, tile):
-            run &= places[j] == places[0] + j
-        apart = jnp.logical_not(run)
-        rows = tile // WARPS
+        """Rows of a tile to their places, one group of each warp; sources are buffers and columns."""
+        per_warp = tile // WARPS
 
         @plgpu.warp_map
         def _(warp):
-            @pl.when(run & (warp == 0))
-            def _():
-                if len(sources) > 1: return
-                dst = rows_g.at[pl.ds(places[0], tile)]
-                plgpu.copy_smem_to_gmem(sources[0][0], dst, commit_group=False)
+            for j in range(per_warp):
+                place = places[j]
+                for w in range(1, WARPS):
+                    place = jnp.where(warp == w, places[w * per_warp + j], place)
+                r = warp * per_warp + j
 
-            @pl.when(apart)
-            def _():
-                for j in range(rows):
-                    place = places[j]
-                    for w in range(1, WARPS):
-                        place = jnp.where(warp == w, places[w * rows + j], place)
-                    r = warp * rows + j
-
-                    @pl.when((place >= 0) & (place < num_rows))
-                    def _(place=place, r=r):
-                        for src, at in sources:
-                            src = src.at[r]
-                            dst = rows_g.at[place, pl.ds(at, src.shape[0])]
-                            plgpu.copy_smem_to_gmem(src, dst, commit_group=False)
+                @pl.when((place >= 0) & (place < num_rows))
+                def _(place=place, r=r):
+                    for src, at in sources:
+                        src = src.at[r]
+                        dst = rows_g.at[place, pl.ds(at, src.shape[0])]
+                        plgpu.copy_smem_to_gmem(src, dst, commit_group=False)
 
             plgpu.commit_smem_to_gmem_group()
             plgpu.wait_smem_to_gmem(late, wait_read_only=True)
