@@ -188,7 +188,7 @@ def _body(
                 )
 
     def send(places, sources):
-        """Rows of a tile to their places, one group of each warp; sources are buffers and columns."""
+        """Rows of a tile to their places, one group of each warp; sources: buffer, column."""
         per_warp = tile // WARPS
 
         @plgpu.warp_map
