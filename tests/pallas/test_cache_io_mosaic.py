@@ -94,14 +94,14 @@ GATHERED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize(("part", "stages"), [(8, 1), (16, 1), (16, 3)])
 @pytest.mark.parametrize("name", GATHERED)
-def test_interpreted_gather(name, stages, rng):
+def test_interpreted_gather(name, part, stages, rng):
     """Every part of the walk on a CPU, with race detection."""
     lens, first, take, more = GATHERED[name]
     args, kwargs, want = gather_case(rng, lens, first, take, dims=SMALL, **more)
     params = plgpu.InterpretGPUParams(detect_races=True)
-    tuning = mosaic.GatherTuning(part=16, stages=stages, workers=3)
+    tuning = mosaic.GatherTuning(part=part, stages=stages, workers=3)
     got = gather(args, kwargs, tuning=tuning, interpret=params)
     np.testing.assert_array_equal(bits(got), bits(want))
     assert not get_races().races_found
@@ -111,6 +111,7 @@ WRITTEN = {
     "shuffled": {"format": "bf16", "slots": [*range(40, 60), -1, 5, 4, 95, -1, 96, 2**30, 7]},
     "one": {"format": "fp16", "slots": [17]},
     "fp8": {"format": "fp8_e4m3", "scale": 0.5, "slots": [*range(60, 40, -1), -1, 96, 3]},
+    "runs": {"format": "fp8_e4m3", "scale": 0.5, "slots": [*range(9, 33), 80, *range(89, 96)]},
     "none": {"format": "fp8_e4m3", "slots": [-1] * 9},
 }  # a scale of 0.5, because the interpreter multiplies by the reciprocal
 
@@ -138,6 +139,20 @@ def test_the_search_finds_the_first_owner(lens, lead, row):
     assert int(found) == np.searchsorted(ends[1:], row, side="right")
 
 
+@pytest.mark.parametrize("digits", [8, 11])  # of bfloat16 and float16
+def test_one_correction_decides_every_tie(digits):
+    """``write_sm90._quotient`` in float64, at the divisors that bring ``x / y`` next to a tie."""
+    x = np.arange(2 ** (digits - 1), 2**digits, dtype=np.int64)[:, None, None]
+    tie = np.arange(16, 32)[:, None]  # of e4m3: five digits, fewer among subnormal numbers
+    y = (x << 24) // tie
+    y = (y >> (np.int64(np.log2(y)) - 23)) + np.arange(-16, 17)
+    x, y = (a.astype(np.float32) for a in np.broadcast_arrays(x, y))
+    inverse = np.float32(1) / y
+    q = (x * inverse).astype(np.float64)
+    q += (x - q * y.astype(np.float64)).astype(np.float32) * inverse.astype(np.float64)
+    np.testing.assert_array_equal(q.astype(np.float32), x / y)
+
+
 @pytest.mark.parametrize("rank", [64, 512, 1024])
 @pytest.mark.parametrize("rope", [64, 128])
 @FORMAT
@@ -146,7 +161,7 @@ def test_shared_memory_fits(rank, rope, format):
     g = mosaic.gather_tuning(rows=10**6, dequantise=fmt.quantised)
     out = gather_sm90.scratch(fmt.dtype, dtype, part=g.part, row=row, stages=g.stages)
     assert shared_bytes(out) <= SHARED_MEMORY
-    w = mosaic.write_tuning(tokens=10**6)
+    w = mosaic.write_tuning(tokens=10**6, quantise=fmt.quantised)
     out = write_sm90.scratch(
         (dtype, "float32" if fmt.quantised else dtype), fmt.dtype, tile=w.tile,
         widths=(rank, rope), stages=w.stages, quantised=fmt.quantised,
@@ -228,7 +243,7 @@ def test_gather_on_device(format, page, rng):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tuning", [(16, 1, 500), (16, 2, 1), (32, 3, 132), (16, 12, 2000)])
+@pytest.mark.parametrize("tuning", [(8, 1, 999), (16, 2, 1), (32, 3, 132), (16, 12, 2000)])
 @FORMAT
 def test_gather_at_any_tuning(tuning, format, rng):
     lens, first, take = [900, 0, 65, 3000], [100, 0, 1, 999], [800, 0, 64, 2001]
@@ -251,17 +266,47 @@ def test_write_on_device(format, tokens, rng):
     np.testing.assert_array_equal(bits(got.pages), bits(want))
 
 
+RUNS = {
+    "whole": range(64, 64 + 48),
+    "across_pages": range(39, 39 + 64),
+    "to_the_last_row": range(640 - 32, 640),
+    "over_the_end": range(640 - 24, 640 + 8),
+    "with_a_hole": [*range(100, 109), -1, *range(110, 132)],
+    "from_before_the_start": [*range(-16, 0), *range(16)],
+    "backwards": range(200, 100, -1),
+    "odd_tail": range(300, 339),
+}
+
+
 @pytest.mark.gpu
-def test_every_quotient_is_rounded_once(rng):
-    """All bfloat16 numbers divided by odd scales: the byte of the rounded float32 quotient."""
+@pytest.mark.parametrize("page", [16, 80, 128])
+@FORMAT
+def test_runs_of_neighbours_on_device(format, page, rng):
+    """Slots in a row, in tiles that are full and not; the rows beside them keep their poison."""
+    step = jax.jit(functools.partial(write_latent, backend="mosaic"))
+    for name, run in RUNS.items():
+        gap = [-1] * (117 - len(run))  # one shape, whose last tile is not full
+        for slots in ([*run, *gap], [*gap[1:], *run, -1], [*gap, *run]):
+            case = {"num_pages": 640 // page, "page": page, "format": format}
+            args, want = write_case(rng, slots, **case)
+            np.testing.assert_array_equal(bits(step(*args).pages), bits(want), err_msg=name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_every_quotient_is_rounded_once(dtype, rng):
+    """All 16-bit numbers divided by odd scales: the byte of the rounded float32 quotient."""
     codes = np.arange(2**16, dtype=np.uint16).reshape(-1, 576 // 9)
-    x = jnp.asarray(np.tile(codes, (1, 9)).view(jnp.bfloat16))
+    x = jnp.asarray(np.tile(codes, (1, 9)).view(dtype))
     n = x.shape[0]
-    for scale in (0.3, 1 / 3, 1.1e-3, 7.77):
+    step = jax.jit(functools.partial(write_latent, backend="mosaic"))
+    ties = rng.integers(128, 256, 40) / (rng.integers(8, 16, 40) * 2 + 1)  # x / tie: next to a tie
+    ties = ties.astype(np.float32).view(np.int32) + rng.integers(-2, 3, 40, dtype=np.int32)
+    for scale in (0.3, 1 / 3, 1.1e-3, 7.77, 2.0**-70, 3e30, *ties.view(np.float32)):
         cache = LatentCache.alloc(num_pages=16, page=64, rank=512, rope=64, format="fp8_e4m3",
-                                  scale=scale)  # fmt: skip
+                                  scale=float(scale))  # fmt: skip
         args = cache, x[:, :512], x[:, 512:], jnp.arange(n, dtype=jnp.int32)
-        got = np.asarray(write_latent(*args, backend="mosaic").pages).reshape(n, 576)
+        got = np.asarray(step(*args).pages).reshape(n, 576)
         with np.errstate(over="ignore", invalid="ignore"):  # signalling NaNs too
             quotient = np.asarray(x).astype(np.float32) / np.float32(scale)
         want = np.clip(quotient, -448, 448).astype(got.dtype)
@@ -304,3 +349,16 @@ def test_a_kept_cache_is_not_changed(rng):
     got = jax.jit(functools.partial(write_latent, backend="mosaic"))(*args)
     np.testing.assert_array_equal(bits(args[0].pages), before)
     np.testing.assert_array_equal(bits(got.pages), bits(want))
+
+
+@pytest.mark.gpu
+@FORMAT
+def test_little_of_everything(format, rng):
+    """Small enough for ``tools/sanitize.sh``; every path of both kernels."""
+    lens, first, take = [70, 0, 60, 33], [33, 0, 0, 32], [37, 0, 60, 1]
+    more = {"rows": 130, "lead": 5, "page": 32, "format": format}
+    args, kwargs, want = gather_case(rng, lens, first, take, **more)
+    np.testing.assert_array_equal(bits(gather(args, kwargs)), bits(want))
+    slots = [*range(9, 41), -1, 5, 4, *range(63, 50, -1), 64, 2**30]
+    args, want = write_case(rng, slots, num_pages=2, page=32, format=format)
+    np.testing.assert_array_equal(bits(write(args)), bits(want))

@@ -37,6 +37,7 @@ __all__ = ["gather", "owner", "scratch"]
 
 I32 = jnp.int32
 PROBES = 15  # of one round of the search; their loads overlap
+GROUP = 8  # rows that pass the registers together: few, hence many thread blocks side by side
 IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS  # makes a contiguous copy a bulk copy
 
 
@@ -175,15 +176,20 @@ def _body(
 
     def store_wide(i, c: Cursor, live, offset, n):
         out = wide.at[lax.rem(i, jnp.int32(late + 1))]
-        layout = plgpu.Layout.WG_STRIDED(ring.shape[1:], vec_size=8)
+        layout = plgpu.Layout.WG_STRIDED((GROUP, ring.shape[2]), vec_size=4)
         plgpu.wait_smem_to_gmem(late, wait_read_only=True)
 
         @pl.when(live)
         def _():
             plgpu.barrier_wait(full.at[slot(i)])
-            x = plgpu.load(ring.at[slot(i)], layout=layout)
-            x = x.astype(jnp.float16).astype(jnp.float32) * scale_g[0]  # no e4m3 -> bfloat16
-            out[...] = x.astype(out.dtype)
+            scale = scale_g[0]
+
+            @pl.loop(0, part // GROUP)
+            def _(j):
+                rows_j = pl.ds(j * GROUP, GROUP)
+                x = plgpu.load(ring.at[slot(i), rows_j], layout=layout)
+                x = x.astype(jnp.float16).astype(jnp.float32) * scale  # no e4m3 -> bfloat16
+                out[rows_j] = x.astype(out.dtype)
 
         @pl.when(jnp.logical_not(live))
         def _():

@@ -54,12 +54,12 @@ WRITE = Requirement(
 class GatherTuning:
     """What may change the speed of a gather; no result depends on it."""
 
-    part: int  # rows of one copy, a power of two that divides the page
+    part: int  # rows of one copy, a power of two from 8 on that divides the page
     stages: int  # slots of the ring: one is on its way out, the others on their way in
     workers: int  # thread blocks
 
     def __post_init__(self):
-        assert self.part & (self.part - 1) == 0 < self.part, "a power of two"
+        assert self.part & (self.part - 1) == 0 < self.part // 8, "a power of two from 8 on"
         assert min(self.stages, self.workers) >= 1, "one slot, one thread block"
 
 
@@ -77,16 +77,18 @@ class WriteTuning:
 
 
 def gather_tuning(*, rows: int, dequantise: bool) -> GatherTuning:
-    """Short shares and many thread blocks; registers in between want a longer ring."""
-    if dequantise:
-        return GatherTuning(part=16, stages=3, workers=cdiv(rows, 64))
-    return GatherTuning(part=16, stages=2, workers=cdiv(rows, 32))
+    """One small part for each thread block: of many blocks side by side, some always load."""
+    part = 16 if dequantise else 8
+    return GatherTuning(part=part, stages=1, workers=cdiv(rows, part))
 
 
-def write_tuning(*, tokens: int) -> WriteTuning:
-    """A thread block for every tile; small tiles where there are few tokens."""
+def write_tuning(*, tokens: int, quantise: bool) -> WriteTuning:
+    """One tile for each thread block, small where there are few tokens.
+
+    In a plain write the second slot stays empty: fewer thread blocks side by side are faster.
+    """
     tile = 16 if tokens > 2048 else 8
-    return WriteTuning(tile=tile, stages=2, workers=cdiv(tokens, tile))
+    return WriteTuning(tile=tile, stages=1 if quantise else 2, workers=cdiv(tokens, tile))
 
 
 def gather_latent(
@@ -145,7 +147,7 @@ def write_latent(
 
     if not slots.shape[0]:
         return pages
-    tuning = tuning or write_tuning(tokens=slots.shape[0])
+    tuning = tuning or write_tuning(tokens=slots.shape[0], quantise=format.quantised)
     return write_sm90.write(
         pages,
         scale,
