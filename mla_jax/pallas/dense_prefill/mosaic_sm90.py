@@ -53,6 +53,7 @@ REGISTERS = (240, 24)  # of a thread: products, loader
 LOWEST = -1.0e30  # first running maximum: finite, so that exp2(-inf - LOWEST) = 0
 FIRST_NAMED = 8  # of two hardware barriers that nothing else uses
 STEPS = 2  # tiles whose facts are in shared memory
+PARTS = 8  # partial sums of a row: two in each of the four threads that share it
 DRAWS = 2  # numbers drawn: a warp may draw before a slower one has read what came before
 
 I32 = jnp.int32
@@ -73,6 +74,8 @@ class Sizes:
     heads_together: int  # heads whose tiles are interleaved: their keys share the L2 cache
     workers: int
     dynamic: bool  # a thread block takes the next tile when it is free; else every 132nd
+    turns: bool = False
+    lazy: bool = False
 
     @property
     def k_chunks(self) -> int:
@@ -190,7 +193,8 @@ def _body(
         v_m = v_c = v
         o_m = o_c = o
     else:
-        (q_m, q_c, o_m, o_c), (k_m, k_c), (v_m, v_c) = q, k, v
+        (q_m, q_c, o_m, o_c), (k_m, k_c) = q, k
+        v_m, v_c = v
     block, stages, heads, dtype = sizes.block, sizes.stages, q_g.shape[1], q_g.dtype
     k_chunks, v_chunks = sizes.k_chunks, sizes.v_chunks
     with_keys, in_all = counts_g[0], counts_g[1]
@@ -309,8 +313,9 @@ def _body(
                             rows = pl.ds(row + w * HALF, HALF)
                             src = q_g.at[rows, head, pl.ds(c * CHUNK, CHUNK)]
                             plgpu.copy_gmem_to_smem(src, q_c.at[w, c], q_full.at[w])
-                    draw(t)
 
+                # Late: who draws early holds a tile that others, who are free sooner, lack.
+                pl.when(j == jnp.maximum(n - 2, 0))(lambda: draw(t))
                 return g + 1, here, head, keys - j * block
 
             g, last_row, last_head, last_valid = lax.fori_loop(
@@ -348,6 +353,9 @@ def _body(
 
     def store(x, lse, row, live, head):
         """``x`` [64, v] and ``lse`` [64] to the ``live`` rows from ``row`` on."""
+        if not simulate:
+            _store(x.astype(out_g.dtype), lse, out_g, lse_g, row, live, head)
+            return
         columns = o_m.shape[-1]
         for c in range(sizes.v // columns):
             place = c % k_chunks
@@ -377,15 +385,18 @@ def _body(
     def attention():
         plgpu.set_max_registers(REGISTERS[0], action="increase")
         wide = lib.fill_rows
-        my_spill = None if spill is None else spill.at[wg]
 
         def take():
+            if not sizes.turns:
+                return
             if simulate:
                 plgpu.barrier_wait(turn.at[wg])
             else:
                 _turn("sync", of_other=False)
 
         def give():
+            if not sizes.turns:
+                return
             if simulate:
                 plgpu.barrier_arrive(turn.at[1 - wg])
             else:
@@ -397,27 +408,35 @@ def _body(
         def await_k(g):
             plgpu.barrier_wait(k_full.at[slot(g)])
 
-        def fetch_queries():
-            plgpu.barrier_wait(q_full.at[wg])
-            queries = tuple(plgpu.load(q_m.at[wg, c], layout=WGMMA) for c in range(k_chunks))
-            plgpu.commit_smem()
-            return queries
+        def scores(g, width=block):
+            """Scores of the first keys of block ``g``, in flight."""
+            k_ref = k_m.at[slot(g), :, pl.ds(0, width)]
+            if not simulate:
+                return _scores(q_m.at[wg], k_ref, (HALF, width))
 
-        def issue_scores(acc, queries, g):
-            """Scores of the first keys of block ``g``, as many as ``acc`` has columns."""
-            s, keys = slot(g), pl.ds(0, acc.shape[1])
-            narrow = None if spill is None else spill.at[wg, :, pl.ds(0, CHUNK)]
-            for c in range(k_chunks):
-                lib.matmul_registers(acc, queries[c], k_m.at[s, c, keys].T, narrow)
+            def f(acc):
+                for c in range(k_chunks):
+                    lib.matmul(acc, q_m.at[wg, c], k_ref.at[c].T, simulate=True)
+                return acc[...]
 
-        def issue_values(acc, p, g, before_last=lambda: None):
-            s = slot(g)
-            plgpu.barrier_wait(v_full.at[s])
-            for c in range(v_chunks):
-                if c == v_chunks - 1:
-                    before_last()
-                part = acc.at[:, pl.ds(c * CHUNK, CHUNK)]
-                lib.matmul_registers(part, p, v_m.at[s, c], my_spill)
+            return pl.run_scoped(f, plgpu.ACC((HALF, width), F32))
+
+        def add_values(values, p, g):
+            """``values + p V(g)``, in flight."""
+            plgpu.barrier_wait(v_full.at[slot(g)])
+            if not simulate:
+                return _add_values(values, p, v_m.at[slot(g)])
+
+            def f(acc):
+                for c in range(v_chunks):
+                    part = acc.at[:, pl.ds(c * CHUNK, CHUNK)]
+                    lib.matmul_registers(part, p, v_m.at[slot(g), c], spill.at[wg])
+
+            return lib.accumulate(values, f, simulate=True)
+
+        def landed(x, later=0):
+            """``x``, complete, while the ``later`` products issued behind it may go on."""
+            return x if simulate else _landed(x, later)
 
         def free_k(g):
             plgpu.barrier_arrive(k_free.at[slot(g)])
@@ -425,8 +444,11 @@ def _body(
         def free_v(g):
             plgpu.barrier_arrive(v_free.at[slot(g)])
 
+        def free_queries():
+            plgpu.barrier_arrive(q_free.at[wg])
+
         def soften(x, j, keys, offset, top):
-            """Weights of block ``j``, the new maximum, the old weights' factor, sums of rows."""
+            """Weights of block ``j``, the new maximum, the old weights' factor, sums of columns."""
             width = x.shape[1]
 
             def mask():
@@ -442,173 +464,117 @@ def _body(
                 full = full & (j * block + width <= wg * HALF + offset + 1)
             x = lax.cond(full, lambda: x, mask)
             new_top = jnp.maximum(top, x.max(axis=1) * scale)
+            if sizes.lazy:
+                new_top = jnp.where(new_top > top + 8.0, new_top, top)
             w = jnp.exp2(x * scale - wide(new_top, width))
-            found = w, new_top, jnp.exp2(top - new_top), w.sum(axis=1)
+            found = w, new_top, jnp.exp2(top - new_top), lib.fold_columns(w, PARTS)
             return lax.optimization_barrier(found)  # else the assembler moves it behind the values
 
-        def batch_of_both(values, p, queries, g, after, width=block):
-            """``values += p V(g)``, and under it ``after(Q K(g+1)^T)``."""
-            if simulate:
-                take()
-                x = pl.run_scoped(
-                    lambda acc: (issue_scores(acc, queries, g + 1), acc[...])[1],
-                    plgpu.ACC((HALF, width), F32),
+        def rescale(values, shrink):
+            if sizes.lazy and not simulate:
+                return lax.cond(
+                    _any_below_one(shrink), lambda: values * wide(shrink, sizes.v), lambda: values
                 )
-                values = lib.accumulate(values, lambda acc: issue_values(acc, p, g), simulate=True)
-                give()
-                return values, after(x)
-
-            def with_scores(s_acc):
-                def with_values(refs):
-                    o_acc, *results = refs
-                    take()
-                    issue_scores(s_acc, queries, g + 1)
-                    issue_values(o_acc, p, g, before_last=give)
-                    found = after(plgpu.wgmma_accumulator_load(s_acc, wait_n=v_chunks))
-                    for ref, x in zip(results, found, strict=True):
-                        ref[...] = x
-
-                row = lib.row_vector(0.0, HALF)
-                blank = plgpu.layout_cast(jnp.zeros((HALF, width), F32), WGMMA)
-                start = (plgpu.ACC.init(values), blank, row, row, row)
-                values_, *found = pl.run_state(with_values)(start)
-                return values_, *found
-
-            values, *found = pl.run_scoped(with_scores, plgpu.ACC((HALF, width), F32))
-            return values, found
-
-        def scores_alone(queries, g):
-            def f(acc):
-                take()
-                await_k(g)
-                issue_scores(acc, queries, g)
-                give()
-                return acc[...]
-
-            return pl.run_scoped(f, plgpu.ACC((HALF, block), F32))
-
-        def last_batch(values, p, queries, g, more, finish):
-            """``finish(values + p V(g))``, and ``Q K(g+1)^T`` if there are ``more`` tiles."""
-
-            def with_next():
-                if simulate:
-                    take()
-                    done = lib.accumulate(
-                        values, lambda acc: issue_values(acc, p, g), simulate=True
-                    )
-                    give()
-                    free_v(g)
-                    finish(done)
-                    await_k(g + 1)
-                    return pl.run_scoped(
-                        lambda acc: (issue_scores(acc, queries, g + 1), acc[...])[1],
-                        plgpu.ACC((HALF, block), F32),
-                    )
-
-                def with_scores(s_acc):
-                    def with_values(o_acc):
-                        take()
-                        issue_values(o_acc, p, g)
-                        give()
-                        await_k(g + 1)
-                        issue_scores(s_acc, queries, g + 1)
-                        done = plgpu.wgmma_accumulator_load(o_acc, wait_n=k_chunks)
-                        free_v(g)
-                        finish(done)
-
-                    pl.run_state(with_values)(plgpu.ACC.init(values))
-                    return s_acc[...]
-
-                return pl.run_scoped(with_scores, plgpu.ACC((HALF, block), F32))
-
-            def without():
-                take()
-                done = lib.accumulate(
-                    values, lambda acc: issue_values(acc, p, g), simulate=simulate
-                )
-                pl.when(wg == 0)(give)  # nobody would await the last turn
-                free_v(g)
-                finish(done)
-                return plgpu.layout_cast(jnp.zeros((HALF, block), F32), WGMMA)
-
-            x = lax.cond(more, with_next, without)
-            pl.when(more)(lambda: free_k(g + 1))
-            return x
+            return values * wide(shrink, sizes.v)
 
         def tile_body(carry):
-            t, g, x, queries, _ = carry
+            t, g, x, _ = carry
             n, keys, offset = (fact(t, i) for i in (sc.BLOCKS, sc.KEYS, sc.OFFSET))
-            # The queries are in registers, and the result before them has left their place.
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.barrier_arrive(q_free.at[wg])
-            w, top, _, total = soften(x, 0, keys, offset, lib.row_vector(LOWEST, HALF))
+            pl.when(n == 1)(free_queries)
+            w, top, shrink, total = soften(x, 0, keys, offset, lib.row_vector(LOWEST, HALF))
             pl.when(n > 1)(lambda: await_k(g + 1))
             values = plgpu.layout_cast(jnp.zeros((HALF, sizes.v), F32), WGMMA)
 
             def block_body(j, carry, width=block):
-                values, p, top, total = carry
-
-                def after(x):
-                    free_k(g + j + 1)
-                    found = soften(x, j + 1, keys, offset, top)
-                    # A wait here also keeps the assembler from moving the softmax behind the
-                    # products that it is to run under.
-                    pl.when(j + 2 < n)(lambda: await_k(g + j + 2))
-                    return found
-
-                values, (w, top, shrink, added) = batch_of_both(
-                    values, p, queries, g + j, after, width
-                )
+                values, p, top, shrink, total = carry
+                take()
+                x = scores(g + j + 1, width)
+                values = rescale(values, shrink)  # under the scores
+                values = add_values(values, p, g + j)
+                give()
+                x = landed(x, 1)
+                free_k(g + j + 1)
+                pl.when(j + 2 == n)(free_queries)
+                w, top, shrink, added = soften(x, j + 1, keys, offset, top)
+                # A wait here also keeps the assembler from moving the softmax behind the
+                # products that it is to run under.
+                pl.when(j + 2 < n)(lambda: await_k(g + j + 2))
+                values = landed(values)
                 free_v(g + j)
-                values = values * wide(shrink, sizes.v)
                 w = w.astype(dtype)
                 if width < block:
                     rest = plgpu.layout_cast(jnp.zeros((HALF, block - width), dtype), WGMMA)
                     w = jnp.concatenate([w, rest], axis=1)
-                return values, w, top, total * shrink + added
+                return values, w, top, shrink, total * wide(shrink, PARTS) + added
 
             # The last block of the upper queries of a causal tile is seen to its middle only.
             seen = jnp.minimum(keys, (wg + 1) * HALF + offset) if causal else keys
             short = (n > 1) & (seen <= (n - 1) * block + block // 2)
             last = n - 1 - short.astype(I32)
-            carry = lax.fori_loop(0, last, block_body, (values, w.astype(dtype), top, total))
-            values, p, top, total = lax.cond(
+            carry = lax.fori_loop(
+                0, last, block_body, (values, w.astype(dtype), top, shrink, total)
+            )
+            values, p, top, shrink, total = lax.cond(
                 short, lambda: block_body(n - 2, carry, block // 2), lambda: carry
             )
 
             def finish(values):
-                empty = total == 0.0
-                inverse = jnp.where(empty, 0.0, 1.0 / total)
-                lse = jnp.where(empty, -jnp.inf, (top + jnp.log2(total)) * math.log(2.0))
+                sums = total.sum(axis=1)
+                empty = sums == 0.0
+                inverse = jnp.where(empty, 0.0, 1.0 / sums)
+                lse = jnp.where(empty, -jnp.inf, (top + jnp.log2(sums)) * math.log(2.0))
                 row = fact(t, sc.ROW) + wg * HALF
                 live = jnp.clip(fact(t, sc.LIVE) - wg * HALF, 0, HALF)
                 store(values * wide(inverse, sizes.v), lse, row, live, fact(t, ITEM_HEAD))
 
+            def with_next():
+                take()
+                done = add_values(rescale(values, shrink), p, g + n - 1)
+                give()
+                plgpu.barrier_wait(q_full.at[wg])
+                await_k(g + n)
+                x = scores(g + n)
+                done = landed(done, 1)
+                free_v(g + n - 1)
+                finish(done)
+                x = landed(x)
+                free_k(g + n)
+                return x
+
+            def without():
+                take()
+                done = landed(add_values(rescale(values, shrink), p, g + n - 1))
+                pl.when(wg == 0)(give)  # nobody would await the last turn
+                free_v(g + n - 1)
+                finish(done)
+                return plgpu.layout_cast(jnp.zeros((HALF, block), F32), WGMMA)
+
             plgpu.barrier_wait(facts_full.at[step_slot(t + 1)])
             more = fact(t + 1, sc.BLOCKS) > 0
-            queries = lax.cond(more, fetch_queries, lambda: queries)
-            x = last_batch(values, p, queries, g + n - 1, more, finish)
+            x = lax.cond(more, with_next, without)
             plgpu.barrier_arrive(facts_free.at[step_slot(t)])
-            return t + 1, g + n, x, queries, more
+            return t + 1, g + n, x, more
 
         plgpu.barrier_wait(facts_full.at[0])
         some = fact(jnp.int32(0), sc.BLOCKS) > 0
 
         def first():
             pl.when(wg == 1)(give)  # the first turn is that of warpgroup 0
-            queries = fetch_queries()
-            x = scores_alone(queries, jnp.int32(0))
+            plgpu.barrier_wait(q_full.at[wg])
+            take()
+            await_k(jnp.int32(0))
+            x = scores(jnp.int32(0))
+            give()
+            x = landed(x)
             free_k(jnp.int32(0))
-            return x, queries
+            return x
 
         def nothing():
-            blank = plgpu.layout_cast(jnp.zeros((HALF, CHUNK), dtype), WGMMA)
-            x = plgpu.layout_cast(jnp.zeros((HALF, block), F32), WGMMA)
-            return x, (blank,) * k_chunks
+            return plgpu.layout_cast(jnp.zeros((HALF, block), F32), WGMMA)
 
         start = lax.cond(some, first, nothing)
         t, *_ = lax.while_loop(
-            lambda c: c[4], tile_body, (jnp.int32(0), jnp.int32(0), *start, some)
+            lambda c: c[3], tile_body, (jnp.int32(0), jnp.int32(0), start, some)
         )
         plgpu.barrier_arrive(facts_free.at[step_slot(t)])
 
@@ -686,3 +652,183 @@ def _draw(counter, place) -> None:
         )
 
     add(counter, place)
+
+
+def _any_below_one(x):
+    """Whether a number of the rows of a warp is not one."""
+
+    @plgpu.inline_mgpu(arg_types=(lib.ROW,), return_type=plgpu.ShapeDtypeStruct((), I32, layout=WGMMA))
+    def vote(_, x):
+        from jax._src.lib.mlir import ir
+        from jax._src.lib.mlir.dialects import llvm
+
+        a, b = x.registers.flat
+        found = llvm.inline_asm(
+            ir.IntegerType.get_signless(32),
+            [a, b],
+            """{
+            .reg .pred p, q;
+            setp.lt.f32 p, $1, 0f3F800000;
+            setp.lt.or.f32 p, $2, 0f3F800000, p;
+            vote.sync.any.pred q, p, 0xffffffff;
+            selp.u32 $0, 1, 0, q;
+            }""",
+            "=r,f,f",
+            has_side_effects=True,
+        )
+        return mgpu.FragmentedArray.splat(found, (), is_signed=True)
+
+    return vote(x) != 0
+
+
+def _store(x, lse, out_g, lse_g, row, live, head) -> None:
+    """``x`` and ``lse`` to the ``live`` rows from ``row`` on, from registers."""
+    scalar = WGMMA
+
+    @plgpu.inline_mgpu(
+        arg_types=(WGMMA, lib.ROW, plgpu.RefType(), plgpu.RefType(), scalar, scalar, scalar)
+    )
+    def store(_, x, lse, out, lse_out, row, live, head):
+        import numpy as np
+        from jax._src.lib.mlir import ir
+        from jax._src.lib.mlir.dialects import arith, llvm, vector
+
+        i32, i64 = (ir.IntegerType.get_signless(n) for n in (32, 64))
+        utils = mgpu.utils
+        row, live, head = (a.registers.item() for a in (row, live, head))
+
+        def c(n, t=i32):
+            return arith.constant(t, ir.IntegerAttr.get(t, n))
+
+        _, heads, v = ir.MemRefType(out.type).shape
+        tokens = ir.MemRefType(lse_out.type).shape[1]
+        size = utils.bytewidth(x.mlir_dtype)
+        tid = utils.thread_idx()
+        lane = arith.andi(tid, c(31))
+        warp = arith.andi(arith.shrui(tid, c(5)), c(3))
+        quad = arith.andi(lane, c(3))
+        r = arith.addi(arith.muli(warp, c(16)), arith.shrui(lane, c(2)))
+
+        def wide(a):
+            return arith.extsi(i64, a)
+
+        def address(ref, offset, size):
+            base = llvm.ptrtoint(i64, utils.memref_ptr(ref))
+            return arith.addi(base, arith.muli(offset, c(size, i64)))
+
+        at = arith.addi(arith.muli(wide(arith.addi(row, r)), c(heads, i64)), wide(head))
+        at = arith.muli(at, c(v, i64))
+        live = [
+            arith.extui(i32, arith.cmpi(arith.CmpIPredicate.slt, arith.addi(r, c(8 * i)), live))
+            for i in range(2)
+        ]
+
+        def send(where, offset, n, values, predicate):
+            kind = {1: "b32", 2: "v2.b32"}[n]
+            values_ = ", ".join(f"${2 + i}" for i in range(n))
+            llvm.inline_asm(
+                ir.Type.parse("!llvm.void"),
+                [where, predicate, *values],
+                f"{{.reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.{kind} [$0+{offset}], {{{values_}}};}}",
+                "l,r," + ",".join("r" * n) + ",~{memory}",
+                has_side_effects=True,
+            )
+
+        def bits(reg):
+            n = utils.bitwidth(reg.type) // 32
+            whole = vector.bitcast(ir.VectorType.get((n,), i32), reg)
+            return [vector.extract(whole, dynamic_position=[], static_position=[k]) for k in range(n)]
+
+        regs = {}
+        for place in np.ndindex(x.registers.shape):
+            numbers = [k for k, n in zip(place, x.registers.shape, strict=True) if n > 1]
+            regs[tuple(numbers)] = bits(x.registers[place])
+        assert set(regs) == {(j, i) for j in range(v // 8) for i in range(2)}, x.registers.shape
+        step = 8 * heads * v * size
+        if size == 4:
+            where = address(out, arith.addi(at, wide(arith.shli(quad, c(1)))), size)
+            for (j, i), reg in regs.items():
+                send(where, 8 * j * size + i * step, 2, reg, live[i])
+        else:
+            # Of two tiles of eight columns, a lane takes four columns of one: whole sectors.
+            odd = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(lane, c(1)), c(0))
+            column = arith.addi(
+                arith.muli(arith.andi(lane, c(1)), c(8)), arith.muli(arith.shrui(quad, c(1)), c(4))
+            )
+            where = address(out, arith.addi(at, wide(column)), size)
+            for j in range(0, v // 8, 2):
+                for i in range(2):
+                    (a,), (b,) = regs[j, i], regs[j + 1, i]
+                    mine, other = arith.select(odd, b, a), arith.select(odd, a, b)
+                    other = utils.shfl_bfly(other, 1)
+                    low, high = arith.select(odd, other, mine), arith.select(odd, mine, other)
+                    send(where, 8 * j * size + i * step, 2, [low, high], live[i])
+        first = arith.cmpi(arith.CmpIPredicate.eq, quad, c(0))
+        at = arith.addi(arith.muli(wide(head), c(tokens, i64)), wide(arith.addi(row, r)))
+        where = address(lse_out, at, 4)
+        for i, reg in enumerate(lse.registers.flat):
+            reg = arith.bitcast(i32, reg) if not isinstance(reg.type, ir.VectorType) else bits(reg)[0]
+            send(where, 32 * i, 1, [reg], arith.select(first, live[i], c(0)))
+
+    store(x, lse, out_g, lse_g, row, live, head)
+
+
+_TILES = (plgpu.TilingTransform((8, CHUNK)), plgpu.SwizzleTransform(128))
+
+
+def _scores(q, k, shape):
+    """``q k^T``, in flight: one group of products for all columns. [chunks, rows, 64] each."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(_TILES), plgpu.RefType(_TILES)),
+        return_type=plgpu.ShapeDtypeStruct(shape, F32, layout=WGMMA),
+    )
+    def issue(_, q, k):
+        from jax._src.lib.mlir.dialects import nvvm
+
+        q = mgpu.utils.memref_transpose(_squeeze(q), (1, 0, 2, 3))
+        k = mgpu.utils.memref_transpose(_squeeze(k), (0, 1, 3, 2))
+        acc = mgpu.wgmma(mgpu.WGMMAAccumulator.zero(*shape), q, k)
+        nvvm.wgmma_commit_group_sync_aligned()
+        return acc.value
+
+    return issue(q, k)
+
+
+def _add_values(values, p, v):
+    """``values + p v``, in flight: one group of products for all columns. v [chunks, rows, 64]."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(WGMMA, WGMMA, plgpu.RefType(_TILES)),
+        return_type=plgpu.ShapeDtypeStruct(values.shape, F32, layout=WGMMA),
+    )
+    def issue(_, values, p, v):
+        from jax._src.lib.mlir.dialects import nvvm
+
+        v = mgpu.utils.memref_transpose(_squeeze(v), (1, 0, 2, 3))
+        acc = mgpu.wgmma(mgpu.WGMMAAccumulator.from_registers(values), p, v)
+        nvvm.wgmma_commit_group_sync_aligned()
+        return acc.value
+
+    return issue(values, p, v)
+
+
+def _squeeze(x):
+    """[chunks, rows / 8, 1, 8, 64] without the one."""
+    return mgpu.utils.memref_slice(x, (slice(None), slice(None), 0))
+
+
+def _landed(x, later):
+    """``x`` when no more than ``later`` groups of products are in flight."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct(x.shape, F32, layout=WGMMA)
+    )
+    def wait(_, x):
+        from jax._src.lib.mlir.dialects import nvvm
+        from jax.experimental.mosaic.gpu import fragmented_array
+
+        nvvm.wgmma_wait_group_sync_aligned(later)
+        return fragmented_array.optimization_barrier(x)
+
+    return wait(x)
