@@ -44,6 +44,7 @@ class Tuning:
     workers: int = MULTIPROCESSORS  # thread blocks
     turns: bool = False
     lazy: bool = False
+    spread: bool = False
 
     def __post_init__(self):
         assert self.block % 64 == 0, "products need multiples of 64 keys"
@@ -119,14 +120,14 @@ def dense_prefill(
         sizes=sm90.Sizes(
             nope=nope, rope=k_rope.shape[1], v=v, block=tuning.block, stages=tuning.stages,
             heads_together=tuning.heads_together, workers=tuning.workers, dynamic=tuning.dynamic,
-            turns=tuning.turns, lazy=tuning.lazy,
+            turns=tuning.turns, lazy=tuning.lazy, spread=tuning.spread,
         ),
         scale=scale,
         causal=causal,
         out_dtype=out_dtype,
         interpret=interpret,
     )  # fmt: skip
-    return AttnState(out=out[:tokens], lse=lse[:, :tokens].T)
+    return AttnState(out=out[:tokens], lse=lse[:tokens])
 
 
 def _rows(x: Float[Array, "rows *rest"], least: int) -> Float[Array, "more *rest"]:

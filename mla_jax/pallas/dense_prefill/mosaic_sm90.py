@@ -76,6 +76,7 @@ class Sizes:
     dynamic: bool  # a thread block takes the next tile when it is free; else every 132nd
     turns: bool = False
     lazy: bool = False
+    spread: bool = False
 
     @property
     def k_chunks(self) -> int:
@@ -110,13 +111,10 @@ def scratch(sizes: Sizes, dtype: DTypeLike, out_dtype: DTypeLike, simulate: bool
         return plgpu.RefUnion(*views(*shape))
 
     stages = sizes.stages
-    queries = 2, sizes.k_chunks, HALF
     buffers = {
-        # queries, until they are in registers; then the result of the tile before
-        "q": plgpu.RefUnion(*views(*queries), *views(*queries, dtype=out_dtype)),
+        "q": buffer(2, sizes.k_chunks, HALF),
         "k": buffer(stages, sizes.k_chunks, sizes.block),
         "v": buffer(stages, sizes.v_chunks, sizes.block),
-        "small": plgpu.SMEM((2, HALF), F32),
         "facts": plgpu.SMEM((STEPS + DRAWS, sc.FIELDS), I32),
         "q_full": barrier(sizes.k_chunks, 2),  # copy engine -> one warpgroup
         "q_free": barrier(count=2),  # one warpgroup -> loader: queries taken, result sent
@@ -130,8 +128,8 @@ def scratch(sizes: Sizes, dtype: DTypeLike, out_dtype: DTypeLike, simulate: bool
         "drawn": barrier(),  # loader -> loader: the number of the next tile
     }
     if simulate:
-        buffers["q"] = plgpu.SMEM((*queries, CHUNK), dtype)
-        buffers["o"] = plgpu.SMEM((*queries, 128 // jnp.dtype(out_dtype).itemsize), out_dtype)
+        buffers["o"] = plgpu.SMEM((2, HALF, sizes.v), out_dtype)
+        buffers["small"] = plgpu.SMEM((2, HALF), F32)
         buffers["turn"] = barrier(count=2)  # the other warpgroup -> one: it may issue a batch
         buffers["spill"] = plgpu.SMEM((2, HALF, sizes.block), dtype)
     return buffers
@@ -149,7 +147,7 @@ def attend(
     out_dtype: DTypeLike,
     interpret: object = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """``out`` [tokens, heads, v] and ``lse`` [heads, tokens] over the tiles of a schedule.
+    """``out`` [tokens, heads, v] and ``lse`` [tokens, heads] over the tiles of a schedule.
 
     At least 64 tokens and ``sizes.block`` keys. ``scale > 0``.
     """
@@ -161,7 +159,7 @@ def attend(
     shape = jax.ShapeDtypeStruct
     kernel = plgpu.kernel(
         body,
-        out_type=(shape((tokens, heads, sizes.v), out_dtype), shape((heads, tokens), F32)),
+        out_type=(shape((tokens, heads, sizes.v), out_dtype), shape((tokens, heads), F32)),
         scratch_types=scratch(sizes, q.dtype, out_dtype, simulate),
         grid=(sizes.workers,),
         grid_names=("worker",),
@@ -181,9 +179,9 @@ def _body(
     q_g, kv_g, rope_g, tiles_g, counts_g, drawn_g,
     out_g, lse_g,
     *, sizes, scale, causal, simulate,
-    q, k, v, small, facts,
+    q, k, v, facts,
     q_full, q_free, k_full, v_full, v_partial, k_free, v_free,
-    facts_full, facts_free, drawn, o=None, turn=None, spill=None,
+    facts_full, facts_free, drawn, o=None, small=None, turn=None, spill=None,
 ):  # fmt: skip
     wg, worker = lax.axis_index("wg"), lax.axis_index("worker")
     # Views for products and registers, and for the copy engine.
@@ -191,10 +189,8 @@ def _body(
         q_m = q_c = q
         k_m = k_c = k
         v_m = v_c = v
-        o_m = o_c = o
     else:
-        (q_m, q_c, o_m, o_c), (k_m, k_c) = q, k
-        v_m, v_c = v
+        (q_m, q_c), (k_m, k_c), (v_m, v_c) = q, k, v
     block, stages, heads, dtype = sizes.block, sizes.stages, q_g.shape[1], q_g.dtype
     k_chunks, v_chunks = sizes.k_chunks, sizes.v_chunks
     with_keys, in_all = counts_g[0], counts_g[1]
@@ -234,8 +230,21 @@ def _body(
             plgpu.barrier_wait(drawn)
             return facts[draw_slot(t), 0] + sizes.workers
 
+        def each(count, copy):
+            """``copy(c)`` for every ``c``, each by a warp of its own."""
+            if not sizes.spread:
+                for c in range(count):
+                    copy(c)
+                return
+
+            def by_warp(warp):
+                for c in range(count):
+                    pl.when(warp == c % 4)(functools.partial(copy, c))
+
+            plgpu.warp_map(by_warp)
+
         def load_k(row, head, s):
-            for c in range(k_chunks):
+            def copy(c):
                 src = (
                     kv_g.at[pl.ds(row, block), head, pl.ds(c * CHUNK, CHUNK)]
                     if c * CHUNK < sizes.nope
@@ -243,11 +252,22 @@ def _body(
                 )
                 plgpu.copy_gmem_to_smem(src, k_c.at[s, c], k_full.at[s])
 
+            each(k_chunks, copy)
+
         def load_v(row, head, s, barrier):
-            for c in range(v_chunks):
+            def copy(c):
                 columns = pl.ds(sizes.nope + c * CHUNK, CHUNK)
                 src = kv_g.at[pl.ds(row, block), head, columns]
                 plgpu.copy_gmem_to_smem(src, v_c.at[s, c], barrier)
+
+            each(v_chunks, copy)
+
+        def load_queries(row, head, w):
+            def copy(c):
+                src = q_g.at[pl.ds(row + w * HALF, HALF), head, pl.ds(c * CHUNK, CHUNK)]
+                plgpu.copy_gmem_to_smem(src, q_c.at[w, c], q_full.at[w])
+
+            each(k_chunks, copy)
 
         def clear_v(s, valid):
             """Zero the rows behind the keys: a weight of zero times NaN would be NaN."""
@@ -309,10 +329,7 @@ def _body(
                 def _():
                     for w in range(2):
                         pl.when(t > 0)(lambda w=w: plgpu.barrier_wait(q_free.at[w]))
-                        for c in range(k_chunks):
-                            rows = pl.ds(row + w * HALF, HALF)
-                            src = q_g.at[rows, head, pl.ds(c * CHUNK, CHUNK)]
-                            plgpu.copy_gmem_to_smem(src, q_c.at[w, c], q_full.at[w])
+                        load_queries(row, head, w)
 
                 # Late: who draws early holds a tile that others, who are free sooner, lack.
                 pl.when(j == jnp.maximum(n - 2, 0))(lambda: draw(t))
@@ -356,31 +373,16 @@ def _body(
         if not simulate:
             _store(x.astype(out_g.dtype), lse, out_g, lse_g, row, live, head)
             return
-        columns = o_m.shape[-1]
-        for c in range(sizes.v // columns):
-            place = c % k_chunks
-            if c >= k_chunks:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            o_m.at[wg, place][...] = x[:, c * columns : (c + 1) * columns].astype(o_m.dtype)
-            if c + 1 < min(sizes.v // columns, k_chunks):
-                continue  # all that fit leave together
-            plgpu.commit_smem()
-            for i in range(c - place, c + 1):
-                dst = out_g.at[:, head, pl.ds(i * columns, columns)]
-                lib.store_rows(o_c.at[wg, i % k_chunks], dst, row, live, rows=HALF, step=1)
+        o[wg] = x.astype(o.dtype)
+        small[wg] = lse
+        plgpu.commit_smem()
+        lib.store_rows(o.at[wg], out_g.at[:, head], row, live, rows=HALF, step=1)
 
-        @pl.when(live >= HALF)
-        def _():
-            lse_g[head, pl.ds(row, HALF)] = lse
+        @pl.loop(0, live)
+        def _(i):
+            lse_g[row + i, head] = small[wg, i]
 
-        @pl.when(live < HALF)
-        def _():
-            small[wg] = lse
-            plgpu.commit_smem()
-
-            @pl.loop(0, live)
-            def _(i):
-                lse_g[head, row + i] = small[wg, i]
+        plgpu.wait_smem_to_gmem(0)
 
     def attention():
         plgpu.set_max_registers(REGISTERS[0], action="increase")
@@ -581,15 +583,12 @@ def _body(
         # Tiles without keys.
         @pl.loop(items + worker, in_all * heads, step=sizes.workers)
         def _(i):
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             tile = lax.div(i, jnp.int32(heads))
             row = tiles_g[tile, sc.ROW] + wg * HALF
             live = jnp.clip(tiles_g[tile, sc.LIVE] - wg * HALF, 0, HALF)
             zeros = plgpu.layout_cast(jnp.zeros((HALF, sizes.v), F32), WGMMA)
             none = lib.row_vector(-math.inf, HALF)
             store(zeros, none, row, live, i - tile * heads)
-
-        plgpu.wait_smem_to_gmem(0)
 
     pl.when(wg < 2)(attention)
     pl.when(wg == 2)(load)
@@ -701,7 +700,6 @@ def _store(x, lse, out_g, lse_g, row, live, head) -> None:
             return arith.constant(t, ir.IntegerAttr.get(t, n))
 
         _, heads, v = ir.MemRefType(out.type).shape
-        tokens = ir.MemRefType(lse_out.type).shape[1]
         size = utils.bytewidth(x.mlir_dtype)
         tid = utils.thread_idx()
         lane = arith.andi(tid, c(31))
@@ -717,6 +715,7 @@ def _store(x, lse, out_g, lse_g, row, live, head) -> None:
             return arith.addi(base, arith.muli(offset, c(size, i64)))
 
         at = arith.addi(arith.muli(wide(arith.addi(row, r)), c(heads, i64)), wide(head))
+        lse_at = at
         at = arith.muli(at, c(v, i64))
         live = [
             arith.extui(i32, arith.cmpi(arith.CmpIPredicate.slt, arith.addi(r, c(8 * i)), live))
@@ -764,11 +763,10 @@ def _store(x, lse, out_g, lse_g, row, live, head) -> None:
                     low, high = arith.select(odd, other, mine), arith.select(odd, mine, other)
                     send(where, 8 * j * size + i * step, 2, [low, high], live[i])
         first = arith.cmpi(arith.CmpIPredicate.eq, quad, c(0))
-        at = arith.addi(arith.muli(wide(head), c(tokens, i64)), wide(arith.addi(row, r)))
-        where = address(lse_out, at, 4)
+        where = address(lse_out, lse_at, 4)
         for i, reg in enumerate(lse.registers.flat):
             reg = arith.bitcast(i32, reg) if not isinstance(reg.type, ir.VectorType) else bits(reg)[0]
-            send(where, 32 * i, 1, [reg], arith.select(first, live[i], c(0)))
+            send(where, 32 * i * heads, 1, [reg], arith.select(first, live[i], c(0)))
 
     store(x, lse, out_g, lse_g, row, live, head)
 
