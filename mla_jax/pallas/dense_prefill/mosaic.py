@@ -42,9 +42,6 @@ class Tuning:
     stages: int = 2  # blocks in shared memory
     dynamic: bool = True  # a thread block takes its next tile when it is free
     workers: int = MULTIPROCESSORS  # thread blocks
-    turns: bool = False
-    lazy: bool = False
-    spread: bool = False
 
     def __post_init__(self):
         assert self.block % 64 == 0, "products need multiples of 64 keys"
@@ -120,7 +117,6 @@ def dense_prefill(
         sizes=sm90.Sizes(
             nope=nope, rope=k_rope.shape[1], v=v, block=tuning.block, stages=tuning.stages,
             heads_together=tuning.heads_together, workers=tuning.workers, dynamic=tuning.dynamic,
-            turns=tuning.turns, lazy=tuning.lazy, spread=tuning.spread,
         ),
         scale=scale,
         causal=causal,

@@ -37,11 +37,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from mla_jax.pallas import mosaic_lib as lib
+from mla_jax.pallas.dense_prefill import inline_sm90 as inline
 from mla_jax.pallas.dense_prefill import schedule as sc
 from mla_jax.pallas.mosaic_lib import WGMMA
 
@@ -51,7 +51,6 @@ HALF = sc.ROWS // 2  # queries of a warpgroup
 CHUNK = 64  # columns of one 16-bit buffer in shared memory
 REGISTERS = (240, 24)  # of a thread: products, loader
 LOWEST = -1.0e30  # first running maximum: finite, so that exp2(-inf - LOWEST) = 0
-FIRST_NAMED = 8  # of two hardware barriers that nothing else uses
 STEPS = 2  # tiles whose facts are in shared memory
 PARTS = 8  # partial sums of a row: two in each of the four threads that share it
 DRAWS = 2  # numbers drawn: a warp may draw before a slower one has read what came before
@@ -74,9 +73,6 @@ class Sizes:
     heads_together: int  # heads whose tiles are interleaved: their keys share the L2 cache
     workers: int
     dynamic: bool  # a thread block takes the next tile when it is free; else every 132nd
-    turns: bool = False
-    lazy: bool = False
-    spread: bool = False
 
     @property
     def k_chunks(self) -> int:
@@ -130,7 +126,6 @@ def scratch(sizes: Sizes, dtype: DTypeLike, out_dtype: DTypeLike, simulate: bool
     if simulate:
         buffers["o"] = plgpu.SMEM((2, HALF, sizes.v), out_dtype)
         buffers["small"] = plgpu.SMEM((2, HALF), F32)
-        buffers["turn"] = barrier(count=2)  # the other warpgroup -> one: it may issue a batch
         buffers["spill"] = plgpu.SMEM((2, HALF, sizes.block), dtype)
     return buffers
 
@@ -181,7 +176,7 @@ def _body(
     *, sizes, scale, causal, simulate,
     q, k, v, facts,
     q_full, q_free, k_full, v_full, v_partial, k_free, v_free,
-    facts_full, facts_free, drawn, o=None, small=None, turn=None, spill=None,
+    facts_full, facts_free, drawn, o=None, small=None, spill=None,
 ):  # fmt: skip
     wg, worker = lax.axis_index("wg"), lax.axis_index("worker")
     # Views for products and registers, and for the copy engine.
@@ -197,13 +192,13 @@ def _body(
     items, dynamic = with_keys * heads, sizes.dynamic and not simulate
 
     def slot(g):
-        return lax.rem(g, jnp.int32(stages))
+        return g & (stages - 1)
 
     def step_slot(t):
-        return lax.rem(t, jnp.int32(STEPS))
+        return t & (STEPS - 1)
 
     def draw_slot(t):
-        return STEPS + lax.rem(t, jnp.int32(DRAWS))
+        return STEPS + (t & (DRAWS - 1))
 
     def load():
         plgpu.set_max_registers(REGISTERS[1], action="decrease")
@@ -221,7 +216,7 @@ def _body(
         def draw(t):
             """Begin to find the number of the tile after tile ``t``."""
             if dynamic:
-                _draw(drawn_g, facts.at[draw_slot(t)])
+                inline.draw(drawn_g, facts.at[draw_slot(t)])
                 plgpu.barrier_arrive(drawn)
 
         def number_after(t, number):
@@ -230,21 +225,8 @@ def _body(
             plgpu.barrier_wait(drawn)
             return facts[draw_slot(t), 0] + sizes.workers
 
-        def each(count, copy):
-            """``copy(c)`` for every ``c``, each by a warp of its own."""
-            if not sizes.spread:
-                for c in range(count):
-                    copy(c)
-                return
-
-            def by_warp(warp):
-                for c in range(count):
-                    pl.when(warp == c % 4)(functools.partial(copy, c))
-
-            plgpu.warp_map(by_warp)
-
         def load_k(row, head, s):
-            def copy(c):
+            for c in range(k_chunks):
                 src = (
                     kv_g.at[pl.ds(row, block), head, pl.ds(c * CHUNK, CHUNK)]
                     if c * CHUNK < sizes.nope
@@ -252,22 +234,16 @@ def _body(
                 )
                 plgpu.copy_gmem_to_smem(src, k_c.at[s, c], k_full.at[s])
 
-            each(k_chunks, copy)
-
         def load_v(row, head, s, barrier):
-            def copy(c):
+            for c in range(v_chunks):
                 columns = pl.ds(sizes.nope + c * CHUNK, CHUNK)
                 src = kv_g.at[pl.ds(row, block), head, columns]
                 plgpu.copy_gmem_to_smem(src, v_c.at[s, c], barrier)
 
-            each(v_chunks, copy)
-
         def load_queries(row, head, w):
-            def copy(c):
+            for c in range(k_chunks):
                 src = q_g.at[pl.ds(row + w * HALF, HALF), head, pl.ds(c * CHUNK, CHUNK)]
                 plgpu.copy_gmem_to_smem(src, q_c.at[w, c], q_full.at[w])
-
-            each(k_chunks, copy)
 
         def clear_v(s, valid):
             """Zero the rows behind the keys: a weight of zero times NaN would be NaN."""
@@ -371,7 +347,7 @@ def _body(
     def store(x, lse, row, live, head):
         """``x`` [64, v] and ``lse`` [64] to the ``live`` rows from ``row`` on."""
         if not simulate:
-            _store(x.astype(out_g.dtype), lse, out_g, lse_g, row, live, head)
+            inline.store_rows(x.astype(out_g.dtype), lse, out_g, lse_g, row, live, head)
             return
         o[wg] = x.astype(o.dtype)
         small[wg] = lse
@@ -388,22 +364,6 @@ def _body(
         plgpu.set_max_registers(REGISTERS[0], action="increase")
         wide = lib.fill_rows
 
-        def take():
-            if not sizes.turns:
-                return
-            if simulate:
-                plgpu.barrier_wait(turn.at[wg])
-            else:
-                _turn("sync", of_other=False)
-
-        def give():
-            if not sizes.turns:
-                return
-            if simulate:
-                plgpu.barrier_arrive(turn.at[1 - wg])
-            else:
-                _turn("arrive", of_other=True)
-
         def fact(t, i):
             return facts[step_slot(t), i]
 
@@ -414,7 +374,7 @@ def _body(
             """Scores of the first keys of block ``g``, in flight."""
             k_ref = k_m.at[slot(g), :, pl.ds(0, width)]
             if not simulate:
-                return _scores(q_m.at[wg], k_ref, (HALF, width))
+                return inline.scores(q_m.at[wg], k_ref)
 
             def f(acc):
                 for c in range(k_chunks):
@@ -427,7 +387,7 @@ def _body(
             """``values + p V(g)``, in flight."""
             plgpu.barrier_wait(v_full.at[slot(g)])
             if not simulate:
-                return _add_values(values, p, v_m.at[slot(g)])
+                return inline.add_values(values, p, v_m.at[slot(g)])
 
             def f(acc):
                 for c in range(v_chunks):
@@ -438,7 +398,7 @@ def _body(
 
         def landed(x, later=0):
             """``x``, complete, while the ``later`` products issued behind it may go on."""
-            return x if simulate else _landed(x, later)
+            return x if simulate else inline.landed(x, later)
 
         def free_k(g):
             plgpu.barrier_arrive(k_free.at[slot(g)])
@@ -466,18 +426,9 @@ def _body(
                 full = full & (j * block + width <= wg * HALF + offset + 1)
             x = lax.cond(full, lambda: x, mask)
             new_top = jnp.maximum(top, x.max(axis=1) * scale)
-            if sizes.lazy:
-                new_top = jnp.where(new_top > top + 8.0, new_top, top)
             w = jnp.exp2(x * scale - wide(new_top, width))
             found = w, new_top, jnp.exp2(top - new_top), lib.fold_columns(w, PARTS)
             return lax.optimization_barrier(found)  # else the assembler moves it behind the values
-
-        def rescale(values, shrink):
-            if sizes.lazy and not simulate:
-                return lax.cond(
-                    _any_below_one(shrink), lambda: values * wide(shrink, sizes.v), lambda: values
-                )
-            return values * wide(shrink, sizes.v)
 
         def tile_body(carry):
             t, g, x, _ = carry
@@ -489,11 +440,9 @@ def _body(
 
             def block_body(j, carry, width=block):
                 values, p, top, shrink, total = carry
-                take()
                 x = scores(g + j + 1, width)
-                values = rescale(values, shrink)  # under the scores
+                values = values * wide(shrink, sizes.v)  # under the scores
                 values = add_values(values, p, g + j)
-                give()
                 x = landed(x, 1)
                 free_k(g + j + 1)
                 pl.when(j + 2 == n)(free_queries)
@@ -529,10 +478,11 @@ def _body(
                 live = jnp.clip(fact(t, sc.LIVE) - wg * HALF, 0, HALF)
                 store(values * wide(inverse, sizes.v), lse, row, live, fact(t, ITEM_HEAD))
 
+            def add_last():
+                return add_values(values * wide(shrink, sizes.v), p, g + n - 1)
+
             def with_next():
-                take()
-                done = add_values(rescale(values, shrink), p, g + n - 1)
-                give()
+                done = add_last()
                 plgpu.barrier_wait(q_full.at[wg])
                 await_k(g + n)
                 x = scores(g + n)
@@ -544,9 +494,7 @@ def _body(
                 return x
 
             def without():
-                take()
-                done = landed(add_values(rescale(values, shrink), p, g + n - 1))
-                pl.when(wg == 0)(give)  # nobody would await the last turn
+                done = landed(add_last())
                 free_v(g + n - 1)
                 finish(done)
                 return plgpu.layout_cast(jnp.zeros((HALF, block), F32), WGMMA)
@@ -561,13 +509,9 @@ def _body(
         some = fact(jnp.int32(0), sc.BLOCKS) > 0
 
         def first():
-            pl.when(wg == 1)(give)  # the first turn is that of warpgroup 0
             plgpu.barrier_wait(q_full.at[wg])
-            take()
             await_k(jnp.int32(0))
-            x = scores(jnp.int32(0))
-            give()
-            x = landed(x)
+            x = landed(scores(jnp.int32(0)))
             free_k(jnp.int32(0))
             return x
 
@@ -575,9 +519,7 @@ def _body(
             return plgpu.layout_cast(jnp.zeros((HALF, block), F32), WGMMA)
 
         start = lax.cond(some, first, nothing)
-        t, *_ = lax.while_loop(
-            lambda c: c[3], tile_body, (jnp.int32(0), jnp.int32(0), start, some)
-        )
+        t, *_ = lax.while_loop(lambda c: c[3], tile_body, (jnp.int32(0), jnp.int32(0), start, some))
         plgpu.barrier_arrive(facts_free.at[step_slot(t)])
 
         # Tiles without keys.
@@ -592,241 +534,3 @@ def _body(
 
     pl.when(wg < 2)(attention)
     pl.when(wg == 2)(load)
-
-
-def _turn(verb: str, *, of_other: bool) -> None:
-    """``sync`` or ``arrive`` with 256 threads on one's own barrier, or that of the other.
-
-    A hardware barrier wakes a warpgroup sooner than one in shared memory.
-    """
-
-    @plgpu.inline_mgpu()
-    def issue(_):
-        from jax._src.lib.mlir import ir
-        from jax._src.lib.mlir.dialects import llvm
-
-        llvm.inline_asm(
-            ir.Type.parse("!llvm.void"),
-            [],
-            f"""{{
-            .reg .u32 x;
-            mov.u32 x, %tid.x;
-            shr.u32 x, x, 7;
-            xor.b32 x, x, {int(of_other)};
-            add.u32 x, x, {FIRST_NAMED};
-            barrier.cta.{verb} x, 256;
-            }}""",
-            "~{memory}",
-            has_side_effects=True,
-        )
-
-    issue()
-
-
-def _draw(counter, place) -> None:
-    """Add one to ``counter[0]`` and put its old value into ``place[0]``, by one thread.
-
-    The thread is of the last warp, which issues no copies: it alone waits for the answer.
-    """
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
-    def add(_, counter, place):
-        from jax._src.lib.mlir import ir
-        from jax._src.lib.mlir.dialects import llvm
-
-        llvm.inline_asm(
-            ir.Type.parse("!llvm.void"),
-            [mgpu.utils.memref_ptr(counter), mgpu.utils.memref_ptr(place)],
-            """{
-            .reg .pred p;
-            .reg .u32 x;
-            mov.u32 x, %tid.x;
-            and.b32 x, x, 127;
-            setp.eq.u32 p, x, 96;
-            @p atom.global.relaxed.gpu.add.u32 x, [$0], 1;
-            @p st.shared.u32 [$1], x;
-            }""",
-            "l,r,~{memory}",
-            has_side_effects=True,
-        )
-
-    add(counter, place)
-
-
-def _any_below_one(x):
-    """Whether a number of the rows of a warp is not one."""
-
-    @plgpu.inline_mgpu(arg_types=(lib.ROW,), return_type=plgpu.ShapeDtypeStruct((), I32, layout=WGMMA))
-    def vote(_, x):
-        from jax._src.lib.mlir import ir
-        from jax._src.lib.mlir.dialects import llvm
-
-        a, b = x.registers.flat
-        found = llvm.inline_asm(
-            ir.IntegerType.get_signless(32),
-            [a, b],
-            """{
-            .reg .pred p, q;
-            setp.lt.f32 p, $1, 0f3F800000;
-            setp.lt.or.f32 p, $2, 0f3F800000, p;
-            vote.sync.any.pred q, p, 0xffffffff;
-            selp.u32 $0, 1, 0, q;
-            }""",
-            "=r,f,f",
-            has_side_effects=True,
-        )
-        return mgpu.FragmentedArray.splat(found, (), is_signed=True)
-
-    return vote(x) != 0
-
-
-def _store(x, lse, out_g, lse_g, row, live, head) -> None:
-    """``x`` and ``lse`` to the ``live`` rows from ``row`` on, from registers."""
-    scalar = WGMMA
-
-    @plgpu.inline_mgpu(
-        arg_types=(WGMMA, lib.ROW, plgpu.RefType(), plgpu.RefType(), scalar, scalar, scalar)
-    )
-    def store(_, x, lse, out, lse_out, row, live, head):
-        import numpy as np
-        from jax._src.lib.mlir import ir
-        from jax._src.lib.mlir.dialects import arith, llvm, vector
-
-        i32, i64 = (ir.IntegerType.get_signless(n) for n in (32, 64))
-        utils = mgpu.utils
-        row, live, head = (a.registers.item() for a in (row, live, head))
-
-        def c(n, t=i32):
-            return arith.constant(t, ir.IntegerAttr.get(t, n))
-
-        _, heads, v = ir.MemRefType(out.type).shape
-        size = utils.bytewidth(x.mlir_dtype)
-        tid = utils.thread_idx()
-        lane = arith.andi(tid, c(31))
-        warp = arith.andi(arith.shrui(tid, c(5)), c(3))
-        quad = arith.andi(lane, c(3))
-        r = arith.addi(arith.muli(warp, c(16)), arith.shrui(lane, c(2)))
-
-        def wide(a):
-            return arith.extsi(i64, a)
-
-        def address(ref, offset, size):
-            base = llvm.ptrtoint(i64, utils.memref_ptr(ref))
-            return arith.addi(base, arith.muli(offset, c(size, i64)))
-
-        at = arith.addi(arith.muli(wide(arith.addi(row, r)), c(heads, i64)), wide(head))
-        lse_at = at
-        at = arith.muli(at, c(v, i64))
-        live = [
-            arith.extui(i32, arith.cmpi(arith.CmpIPredicate.slt, arith.addi(r, c(8 * i)), live))
-            for i in range(2)
-        ]
-
-        def send(where, offset, n, values, predicate):
-            kind = {1: "b32", 2: "v2.b32"}[n]
-            values_ = ", ".join(f"${2 + i}" for i in range(n))
-            llvm.inline_asm(
-                ir.Type.parse("!llvm.void"),
-                [where, predicate, *values],
-                f"{{.reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.{kind} [$0+{offset}], {{{values_}}};}}",
-                "l,r," + ",".join("r" * n) + ",~{memory}",
-                has_side_effects=True,
-            )
-
-        def bits(reg):
-            n = utils.bitwidth(reg.type) // 32
-            whole = vector.bitcast(ir.VectorType.get((n,), i32), reg)
-            return [vector.extract(whole, dynamic_position=[], static_position=[k]) for k in range(n)]
-
-        regs = {}
-        for place in np.ndindex(x.registers.shape):
-            numbers = [k for k, n in zip(place, x.registers.shape, strict=True) if n > 1]
-            regs[tuple(numbers)] = bits(x.registers[place])
-        assert set(regs) == {(j, i) for j in range(v // 8) for i in range(2)}, x.registers.shape
-        step = 8 * heads * v * size
-        if size == 4:
-            where = address(out, arith.addi(at, wide(arith.shli(quad, c(1)))), size)
-            for (j, i), reg in regs.items():
-                send(where, 8 * j * size + i * step, 2, reg, live[i])
-        else:
-            # Of two tiles of eight columns, a lane takes four columns of one: whole sectors.
-            odd = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(lane, c(1)), c(0))
-            column = arith.addi(
-                arith.muli(arith.andi(lane, c(1)), c(8)), arith.muli(arith.shrui(quad, c(1)), c(4))
-            )
-            where = address(out, arith.addi(at, wide(column)), size)
-            for j in range(0, v // 8, 2):
-                for i in range(2):
-                    (a,), (b,) = regs[j, i], regs[j + 1, i]
-                    mine, other = arith.select(odd, b, a), arith.select(odd, a, b)
-                    other = utils.shfl_bfly(other, 1)
-                    low, high = arith.select(odd, other, mine), arith.select(odd, mine, other)
-                    send(where, 8 * j * size + i * step, 2, [low, high], live[i])
-        first = arith.cmpi(arith.CmpIPredicate.eq, quad, c(0))
-        where = address(lse_out, lse_at, 4)
-        for i, reg in enumerate(lse.registers.flat):
-            reg = arith.bitcast(i32, reg) if not isinstance(reg.type, ir.VectorType) else bits(reg)[0]
-            send(where, 32 * i * heads, 1, [reg], arith.select(first, live[i], c(0)))
-
-    store(x, lse, out_g, lse_g, row, live, head)
-
-
-_TILES = (plgpu.TilingTransform((8, CHUNK)), plgpu.SwizzleTransform(128))
-
-
-def _scores(q, k, shape):
-    """``q k^T``, in flight: one group of products for all columns. [chunks, rows, 64] each."""
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(_TILES), plgpu.RefType(_TILES)),
-        return_type=plgpu.ShapeDtypeStruct(shape, F32, layout=WGMMA),
-    )
-    def issue(_, q, k):
-        from jax._src.lib.mlir.dialects import nvvm
-
-        q = mgpu.utils.memref_transpose(_squeeze(q), (1, 0, 2, 3))
-        k = mgpu.utils.memref_transpose(_squeeze(k), (0, 1, 3, 2))
-        acc = mgpu.wgmma(mgpu.WGMMAAccumulator.zero(*shape), q, k)
-        nvvm.wgmma_commit_group_sync_aligned()
-        return acc.value
-
-    return issue(q, k)
-
-
-def _add_values(values, p, v):
-    """``values + p v``, in flight: one group of products for all columns. v [chunks, rows, 64]."""
-
-    @plgpu.inline_mgpu(
-        arg_types=(WGMMA, WGMMA, plgpu.RefType(_TILES)),
-        return_type=plgpu.ShapeDtypeStruct(values.shape, F32, layout=WGMMA),
-    )
-    def issue(_, values, p, v):
-        from jax._src.lib.mlir.dialects import nvvm
-
-        v = mgpu.utils.memref_transpose(_squeeze(v), (1, 0, 2, 3))
-        acc = mgpu.wgmma(mgpu.WGMMAAccumulator.from_registers(values), p, v)
-        nvvm.wgmma_commit_group_sync_aligned()
-        return acc.value
-
-    return issue(values, p, v)
-
-
-def _squeeze(x):
-    """[chunks, rows / 8, 1, 8, 64] without the one."""
-    return mgpu.utils.memref_slice(x, (slice(None), slice(None), 0))
-
-
-def _landed(x, later):
-    """``x`` when no more than ``later`` groups of products are in flight."""
-
-    @plgpu.inline_mgpu(
-        arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct(x.shape, F32, layout=WGMMA)
-    )
-    def wait(_, x):
-        from jax._src.lib.mlir.dialects import nvvm
-        from jax.experimental.mosaic.gpu import fragmented_array
-
-        nvvm.wgmma_wait_group_sync_aligned(later)
-        return fragmented_array.optimization_barrier(x)
-
-    return wait(x)
