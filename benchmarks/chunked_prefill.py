@@ -2,7 +2,7 @@
 
 import dataclasses
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,14 +25,15 @@ __all__ = ["CASES", "METHOD", "Case", "run"]
 
 PAGE, RANK, ROPE, NOPE, V = 64, 512, 64, 128, 128
 ROW = RANK + ROPE
-CALLS = 2  # of one step of the slope
+CALLS = 3  # of one step of the slope
 METHOD = (
     "queries, new latents and cache are given, heads come out; both sides walk the same workspace "
     "rows; peer: F.linear, index_select, keys written per head, FlashAttention-3, merges in "
     "Triton, one CUDA graph, its plan on the host and not counted; us: summed kernel time of an "
     "isolated call (kineto), span_us: start of its first kernel to end of its last, slope_us: "
-    "slope of wall time over calls in a row; medians, both sides interleaved in one process on "
-    "the same arrays; random-normal data, shuffled pages; tflops and floor_percent are of span_us"
+    "slope of wall time over calls in a row, launched one by one; medians, "
+    "both sides interleaved in one process on the same arrays; random-normal data, shuffled pages; "
+    "tflops and floor_percent are of span_us"
 )
 
 
@@ -96,9 +97,9 @@ def run(peers: Path | None, chosen: list[str], turn: AbstractContextManager) -> 
         from benchmarks import fa3
 
         fa3.load(peers)
-    for case in (c for c in (*CASES, *EXTRA) if c.name in chosen):
-        timed = _prepare(case, _Made.of(case), peers is not None and case in CASES)
-        row = timed(turn)
+    for case, made in [(c, _Made.of(c)) for c in (*CASES, *EXTRA) if c.name in chosen]:
+        with turn:
+            row = _row(case, made, peers is not None and case in CASES)
         print(paths.line(row), flush=True)
         yield row
 
@@ -225,8 +226,8 @@ def _peer(case: Case, made: _Made, args: tuple) -> tuple[paths.Peer, jax.Array]:
     return paths.Peer(name=name, once=graph.once, many=graph.many), jnp.from_dlpack(graph.result)
 
 
-def _prepare(case: Case, made: _Made, with_peer: bool) -> Callable[[AbstractContextManager], dict]:
-    """Check both sides, and return what times them."""
+def _row(case: Case, made: _Made, with_peer: bool) -> dict:
+    """Check both sides and time them."""
     args = _inputs(case)
 
     def once():
@@ -251,4 +252,4 @@ def _prepare(case: Case, made: _Made, with_peer: bool) -> Callable[[AbstractCont
         "temp_mib": made.program.memory_analysis().temp_size_in_bytes / 2**20,
     }
     sizes = {"calls": CALLS, "flops": case.flops, "bytes": case.bytes}
-    return lambda turn: paths.row(case.name, once, many, peer, turn, error=error, **sizes, **facts)
+    return paths.row(case.name, once, many, peer, error=error, **sizes, **facts)

@@ -129,8 +129,7 @@ def run(peers: Path | None, chosen: list[str], turn: AbstractContextManager) -> 
         from benchmarks import flashmla
 
         make_peer = flashmla.load(peers)
-    for case in map(find, chosen):
-        programs = _compile(case)
+    for case, programs in [(c, _compile(c)) for c in map(find, chosen)]:
         with turn:
             row = _row(case, programs, make_peer)
         print(line(row), flush=True)

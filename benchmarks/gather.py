@@ -90,9 +90,9 @@ def extra() -> list[str]:
 def run(peers: Path | None, chosen: list[str], turn: AbstractContextManager) -> Iterator[dict]:
     """Check and time the chosen cases, row by row; the device is timed inside ``turn`` alone."""
     del peers  # torch is the peer
-    for case in (c for c in CASES if c.name in chosen):
-        compile_all, prepare = OPS[case.op]
-        row = _row(case, prepare(case, compile_all(case)), turn)
+    for case, programs in [(c, OPS[c.op][0](c)) for c in CASES if c.name in chosen]:
+        with turn:
+            row = _row(case, OPS[case.op][1](case, programs))
         print(line(row), flush=True)
         yield row
 
@@ -272,13 +272,11 @@ def _write(case: Case, programs: dict) -> dict:
 OPS = {"gather": (_compile_gather, _gather), "write": (_compile_write, _write)}
 
 
-def _row(case: Case, runs: dict, turn: AbstractContextManager) -> dict:
+def _row(case: Case, runs: dict) -> dict:
     copy, peer = _torch_copy(case), runs["peer"]
     once = {"ours": runs["ours"], "copy": copy[0], "peer": peer[0]}
-    with turn:
-        isolated: dict[str, Isolated] = isolated_us(once)
-    with turn:
-        isolated |= isolated_us({"xla": runs["xla"]}, rounds=1)
+    isolated: dict[str, Isolated] = isolated_us(once)
+    isolated |= isolated_us({"xla": runs["xla"]}, rounds=1)
 
     def chain(n):
         jax.block_until_ready([runs["chain"]() for _ in range(n)][-1])
@@ -288,8 +286,7 @@ def _row(case: Case, runs: dict, turn: AbstractContextManager) -> dict:
         "copy": lambda n: copy[1](n * case.chain),
         "peer": lambda n: peer[1](n * case.chain),
     }
-    with turn:
-        slopes = back_to_back_us(many, dict.fromkeys(many, case.chain)) | {"xla": math.nan}
+    slopes = back_to_back_us(many, dict.fromkeys(many, case.chain)) | {"xla": math.nan}
     times = {}
     for who in WHO:
         times[f"{who}_us"] = isolated[who].sum

@@ -1,7 +1,7 @@
 """One DeepSeek-V3 attention layer, projections and cache write included, against torch."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,9 +100,9 @@ def run(peers: Path | None, chosen: list[str], turn: AbstractContextManager) -> 
 
         fa3.load(peers)
         flashmla.load(peers)
-    for case in (c for c in CASES if c.name in chosen):
-        timed = _prepare(case, _Made.of(case), peers is not None)
-        row = timed(turn)
+    for case, made in [(c, _Made.of(c)) for c in CASES if c.name in chosen]:
+        with turn:
+            row = _row(case, made, peers is not None)
         print(paths.line(row), flush=True)
         yield row
 
@@ -231,8 +231,8 @@ def _peer(case: Case, made: _Made, args: tuple, slots, positions) -> tuple[paths
     return paths.Peer(name=name, once=graph.once, many=graph.many), jnp.from_dlpack(graph.result)
 
 
-def _prepare(case: Case, made: _Made, with_peer: bool) -> Callable[[AbstractContextManager], dict]:
-    """Check both sides, and return what times them."""
+def _row(case: Case, made: _Made, with_peer: bool) -> dict:
+    """Check both sides and time them."""
     args = _inputs(case)
     meta, plan = made.meta(*args[2:])
     slots, positions = meta.slots + 0, meta.positions + 0
@@ -259,4 +259,4 @@ def _prepare(case: Case, made: _Made, with_peer: bool) -> Callable[[AbstractCont
         "temp_mib": made.program.memory_analysis().temp_size_in_bytes / 2**20,
     }
     sizes = {"calls": case.calls, "flops": case.flops, "bytes": case.bytes}
-    return lambda turn: paths.row(case.name, once, many, peer, turn, error=error, **sizes, **facts)
+    return paths.row(case.name, once, many, peer, error=error, **sizes, **facts)

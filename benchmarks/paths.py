@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from benchmarks.timing import Isolated, back_to_back_us, isolated_us
@@ -44,7 +43,6 @@ def row(
     once: Callable[[], None],
     many: Callable[[int], None],
     peer: Peer | None,
-    turn: AbstractContextManager,
     *,
     calls: int,
     flops: float,
@@ -52,17 +50,12 @@ def row(
     error: float,
     **more: object,
 ) -> dict:
-    """Time both sides, interleaved; ``calls`` of ``many`` make one step of the slope.
-
-    The device is taken twice, some seconds each: for the traces and for the slopes.
-    """
+    """Time both sides, interleaved; ``calls`` of ``many`` make one step of the slope."""
     onces, manys = {"ours": once}, {"ours": lambda n: many(n * calls)}
     if peer is not None:
         onces["peer"], manys["peer"] = peer.once, lambda n: peer.many(n * calls)
-    with turn:
-        isolated = isolated_us(onces, ROUNDS)
-    with turn:
-        slopes = back_to_back_us(manys, dict.fromkeys(manys, calls))
+    isolated = isolated_us(onces, ROUNDS)
+    slopes = back_to_back_us(manys, dict.fromkeys(manys, calls))
     none = Isolated(sum=math.nan, span=math.nan, kernels={})
     ours, theirs = isolated["ours"], isolated.get("peer", none)
     slope = slopes.get("peer", math.nan)

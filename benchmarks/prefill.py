@@ -98,16 +98,15 @@ def extra() -> list[str]:
 
 
 def run(peers: Path | None, chosen: list[str], turn: AbstractContextManager) -> Iterator[dict]:
-    """Check and time the chosen cases, row by row; what is timed runs inside ``turn``."""
+    """Check and time the chosen cases, row by row; the device is used inside ``turn`` alone."""
     make_peer = None
     if peers is not None:
         from benchmarks import fa3
 
         make_peer = fa3.load(peers)
-    for case in (c for c in CASES if c.name in chosen):
-        programs = _compile(case)
-        args, plan, error = _check(case, programs)
+    for case, programs in [(c, _compile(c)) for c in CASES if c.name in chosen]:
         with turn:
+            args, plan, error = _check(case, programs)
             row = _row(case, programs, make_peer, args, plan) | {"error": error}
         print(line(row), flush=True)
         yield row

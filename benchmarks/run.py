@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile side by side")
     parser.add_argument("--limit", type=float, default=math.inf, help="seconds, with --jobs")
     parser.add_argument("--turn", type=Path, help="file that a process locks to use the device")
+    parser.add_argument("--everyone", type=int, default=1, help="processes that share the turn")
     given = parser.parse_args()
 
     import jax
@@ -56,7 +57,7 @@ def main() -> None:
     rows = (
         _spread(given, chosen)
         if given.jobs > 1
-        else suite.run(given.peers, chosen, turn(given.turn))
+        else suite.run(given.peers, chosen, turn(given.turn, given.everyone))
     )
     for row in rows:  # what was measured so far survives a kill
         record["rows"].append(row)
@@ -78,12 +79,18 @@ def _summarise(record: dict) -> None:
 
 
 class _Turn:
-    """One process at a time; may be entered again and again."""
+    """One process at a time, and none before all of them have compiled.
 
-    def __init__(self, path: Path):
-        self.path = path
+    A compiler tries products on the device: beside it every clock is wrong.
+    """
+
+    def __init__(self, path: Path, everyone: int):
+        self.path, self.everyone = path, everyone
 
     def __enter__(self):
+        _compiled(self.path, os.getpid())
+        while len(list(self.path.parent.glob(f"{self.path.name}.*"))) < self.everyone:
+            time.sleep(0.05)
         self.file = self.path.open("w")
         fcntl.flock(self.file, fcntl.LOCK_EX)
 
@@ -91,8 +98,14 @@ class _Turn:
         self.file.close()
 
 
-def turn(path: Path | None):
-    return nullcontext() if path is None else _Turn(path)
+def _compiled(path: Path, process: int) -> None:
+    """Say that a process has compiled everything, or that it has ended."""
+    path.with_name(f"{path.name}.{process}").touch()
+
+
+def turn(path: Path | None, everyone: int = 1):
+    """To be entered for every use of the device."""
+    return nullcontext() if path is None else _Turn(path, everyone)
 
 
 def _spread(given: argparse.Namespace, chosen: list[str]) -> list[dict]:
@@ -103,15 +116,16 @@ def _spread(given: argparse.Namespace, chosen: list[str]) -> list[dict]:
         running = []
         for i, part in enumerate(parts):
             command = [sys.executable, "-m", "benchmarks.run", given.suite, "--out", str(part)]
-            command += ["--turn", str(given.turn or f"{folder}/turn")]
+            command += ["--turn", f"{folder}/turn", "--everyone", str(len(parts))]
             command += ["--cases", *chosen[i :: len(parts)]]
             command += ["--peers", str(given.peers)] if given.peers else []
             running.append(subprocess.Popen(command))
-        for process in running:
-            try:
-                process.wait(None if math.isinf(end) else max(end - time.monotonic(), 0.01))
-            except subprocess.TimeoutExpired:
-                process.terminate()
+        while (alive := [p for p in running if p.poll() is None]) and time.monotonic() < end:
+            for process in set(running) - set(alive):
+                _compiled(Path(folder) / "turn", process.pid)
+            time.sleep(0.2)
+        for process in alive:
+            process.terminate()
         failed = sum(p.wait() != 0 for p in running)
         rows = [r for p in parts if p.exists() for r in json.loads(p.read_text())["rows"]]
     if failed:

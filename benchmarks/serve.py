@@ -22,6 +22,7 @@ from mla_jax.cache import LatentCache
 from mla_jax.config import ModelConfig
 from mla_jax.engine import Engine
 from mla_jax.metadata.buckets import Ladder, MLABucket, MLALadder
+from mla_jax.metadata.packed import pack
 from mla_jax.model.deepseek_v3 import DeepseekV3
 from mla_jax.model.presets import V2_LITE
 from mla_jax.model.sampling import SamplingBatch, SamplingParams
@@ -85,8 +86,7 @@ def run(peers: Path | None, chosen: list[str], turn: AbstractContextManager) -> 
     with tempfile.TemporaryDirectory() as folder:
         jax.config.update("jax_compilation_cache_dir", folder)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        for case in (c for c in CASES if c.name in chosen):
-            programs = _compile(case)
+        for case, programs in [(c, _compile(c)) for c in CASES if c.name in chosen]:
             with turn:
                 row = _row(case, programs)
             print(
@@ -111,7 +111,7 @@ def _compile(case: Case) -> dict:
     step = Step.of(_abstract(), page=PAGE, backend=case.backend)
     caches = jax.eval_shape(lambda: _caches(case))
     for bucket in (_bucket(case), _bucket(case, prefill=True)):
-        batch = jax.eval_shape(lambda b=bucket: _batch(b))
+        batch = pack(_batch(bucket))
         step.run.lower(step.leaves, caches, batch, bucket=bucket, want_logits=False).compile()  # pyright: ignore
 
     def draw():
@@ -192,7 +192,7 @@ def _decode(engine: Engine, case: Case, caches: list[LatentCache]) -> list[float
     tokens, times = np.ones(case.batch, np.int32), []
     for i in range(STEPS):
         start = time.perf_counter()
-        batch = jax.device_put(_batch(bucket, table, tokens, case.context + i + 1))
+        batch = pack(_batch(bucket, table, tokens, case.context + i + 1))
         out, caches = step.run(step.leaves, caches, batch, bucket=bucket, want_logits=False)
         tokens = np.asarray(jax.device_get(out.token_ids))
         times.append(time.perf_counter() - start)

@@ -70,6 +70,9 @@ METADATA: Columns = {
     "host µs": ("host_us", 0),
     "host, least": ("least_us", 0),
     "of it decide": ("decide_us", 0),
+    "of it call": ("call_us", 0),
+    "decide, warm": ("warm_us", 0),
+    "call of jit": ("jit_us", 0),
     "an empty call": ("empty_us", 0),
     "returning all": ("alone_us", 0),
 }

@@ -21,6 +21,7 @@ from mla_jax.cache import LatentCache
 from mla_jax.config import ModelConfig
 from mla_jax.errors import EngineError
 from mla_jax.metadata.buckets import MLABucket, MLALadder
+from mla_jax.metadata.packed import pack
 from mla_jax.model.deepseek_v3 import DeepseekV3
 from mla_jax.model.prefill_crossover import PrefillCrossover
 from mla_jax.model.sampling import SamplingBatch, SamplingParams
@@ -274,7 +275,7 @@ class Engine:
         if not plan.work:
             return
         bucket = self._bucket(plan)
-        batch = pack(plan, bucket)
+        batch = pack(arrays(plan, bucket))
         out, self._caches = self._step.run(
             self._step.leaves,
             self._caches,
@@ -330,8 +331,8 @@ class Engine:
             del self._claimed[id]
 
 
-def pack(plan: Plan, bucket: MLABucket) -> StepBatch:
-    """A plan as arrays of the bucket's sizes, padding last, in one move to the device."""
+def arrays(plan: Plan, bucket: MLABucket) -> StepBatch:
+    """A plan as host arrays of the bucket's sizes, padding last."""
     n, work = len(plan.work), plan.work
     token_ids = np.zeros(bucket.tokens, np.int32)
     query_starts = np.zeros(bucket.requests + 1, np.int32)
@@ -366,5 +367,4 @@ def pack(plan: Plan, bucket: MLABucket) -> StepBatch:
         "seed": column("seed", np.uint32),
         "position": seq_lens,
     }
-    step, sampling = jax.device_put((step, sampling))
     return StepBatch(**step, sampling=SamplingBatch(**sampling))

@@ -63,6 +63,8 @@ class CommonBucket:
 
     def check_holds(self, *, requests: int, tokens: int, pages: int) -> None:
         """Refuse a batch that is larger in any dimension."""
+        if requests <= self.requests and tokens <= self.tokens and pages <= self.pages:
+            return
         given = {"requests": requests, "tokens": tokens, "pages": pages}
         for name, n in given.items():
             if n > getattr(self, name):

@@ -135,13 +135,14 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLADecision, MLAMetadata
 
     def decide(self, host: CommonAttentionHost) -> MLADecision:
         split = split_decodes_and_prefills(host, 1)
-        context = host.num_computed_tokens_cpu[split.num_decodes : host.num_reqs]
+        prefills = slice(split.num_decodes, host.num_reqs)
+        longer = host.seq_lens_cpu_upper_bound[prefills] > host.query_lens_cpu[prefills]
         bucket = self.ladder.bucket(
             decodes=split.num_decodes,
             prefills=split.num_prefills,
             prefill_tokens=split.num_prefill_tokens,
             pages=cdiv(host.max_seq_len, self.page),
-            context=bool((context > 0).any()),
+            context=bool(longer.any()),
         )
         return MLADecision(
             bucket=bucket,

@@ -87,6 +87,8 @@ def slot_mapping(
 def _pad(array, size: int, mode: Literal["constant", "edge"] = "constant") -> Any:
     """Grow axis 0 to ``size`` with zeros (or the last entry), on the host or the device."""
     n = array.shape[0]
+    if n == size:
+        return array
     if not isinstance(array, np.ndarray):
         return jnp.pad(array, [(0, size - n)] + [(0, 0)] * (array.ndim - 1), mode=mode)
     padded = np.zeros((size, *array.shape[1:]), array.dtype)  # np.pad takes ten times as long
@@ -125,9 +127,10 @@ class CommonAttentionHost:
         exact: bool = True,
     ) -> "CommonAttentionHost":
         """From real requests; ``exact=False``: ``seq_lens`` are upper bounds."""
-        starts = np.zeros(len(query_lens) + 1, np.int32)
-        np.cumsum(query_lens, out=starts[1:])
-        bounds = np.asarray(seq_lens, np.int32)
+        # Ufuncs, not numpy's functions around them: those take as long again.
+        queries, bounds = np.asarray(query_lens, np.int32), np.asarray(seq_lens, np.int32)
+        starts = np.zeros(len(queries) + 1, np.int32)
+        np.add.accumulate(queries, out=starts[1:])
         return cls(
             query_start_loc_cpu=starts,
             seq_lens_cpu_upper_bound=bounds,
@@ -136,14 +139,27 @@ class CommonAttentionHost:
             encoder_seq_lens_cpu=None,
             num_reqs=len(bounds),
             num_actual_tokens=int(starts[-1]),
-            max_query_len=int(np.max(query_lens, initial=0)),
-            max_seq_len=int(np.max(bounds, initial=0)),
+            max_query_len=int(np.maximum.reduce(queries, initial=0)),
+            max_seq_len=int(np.maximum.reduce(bounds, initial=0)),
         )
 
     @cached_property
     def query_lens_cpu(self) -> Int[np.ndarray, "requests"]:
         """Tokens of each request; 0 = padding. Every builder asks: computed once."""
         return self.query_start_loc_cpu[1:] - self.query_start_loc_cpu[:-1]
+
+    @cached_property
+    def _leading(self) -> dict[int, int]:
+        return {}
+
+    def leading_up_to(self, query_len: int) -> int:
+        """How many requests stand before the first one of more than ``query_len`` tokens."""
+        if (found := self._leading.get(query_len)) is None:
+            found = self.num_reqs
+            if self.max_query_len > query_len:
+                found = int((self.query_lens_cpu[:found] > query_len).argmax())
+            self._leading[query_len] = found
+        return found
 
     @property
     def num_computed_tokens_cpu(self) -> Int[np.ndarray, "requests"]:

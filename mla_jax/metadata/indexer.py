@@ -6,6 +6,7 @@ that many tokens and lengths, slots and tables are those of the compressed cache
 """
 
 from dataclasses import dataclass, field
+from operator import sub
 from typing import Literal
 
 import jax
@@ -24,7 +25,7 @@ from mla_jax.metadata.indexer_chunks import (
     NO_CHUNK,
     DeepseekV32IndexerPrefillChunkMetadata,
     build_prefill_chunk_metadata,
-    plan_indexer_chunks,
+    indexer_chunks,
 )
 from mla_jax.metadata.indexer_decode import (
     DeepSeekV32IndexerDecodeMetadata,
@@ -162,31 +163,31 @@ class DeepseekV32IndexerMetadataBuilder(
             host, self.next_n, require_uniform=not self.use_flattening
         )
         d, r = split.num_decodes, host.num_reqs
-        lens = host.query_lens_cpu[:r]
-        chunks = plan_indexer_chunks(
-            host.seq_lens_cpu_upper_bound[d:r] // self.compress_ratio,
-            lens[d:],
+        keys = host.seq_lens_cpu_upper_bound[d:r]
+        chunks = indexer_chunks(
+            (keys if self.compress_ratio == 1 else keys // self.compress_ratio).tolist(),
+            host.query_lens_cpu[d:r].tolist(),
             workspace=self.max_prefill_buffer_size,
             max_logits=self.max_logits_bytes // 4,
             offset=d,
         )
-        return self._decision(split, int(lens[:d].max(initial=1)), chunks)
+        decode_len = 1
+        if self.next_n > 1:
+            decode_len = int(np.maximum.reduce(host.query_lens_cpu[:d], initial=1))
+        return self._decision(split, decode_len, [c for c in chunks if c[4]])
 
     def _decision(self, split, decode_len: int, chunks) -> IndexerDecision:
         decodes, prefills, decode_tokens, prefill_tokens = split
         rows = decode_tokens if self.use_flattening else decodes
         ladder = self.ladder
+        starts, stops, first, last, keys, _ = zip(*chunks or [NO_CHUNK], strict=True)
         bucket = IndexerBucket(
             decode_rows=ladder.decode_rows.rung(rows),
             decode_len=(1 if self.use_flattening else decode_len) if rows else 0,
             chunks=ladder.chunks.rung(max(len(chunks), 1) if prefills else 0),
-            chunk_requests=ladder.chunk_requests.rung(
-                max([c.stop - c.start for c in chunks], default=0)
-            ),
-            chunk_queries=ladder.chunk_queries.rung(
-                max([c.query_stop - c.query_start for c in chunks], default=0)
-            ),
-            chunk_keys=ladder.chunk_keys.rung(max([c.total_seq_lens for c in chunks], default=0)),
+            chunk_requests=ladder.chunk_requests.rung(max(map(sub, stops, starts))),
+            chunk_queries=ladder.chunk_queries.rung(max(map(sub, last, first))),
+            chunk_keys=ladder.chunk_keys.rung(max(keys)),
         )
         counts = [decodes, prefills, decode_tokens, prefill_tokens, len(chunks)]
         return IndexerDecision(

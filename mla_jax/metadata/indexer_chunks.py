@@ -18,6 +18,7 @@ __all__ = [
     "DeepseekV32IndexerPrefillChunkMetadata",
     "IndexerChunk",
     "build_prefill_chunk_metadata",
+    "indexer_chunks",
     "plan_indexer_chunks",
     "split_indexer_prefill_chunks",
 ]
@@ -53,10 +54,9 @@ def split_indexer_prefill_chunks(
     alone and is cut along its queries into pieces of ``max(1, max_logits // keys)`` rows. Queries
     count from the group's first token; ``offset`` is added to requests.
     """
-    return [
-        ((c.start, c.stop), (c.query_start, c.query_stop))
-        for c in _pieces(compressed_seq_lens, query_lens, workspace, max_logits, offset)
-    ]
+    sizes = compressed_seq_lens.tolist(), query_lens.tolist()
+    chunks = indexer_chunks(*sizes, workspace=workspace, max_logits=max_logits, offset=offset)
+    return [((start, stop), (first, last)) for start, stop, first, last, *_ in chunks]
 
 
 def plan_indexer_chunks(
@@ -68,28 +68,37 @@ def plan_indexer_chunks(
     offset: int = 0,
 ) -> list[IndexerChunk]:
     """The pieces that have keys, with what the host knows of each."""
-    pieces = _pieces(compressed_seq_lens, query_lens, workspace, max_logits, offset)
-    return [c for c in pieces if c.total_seq_lens]
+    sizes = compressed_seq_lens.tolist(), query_lens.tolist()
+    chunks = indexer_chunks(*sizes, workspace=workspace, max_logits=max_logits, offset=offset)
+    return [IndexerChunk(*c) for c in chunks if c[4]]
 
 
-def _pieces(compressed_seq_lens, query_lens, workspace, max_logits, offset) -> list[IndexerChunk]:
-    """Greedy groups of requests, each cut along its queries if its logits do not fit."""
-    pieces: list[IndexerChunk] = []
+def indexer_chunks(
+    compressed_seq_lens: list[int],
+    query_lens: list[int],
+    *,
+    workspace: int,
+    max_logits: int,
+    offset: int,
+) -> list[tuple[int, int, int, int, int, int]]:
+    """``IndexerChunk``s as plain tuples, from host integers: those without keys too.
+
+    Greedy groups of requests, each cut along its queries if its logits do not fit.
+    """
+    chunks = []
     start = n = m = 0
-    sizes = zip(compressed_seq_lens.tolist(), query_lens.tolist(), strict=True)
+    sizes = zip(compressed_seq_lens, query_lens, strict=True)
     end = (workspace + 1, 0)  # overflows: closes the last group
     for i, (keys, queries) in enumerate(chain(sizes, [end])):
         total, rows = n + keys, m + queries
         if i > start and (total > workspace or total * rows > max_logits):
             step = m if n * m <= max_logits else max(1, max_logits // n)
             for first in range(0, m, step or 1):
-                last = min(first + step, m)
-                pieces.append(
-                    IndexerChunk(start + offset, i + offset, first, last, n, int(first > 0))
-                )
+                last = first + step if first + step < m else m
+                chunks.append((start + offset, i + offset, first, last, n, int(first > 0)))
             start, total, rows = i, keys, queries
         n, m = total, rows
-    return pieces
+    return chunks
 
 
 @jax.tree_util.register_dataclass

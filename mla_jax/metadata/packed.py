@@ -6,6 +6,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -15,41 +16,71 @@ import numpy as np
 from mla_jax.errors import MetadataError
 from mla_jax.types import Array, Int
 
-__all__ = ["Packed", "pack", "padded_rows"]
+__all__ = ["Layout", "Packed", "pack", "padded_rows"]
+
+INT32 = np.dtype(np.int32)
+DTYPES = frozenset(map(np.dtype, (np.int32, np.uint32, np.float32)))
+HOST = np.ndarray, np.generic
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Layout:
+    """Where the leaves of a tree lie among the words. Equal ones are one object: see ``of``."""
+
+    tree: Any  # jax's description of the structure
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[np.dtype, ...]
+
+    @staticmethod
+    @cache
+    def of(
+        tree: Any, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[np.dtype, ...]
+    ) -> "Layout":
+        """The one layout of these: ``jax.jit`` compares it by identity, not bucket by bucket."""
+        return Layout(tree=tree, shapes=shapes, dtypes=dtypes)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """A pytree of int32 arrays laid end to end. The layout is static, the words are not."""
+    """A pytree of arrays of 32-bit words laid end to end. The layout is static, the words are not."""
 
-    tree: Any = field(metadata={"static": True})  # jax's description of the structure
-    shapes: tuple[tuple[int, ...], ...] = field(metadata={"static": True})
+    layout: Layout = field(metadata={"static": True})
     words: Int[Array | np.ndarray, "words"]
 
     def unpack(self) -> Any:
         """The pytree again. Inside a compiled step its arrays are slices that fuse away."""
         leaves, start = [], 0
-        for shape in self.shapes:
+        for shape, dtype in zip(self.layout.shapes, self.layout.dtypes, strict=True):
             stop = start + math.prod(shape)
-            leaves.append(self.words[start:stop].reshape(shape))
+            words = self.words[start:stop].reshape(shape)
+            leaves.append(words if dtype == INT32 else _bits(words, dtype))
             start = stop
-        return jax.tree.unflatten(self.tree, leaves)
+        return jax.tree.unflatten(self.layout.tree, leaves)
 
 
 def pack(tree: Any) -> Packed:
     """Lay the host arrays of ``tree`` end to end, in the order of its leaves.
 
     Raises:
-        MetadataError: a leaf is not a host array of int32.
+        MetadataError: a leaf is not a host array of int32, uint32 or float32.
     """
     leaves, structure = jax.tree.flatten(tree)
     for leaf in leaves:
-        if isinstance(leaf, jax.Array) or getattr(leaf, "dtype", None) != np.int32:
+        if not isinstance(leaf, HOST) or leaf.dtype not in DTYPES:
             given = f"{type(leaf).__name__} of {getattr(leaf, 'dtype', 'no dtype')}"
-            raise MetadataError("pack: a leaf", given, "a numpy array of int32")
-    words = np.concatenate([x.ravel() for x in leaves]) if leaves else np.zeros(0, np.int32)
-    return Packed(tree=structure, shapes=tuple(x.shape for x in leaves), words=words)
+            raise MetadataError("pack: a leaf", given, "a numpy array of int32, uint32 or float32")
+    words = np.frombuffer(bytearray().join([x.tobytes() for x in leaves]), INT32)
+    layout = Layout.of(
+        structure, tuple([x.shape for x in leaves]), tuple([x.dtype for x in leaves])
+    )
+    return Packed(layout=layout, words=words)
+
+
+def _bits(words: Array | np.ndarray, dtype: np.dtype) -> Array | np.ndarray:
+    if isinstance(words, np.ndarray):
+        return words.view(dtype)
+    return jax.lax.bitcast_convert_type(words, dtype)
 
 
 def padded_rows(

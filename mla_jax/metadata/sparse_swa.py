@@ -33,9 +33,11 @@ from mla_jax.metadata.sparse_buckets import SWABucket, SWALadder
 from mla_jax.metadata.split import DecodePrefillSplit, split_decodes_and_prefills
 from mla_jax.metadata.window import (
     NO_CHUNK,
+    WindowLimits,
     compute_prefill_gather_lens,
-    plan_window_chunks,
+    gather_lens_of,
     sliding_window_indices,
+    window_chunks,
 )
 from mla_jax.types import Array, Bool, Int
 
@@ -146,25 +148,23 @@ class DeepseekSparseSWAMetadataBuilder(
         present = {layer_type(r) for r in self.compress_ratios} or {"swaonly"}
         return tuple(name for name in RATIOS if name in present)
 
+    @cached_property
+    def _limits(self) -> WindowLimits:
+        return WindowLimits(
+            self.window, self.chunk_requests, self.max_model_len, self.max_batched_tokens
+        )
+
     def decide(self, host: CommonAttentionHost) -> SWADecision:
         """Split, workspace chunks and bucket. A step without tokens is empty."""
         split = DecodePrefillSplit(0, 0, 0, 0)
         if host.num_actual_tokens:
             split = split_decodes_and_prefills(host, self.next_n)
-        d = split.num_decodes
-        r = d + split.num_prefills
-        plans = {
-            name: plan_window_chunks(
-                host.query_lens_cpu[d:r],
-                host.seq_lens_cpu_upper_bound[d:r],
-                ratio=RATIOS[name],
-                window=self.window,
-                chunk_requests=self.chunk_requests,
-                max_model_len=self.max_model_len,
-                max_batched_tokens=self.max_batched_tokens,
-            )
-            for name in self.layer_types
-        }
+        rows = slice(split.num_decodes, split.num_decodes + split.num_prefills)
+        keys = host.seq_lens_cpu_upper_bound[rows].tolist()
+        tails = gather_lens_of(host.query_lens_cpu[rows].tolist(), keys, self.window)
+        plans = [
+            window_chunks(keys, tails, RATIOS[name], self._limits) for name in self.layer_types
+        ]
         width = 0
         if "c128a" in self.layer_types:
             width = c128a_width(host.max_seq_len, self.max_model_len)
@@ -172,14 +172,15 @@ class DeepseekSparseSWAMetadataBuilder(
             decode_tokens=self.ladder.decode_tokens.rung(split.num_decode_tokens),
             prefills=self.ladder.prefills.rung(split.num_prefills),
             prefill_tokens=self.ladder.prefill_tokens.rung(split.num_prefill_tokens),
-            chunks=self.ladder.chunks.rung(max(map(len, plans.values()))),
+            chunks=self.ladder.chunks.rung(max(map(len, plans))),
             c128a_width=width,
         )
-        chunks = [padded_rows(plan, bucket.chunks, NO_CHUNK) for plan in plans.values()]
+        padded = [row for p in plans for row in (*p, *[NO_CHUNK] * (bucket.chunks - len(p)))]
+        shape = len(plans), bucket.chunks, len(NO_CHUNK)
         return SWADecision(
             bucket=bucket,
-            counts=np.array([*split, *map(len, plans.values())], np.int32),
-            chunks=np.stack(chunks),
+            counts=np.array([*split, *map(len, plans)], np.int32),
+            chunks=padded_rows(padded, len(padded), NO_CHUNK).reshape(shape),
         )
 
     def build(

@@ -62,24 +62,21 @@ def split_decodes_and_prefills(
     requests, tokens = host.num_reqs, host.num_actual_tokens
     if requests == 0:
         return DecodePrefillSplit(0, 0, 0, 0)
-    lens = host.query_lens_cpu[:requests]
-    everything = DecodePrefillSplit(requests, 0, tokens, 0)
     short = treat_short_extends_as_decodes
-    uniform = require_uniform and decode_threshold > 1
-    if host.max_query_len <= decode_threshold and short and not uniform:
-        return everything
-    if lens[0] > decode_threshold:
-        return DecodePrefillSplit(0, requests, 0, tokens)
-    prefill = lens > decode_threshold
-    if require_uniform:
-        prefill = (lens != lens[0]) & (lens != 0)
-    if not short:
-        prefill = prefill | _is_prefilling(host)
-    if debug and not require_uniform:
-        _check_order(lens, prefill)
-    first = int(prefill.argmax())
-    if not prefill[first]:
-        return everything
+    first = host.leading_up_to(decode_threshold)
+    alike = decode_threshold == 1 and (host.max_query_len <= 1 or starts[1] > 0)
+    if 0 < first and (debug or not short or (require_uniform and not alike)):
+        lens = host.query_lens_cpu[:requests]
+        prefill = lens > decode_threshold
+        if require_uniform:
+            prefill = (lens != lens[0]) & (lens != 0)
+        if not short:
+            prefill = prefill | _is_prefilling(host)
+        if debug and not require_uniform:
+            _check_order(lens, prefill)
+        first = int(prefill.argmax()) if prefill.any() else requests
+    if first == requests:
+        return DecodePrefillSplit(requests, 0, tokens, 0)
     before = int(starts[first])
     return DecodePrefillSplit(first, requests - first, before, tokens - before)
 

@@ -12,10 +12,13 @@ from mla_jax.types import PAD_SLOT, Array, Bool, Int, cdiv, round_up
 __all__ = [
     "NO_CHUNK",
     "WindowChunk",
+    "WindowLimits",
     "combine_topk_swa_indices",
     "compute_prefill_gather_lens",
+    "gather_lens_of",
     "plan_window_chunks",
     "sliding_window_indices",
+    "window_chunks",
 ]
 
 
@@ -81,22 +84,54 @@ def plan_window_chunks(
     without the first term for ``ratio <= 1`` (no compressed states). A prefill that fits no
     workspace stands alone.
     """
-    most = cdiv(max_model_len, ratio) if ratio > 1 else 0
-    rows = chunk_requests * (most + window + max_batched_tokens)
-    chunks: list[WindowChunk] = []
-    start = compressed = tail = 0
-    for i, (queries, keys) in enumerate(zip(query_lens.tolist(), seq_lens.tolist(), strict=True)):
-        states = keys // ratio if ratio > 1 else 0
-        context = keys - queries  # the rest is compute_prefill_gather_lens of one request
-        gathered = queries + (0 if context < 0 else context if context < window else window - 1)
-        widest = states if states > compressed else compressed
-        longest = gathered if gathered > tail else tail
-        if i > start and (i + 1 - start) * (widest + longest) > rows:
-            chunks.append(WindowChunk(start, i, compressed, compressed + tail))
-            start, widest, longest = i, states, gathered
-        compressed, tail = widest, longest
-    if len(seq_lens):
-        chunks.append(WindowChunk(start, len(seq_lens), compressed, compressed + tail))
+    limits = WindowLimits(window, chunk_requests, max_model_len, max_batched_tokens)
+    keys = seq_lens.tolist()
+    tails = gather_lens_of(query_lens.tolist(), keys, window)
+    return [WindowChunk(*c) for c in window_chunks(keys, tails, ratio, limits)]
+
+
+class WindowLimits(NamedTuple):
+    """What the workspace of a chunk is made for."""
+
+    window: int
+    chunk_requests: int
+    max_model_len: int
+    max_batched_tokens: int
+
+
+def gather_lens_of(query_lens: list[int], seq_lens: list[int], window: int) -> list[int]:
+    """``compute_prefill_gather_lens`` of host integers."""
+    most = window - 1
+    return [
+        q if k <= q else k if k - q < most else q + most
+        for q, k in zip(query_lens, seq_lens, strict=True)
+    ]
+
+
+def window_chunks(
+    seq_lens: list[int], tails: list[int], ratio: int, limits: WindowLimits
+) -> list[tuple[int, int, int, int]]:
+    """``plan_window_chunks`` of host integers; ``tails`` are the rows gathered of each request."""
+    n = len(tails)
+    if not n:
+        return []
+    states = [k // ratio for k in seq_lens] if ratio > 1 else [0] * n
+    most = cdiv(limits.max_model_len, ratio) if ratio > 1 else 0
+    rows = limits.chunk_requests * (most + limits.window + limits.max_batched_tokens)
+    sure = max(rows // max(max(states) + max(tails), 1), 1)  # so many fit, whichever they are
+    chunks = []
+    start = 0
+    while start < n:
+        stop = min(start + sure, n)
+        compressed, tail = max(states[start:stop]), max(tails[start:stop])
+        while stop < n:
+            widest = states[stop] if states[stop] > compressed else compressed
+            longest = tails[stop] if tails[stop] > tail else tail
+            if (stop + 1 - start) * (widest + longest) > rows:
+                break
+            compressed, tail, stop = widest, longest, stop + 1
+        chunks.append((start, stop, compressed, compressed + tail))
+        start = stop
     return chunks
 
 

@@ -167,9 +167,9 @@ class MLA(nnx.Module):
         backend: str | None = None,
     ) -> AttnState:
         """Expanded attention of new tokens among themselves and over their cached context."""
-        state = self._expanded(q, latent, k_rope, new, backend=backend)
         if context is None:
-            return state
+            return self._expanded(q, latent, k_rope, new, backend=backend)
+        state = self._expanded(q, latent, k_rope, new, out_dtype=jnp.float32, backend=backend)
         return self._add_context(state, q, cache, context, backend=backend)
 
     def full(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
@@ -193,12 +193,20 @@ class MLA(nnx.Module):
         meta: PrefillMetadata,
         *,
         causal: bool = True,
+        out_dtype: DTypeLike | None = None,
         backend: str | None = None,
     ) -> AttnState:
         """Up-project the latents and attend; nothing is copied per head."""
         kv = self.kv_up(latent)
         return ops.mla_prefill(
-            q, kv, k_rope, meta, scale=self.scale, causal=causal, backend=backend
+            q,
+            kv,
+            k_rope,
+            meta,
+            scale=self.scale,
+            causal=causal,
+            out_dtype=out_dtype,
+            backend=backend,
         )
 
     def _add_context(
@@ -210,12 +218,11 @@ class MLA(nnx.Module):
         *,
         backend: str | None,
     ) -> AttnState:
-        """Merge the cached context in chunk by chunk: as many trips as there are chunks.
+        """Merge the cached context into ``state`` (float32), as many trips as there are chunks.
 
         Parts come in the dtype of the queries, which halves what a merge reads; their sum is
         float32 and stays where it is from turn to turn.
         """
-        state = AttnState(out=state.out.astype(jnp.float32), lse=state.lse)
 
         def one_chunk(i: Array, state: AttnState) -> AttnState:
             first, meta = context.chunk(i)

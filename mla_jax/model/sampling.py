@@ -62,11 +62,11 @@ def _require(ok: bool, name: str, given: object, allowed: str) -> None:
 class SamplingBatch:
     """``SamplingParams`` of a step's requests; all zeros (greedy) on padding."""
 
-    temperature: Float[Array, "requests"]  # float32; 0 = greedy
-    top_k: Int[Array, "requests"]  # 0 = off
-    top_p: Float[Array, "requests"]  # float32; 1 = off
-    seed: Int[Array, "requests"]  # uint32
-    position: Int[Array, "requests"]  # absolute position of the token to be drawn
+    temperature: Float[Array | np.ndarray, "requests"]  # float32; 0 = greedy
+    top_k: Int[Array | np.ndarray, "requests"]  # 0 = off
+    top_p: Float[Array | np.ndarray, "requests"]  # float32; 1 = off
+    seed: Int[Array | np.ndarray, "requests"]  # uint32
+    position: Int[Array | np.ndarray, "requests"]  # absolute position of the token to be drawn
 
 
 def sample(

@@ -4,16 +4,19 @@ One program per ``MLABucket``. The module is split once at load; a step takes it
 because flattening a module on every token costs milliseconds of host time.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from mla_jax.cache import LatentCache
 from mla_jax.metadata.buckets import MLABucket
 from mla_jax.metadata.mla import build_mla
+from mla_jax.metadata.packed import Packed
+from mla_jax.metadata.staging import StagedFunction, staged
 from mla_jax.model.deepseek_v3 import DeepseekV3
 from mla_jax.model.sampling import SamplingBatch, sample
 from mla_jax.types import Array, Float, Int
@@ -26,11 +29,11 @@ __all__ = ["Step", "StepBatch", "StepOutput"]
 class StepBatch:
     """What the host decides in one step; decodes first, padding last."""
 
-    token_ids: Int[Array, "tokens"]  # 0 on padding
-    query_starts: Int[Array, "starts"]  # exclusive sum of new tokens; tail repeats
-    seq_lens: Int[Array, "requests"]  # cached + new tokens; 0 on padding
-    page_table: Int[Array, "requests pages"]  # 0 (the null page) where there is none
-    num_decodes: Int[Array, ""]  # leading requests with one token each
+    token_ids: Int[Array | np.ndarray, "tokens"]  # 0 on padding
+    query_starts: Int[Array | np.ndarray, "starts"]  # exclusive sum of new tokens; tail repeats
+    seq_lens: Int[Array | np.ndarray, "requests"]  # cached + new tokens; 0 on padding
+    page_table: Int[Array | np.ndarray, "requests pages"]  # 0 (the null page) where there is none
+    num_decodes: Int[Array | np.ndarray, ""]  # leading requests with one token each
     sampling: SamplingBatch
 
 
@@ -49,13 +52,14 @@ class Step:
     """A model split into flat leaves, and its jitted step."""
 
     leaves: Sequence[Array] = field(repr=False)
-    run: Callable[..., tuple[StepOutput, list[LatentCache]]] = field(repr=False)
+    run: StagedFunction = field(repr=False)  # to ``(StepOutput, list[LatentCache])``
 
     @classmethod
     def of(cls, model: DeepseekV3, *, page: int, backend: str | None = None) -> "Step":
         """Split ``model`` and close over its structure only, never over its weights.
 
-        ``run(leaves, caches, batch, bucket=…, want_logits=…)`` donates ``caches``.
+        ``run(leaves, caches, batch, bucket=…, want_logits=…)`` donates ``caches``; ``batch`` is
+        a ``StepBatch`` of the device, or one of the host as ``pack`` lays it out.
         """
         graph, state = nnx.split(model)
         leaves, tree = jax.tree.flatten(state)
@@ -63,11 +67,13 @@ class Step:
         def run(
             leaves: Sequence[Array],
             caches: Sequence[LatentCache],
-            batch: StepBatch,
+            batch: StepBatch | Packed,
             *,
             bucket: MLABucket,
             want_logits: bool = False,
         ) -> tuple[StepOutput, list[LatentCache]]:
+            if isinstance(batch, Packed):
+                batch = batch.unpack()
             model = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
             meta = build_mla(
                 batch.query_starts,
@@ -90,9 +96,9 @@ class Step:
 
         return cls(
             leaves=leaves,
-            run=jax.jit(run, static_argnames=("bucket", "want_logits"), donate_argnums=(1,)),
+            run=staged(run, at=2, static_argnames=("bucket", "want_logits"), donate_argnums=(1,)),
         )
 
     def compiled_programs(self) -> int:
         """Programs traced so far: one per bucket used (and per kind of output)."""
-        return self.run._cache_size()  # pyright: ignore[reportFunctionMemberAccess]
+        return self.run.compiled_programs()

@@ -1,3 +1,5 @@
+import itertools
+
 import jax
 import numpy as np
 import pytest
@@ -13,12 +15,14 @@ SHAPES = st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), max_size=5
 @given(SHAPES)
 def test_packed_arrays_come_back(shapes):
     rng = np.random.default_rng(0)
-    tree = {i: rng.integers(-9, 9, s, np.int32) for i, s in enumerate(shapes)}
+    dtypes = itertools.cycle([np.int32, np.float32, np.uint32])
+    tree = {i: rng.integers(-9, 9, s).astype(next(dtypes)) for i, s in enumerate(shapes)}
     packed = pack(tree)
     assert packed.words.size == sum(x.size for x in tree.values())
-    found = packed.unpack()
-    assert jax.tree.structure(found) == jax.tree.structure(tree)
-    jax.tree.map(np.testing.assert_array_equal, found, tree)
+    for found in (packed.unpack(), jax.jit(lambda p: p.unpack())(packed)):
+        assert jax.tree.structure(found) == jax.tree.structure(tree)
+        jax.tree.map(np.testing.assert_array_equal, found, tree)
+        jax.tree.map(lambda a, b: np.testing.assert_equal(a.dtype, b.dtype), found, tree)
 
 
 def test_one_layout_is_one_program():
@@ -32,7 +36,7 @@ def test_one_layout_is_one_program():
 
 
 @pytest.mark.parametrize("leaf", [np.zeros(2, np.int64), 1, np.zeros(2, bool)])
-def test_only_host_arrays_of_int32(leaf):
+def test_only_host_arrays_of_words(leaf):
     with pytest.raises(MetadataError, match="numpy array of int32"):
         pack((np.zeros(1, np.int32), leaf))
 

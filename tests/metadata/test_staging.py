@@ -1,0 +1,68 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mla_jax.metadata import staging
+from mla_jax.metadata.packed import pack
+
+
+def words(i):
+    return pack((np.full(5, i, np.int32), np.int32(7 * i)))
+
+
+def check_every_call_sees_its_own_words():
+    run = staging.staged(lambda packed, x: [a + x for a in packed.unpack()])
+    found = [run(words(i), jnp.int32(i)) for i in range(20)]  # queued: nothing is awaited
+    for i, (a, b) in enumerate(found):
+        assert a.tolist() == [2 * i] * 5 and int(b) == 8 * i
+    assert run.compiled_programs() == 1
+
+
+def test_every_call_sees_its_own_words():
+    check_every_call_sees_its_own_words()
+
+
+@pytest.mark.gpu
+def test_every_call_sees_its_own_words_on_device():
+    """The device is busy with the first call while the host writes for the others."""
+    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 50, lambda _, y: y @ x, x))
+    busy = slow(jnp.eye(4096))
+    check_every_call_sees_its_own_words()
+    jax.block_until_ready(busy)
+
+
+def test_slots_are_reused_only_when_read(monkeypatch):
+    """The ring, with a device that is late: a slot waits for its reader."""
+    awaited = []
+
+    class Late:
+        def __init__(self, i):
+            self.i = i
+
+        def is_ready(self):
+            return False
+
+        def block_until_ready(self):
+            awaited.append(self.i)
+
+    class Slot(staging._Slot):
+        def __init__(self, size):
+            self.words, self.view = jnp.zeros(size, jnp.int32), np.zeros(size, np.int32)
+            self.read = None
+
+    monkeypatch.setattr(staging, "_Slot", Slot)
+    turns = staging._turns(3)
+    for i in range(2 * staging.SLOTS):
+        slot = next(turns)
+        slot.write(np.full(3, i, np.int32))
+        assert slot.view.tolist() == [i] * 3
+        slot.read = Late(i)
+    assert awaited == list(range(staging.SLOTS))
+
+
+def test_donation_and_static_arguments_are_those_of_jit():
+    run = staging.staged(
+        lambda packed, x, *, n: packed.unpack()[0][:n] + x, donate_argnums=(1,), static_argnames="n"
+    )
+    assert run(words(3), jnp.zeros(2, jnp.int32), n=2).tolist() == [3, 3]
