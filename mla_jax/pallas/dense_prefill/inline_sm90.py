@@ -27,7 +27,7 @@ _SCALAR = WGMMA  # a scalar has no layout, but the interface wants one
 def scores(q, k) -> jax.Array:
     """``q k^T`` [64, keys], in flight. ``q`` [chunks, 64, 64] and ``k`` [chunks, keys, 64].
 
-    One group: the tensor cores do not turn to the other warpgroup between its instructions.
+    One group of instructions for all columns, not one for every 64.
     """
     shape = 64, k.shape[1]
 

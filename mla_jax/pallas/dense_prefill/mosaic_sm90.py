@@ -4,21 +4,19 @@ Computes ``ref.dense_prefill``. A tile is 128 queries of one request and one hea
 warpgroups owns 64 of them and the third loads. Keys are read where the up-projection left them
 (``kv [keys, heads, nope + v]``) and the shared rotary key from its own array::
 
-  scores, values   S(j+1) = Q K(j+1)^T and O += P(j) V(j) in one batch, softmax of S(j+1)
-                   while P(j) V(j) and the batch of the other warpgroup run
+  scores, values   S(j+1) = Q K(j+1)^T, then O += P(j) V(j): two groups of products; O is
+                   rescaled under the first, the softmax of S(j+1) runs under the second
+                   and under the products of the other warpgroup
   loader           tiles of a thread block are one stream: K(g+1), V(g), K(g+2), ...
 
-  wg 0   |batch j    |  softmax j+1       |batch j+1  |  softmax j+2
-  wg 1        softmax|batch j    |  softmax j+1       |batch j+1  |
-
-Queries are operands in registers. A warpgroup passes the turn on before the last products of its
-batch, so that the other one wakes meanwhile. The first scores of a tile are issued behind the last
-values of the tile before, whose result is stored under them, in the place of its queries.
+Nobody takes turns. The first scores of a tile are issued behind the last values of the tile
+before, whose result goes from registers to memory under them.
 
 Tiles begin at the first query of their request, and blocks at its first key: a view of shared
 memory tiled by single rows lets the copy engine start anywhere. So the bits of a request do not
 depend on its neighbours. The bound: 2560 tensor-core cycles for 128 keys. ``schedule`` orders
-the tiles; ``docs/kernels/dense_prefill.md`` holds the measurements.
+the tiles, ``inline_sm90`` holds the instructions that Pallas lacks, and
+``docs/kernels/dense_prefill.md`` the measurements.
 """
 
 # Mosaic GPU states its types in part only; roles are decided while tracing.
@@ -69,7 +67,7 @@ class Sizes:
     rope: int
     v: int
     block: int  # keys of one step
-    stages: int  # blocks in shared memory
+    stages: int  # blocks in shared memory, a power of two
     heads_together: int  # heads whose tiles are interleaved: their keys share the L2 cache
     workers: int
     dynamic: bool  # a thread block takes the next tile when it is free; else every 132nd
@@ -113,7 +111,7 @@ def scratch(sizes: Sizes, dtype: DTypeLike, out_dtype: DTypeLike, simulate: bool
         "v": buffer(stages, sizes.v_chunks, sizes.block),
         "facts": plgpu.SMEM((STEPS + DRAWS, sc.FIELDS), I32),
         "q_full": barrier(sizes.k_chunks, 2),  # copy engine -> one warpgroup
-        "q_free": barrier(count=2),  # one warpgroup -> loader: queries taken, result sent
+        "q_free": barrier(count=2),  # one warpgroup -> loader: its last scores are there
         "k_full": barrier(sizes.k_chunks, stages),  # copy engine -> both
         "v_full": barrier(sizes.v_chunks, stages),  # copy engine, or loader -> both
         "v_partial": barrier(sizes.v_chunks),  # copy engine -> loader: rows to clear
