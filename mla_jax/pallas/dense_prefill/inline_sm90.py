@@ -9,6 +9,7 @@ registers, and an atomic addition. They exist on the device only: the interprete
 # pyright: reportAttributeAccessIssue=false
 # pyright: reportArgumentType=false
 # pyright: reportCallIssue=false
+# pyright: reportAbstractUsage=false
 
 import jax
 import jax.numpy as jnp

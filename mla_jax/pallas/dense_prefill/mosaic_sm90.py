@@ -26,6 +26,7 @@ the tiles, ``inline_sm90`` holds the instructions that Pallas lacks, and
 # pyright: reportAssignmentType=false
 # pyright: reportCallIssue=false
 # pyright: reportOptionalMemberAccess=false
+# pyright: reportOptionalSubscript=false
 
 import functools
 import math
