@@ -46,6 +46,7 @@ class Tuning:
     def __post_init__(self):
         assert self.block % 64 == 0, "products need multiples of 64 keys"
         assert min(self.heads_together, self.stages, self.workers) >= 1, "at least one"
+        assert self.stages & (self.stages - 1) == 0, "stages are a power of two"
 
 
 def heuristic(keys: int, heads: int, columns: int) -> Tuning:
@@ -123,7 +124,7 @@ def dense_prefill(
         out_dtype=out_dtype,
         interpret=interpret,
     )  # fmt: skip
-    return AttnState(out=out[:tokens], lse=lse[:, :tokens].T)
+    return AttnState(out=out[:tokens], lse=lse[:tokens])
 
 
 def _rows(x: Float[Array, "rows *rest"], least: int) -> Float[Array, "more *rest"]:

@@ -4,21 +4,19 @@ Computes ``ref.dense_prefill``. A tile is 128 queries of one request and one hea
 warpgroups owns 64 of them and the third loads. Keys are read where the up-projection left them
 (``kv [keys, heads, nope + v]``) and the shared rotary key from its own array::
 
-  scores, values   S(j+1) = Q K(j+1)^T and O += P(j) V(j) in one batch, softmax of S(j+1)
-                   while P(j) V(j) and the batch of the other warpgroup run
+  scores, values   S(j+1) = Q K(j+1)^T, then O += P(j) V(j): two groups of products; O is
+                   rescaled under the first, the softmax of S(j+1) runs under the second
+                   and under the products of the other warpgroup
   loader           tiles of a thread block are one stream: K(g+1), V(g), K(g+2), ...
 
-  wg 0   |batch j    |  softmax j+1       |batch j+1  |  softmax j+2
-  wg 1        softmax|batch j    |  softmax j+1       |batch j+1  |
-
-Queries are operands in registers. A warpgroup passes the turn on before the last products of its
-batch, so that the other one wakes meanwhile. The first scores of a tile are issued behind the last
-values of the tile before, whose result is stored under them, in the place of its queries.
+Nobody takes turns. The first scores of a tile are issued behind the last values of the tile
+before, whose result goes from registers to memory under them.
 
 Tiles begin at the first query of their request, and blocks at its first key: a view of shared
 memory tiled by single rows lets the copy engine start anywhere. So the bits of a request do not
 depend on its neighbours. The bound: 2560 tensor-core cycles for 128 keys. ``schedule`` orders
-the tiles; ``docs/kernels/dense_prefill.md`` holds the measurements.
+the tiles, ``inline_sm90`` holds the instructions that Pallas lacks, and
+``docs/kernels/dense_prefill.md`` the measurements.
 """
 
 # Mosaic GPU states its types in part only; roles are decided while tracing.
@@ -28,6 +26,7 @@ the tiles; ``docs/kernels/dense_prefill.md`` holds the measurements.
 # pyright: reportAssignmentType=false
 # pyright: reportCallIssue=false
 # pyright: reportOptionalMemberAccess=false
+# pyright: reportOptionalSubscript=false
 
 import functools
 import math
@@ -37,11 +36,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from mla_jax.pallas import mosaic_lib as lib
+from mla_jax.pallas.dense_prefill import inline_sm90 as inline
 from mla_jax.pallas.dense_prefill import schedule as sc
 from mla_jax.pallas.mosaic_lib import WGMMA
 
@@ -51,8 +50,8 @@ HALF = sc.ROWS // 2  # queries of a warpgroup
 CHUNK = 64  # columns of one 16-bit buffer in shared memory
 REGISTERS = (240, 24)  # of a thread: products, loader
 LOWEST = -1.0e30  # first running maximum: finite, so that exp2(-inf - LOWEST) = 0
-FIRST_NAMED = 8  # of two hardware barriers that nothing else uses
 STEPS = 2  # tiles whose facts are in shared memory
+PARTS = 8  # partial sums of a row: two in each of the four threads that share it
 DRAWS = 2  # numbers drawn: a warp may draw before a slower one has read what came before
 
 I32 = jnp.int32
@@ -69,7 +68,7 @@ class Sizes:
     rope: int
     v: int
     block: int  # keys of one step
-    stages: int  # blocks in shared memory
+    stages: int  # blocks in shared memory, a power of two
     heads_together: int  # heads whose tiles are interleaved: their keys share the L2 cache
     workers: int
     dynamic: bool  # a thread block takes the next tile when it is free; else every 132nd
@@ -107,16 +106,13 @@ def scratch(sizes: Sizes, dtype: DTypeLike, out_dtype: DTypeLike, simulate: bool
         return plgpu.RefUnion(*views(*shape))
 
     stages = sizes.stages
-    queries = 2, sizes.k_chunks, HALF
     buffers = {
-        # queries, until they are in registers; then the result of the tile before
-        "q": plgpu.RefUnion(*views(*queries), *views(*queries, dtype=out_dtype)),
+        "q": buffer(2, sizes.k_chunks, HALF),
         "k": buffer(stages, sizes.k_chunks, sizes.block),
         "v": buffer(stages, sizes.v_chunks, sizes.block),
-        "small": plgpu.SMEM((2, HALF), F32),
         "facts": plgpu.SMEM((STEPS + DRAWS, sc.FIELDS), I32),
         "q_full": barrier(sizes.k_chunks, 2),  # copy engine -> one warpgroup
-        "q_free": barrier(count=2),  # one warpgroup -> loader: queries taken, result sent
+        "q_free": barrier(count=2),  # one warpgroup -> loader: its last scores are there
         "k_full": barrier(sizes.k_chunks, stages),  # copy engine -> both
         "v_full": barrier(sizes.v_chunks, stages),  # copy engine, or loader -> both
         "v_partial": barrier(sizes.v_chunks),  # copy engine -> loader: rows to clear
@@ -127,9 +123,8 @@ def scratch(sizes: Sizes, dtype: DTypeLike, out_dtype: DTypeLike, simulate: bool
         "drawn": barrier(),  # loader -> loader: the number of the next tile
     }
     if simulate:
-        buffers["q"] = plgpu.SMEM((*queries, CHUNK), dtype)
-        buffers["o"] = plgpu.SMEM((*queries, 128 // jnp.dtype(out_dtype).itemsize), out_dtype)
-        buffers["turn"] = barrier(count=2)  # the other warpgroup -> one: it may issue a batch
+        buffers["o"] = plgpu.SMEM((2, HALF, sizes.v), out_dtype)
+        buffers["small"] = plgpu.SMEM((2, HALF), F32)
         buffers["spill"] = plgpu.SMEM((2, HALF, sizes.block), dtype)
     return buffers
 
@@ -146,7 +141,7 @@ def attend(
     out_dtype: DTypeLike,
     interpret: object = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """``out`` [tokens, heads, v] and ``lse`` [heads, tokens] over the tiles of a schedule.
+    """``out`` [tokens, heads, v] and ``lse`` [tokens, heads] over the tiles of a schedule.
 
     At least 64 tokens and ``sizes.block`` keys. ``scale > 0``.
     """
@@ -158,7 +153,7 @@ def attend(
     shape = jax.ShapeDtypeStruct
     kernel = plgpu.kernel(
         body,
-        out_type=(shape((tokens, heads, sizes.v), out_dtype), shape((heads, tokens), F32)),
+        out_type=(shape((tokens, heads, sizes.v), out_dtype), shape((tokens, heads), F32)),
         scratch_types=scratch(sizes, q.dtype, out_dtype, simulate),
         grid=(sizes.workers,),
         grid_names=("worker",),
@@ -178,9 +173,9 @@ def _body(
     q_g, kv_g, rope_g, tiles_g, counts_g, drawn_g,
     out_g, lse_g,
     *, sizes, scale, causal, simulate,
-    q, k, v, small, facts,
+    q, k, v, facts,
     q_full, q_free, k_full, v_full, v_partial, k_free, v_free,
-    facts_full, facts_free, drawn, o=None, turn=None, spill=None,
+    facts_full, facts_free, drawn, o=None, small=None, spill=None,
 ):  # fmt: skip
     wg, worker = lax.axis_index("wg"), lax.axis_index("worker")
     # Views for products and registers, and for the copy engine.
@@ -188,22 +183,21 @@ def _body(
         q_m = q_c = q
         k_m = k_c = k
         v_m = v_c = v
-        o_m = o_c = o
     else:
-        (q_m, q_c, o_m, o_c), (k_m, k_c), (v_m, v_c) = q, k, v
+        (q_m, q_c), (k_m, k_c), (v_m, v_c) = q, k, v
     block, stages, heads, dtype = sizes.block, sizes.stages, q_g.shape[1], q_g.dtype
     k_chunks, v_chunks = sizes.k_chunks, sizes.v_chunks
     with_keys, in_all = counts_g[0], counts_g[1]
     items, dynamic = with_keys * heads, sizes.dynamic and not simulate
 
     def slot(g):
-        return lax.rem(g, jnp.int32(stages))
+        return g & (stages - 1)
 
     def step_slot(t):
-        return lax.rem(t, jnp.int32(STEPS))
+        return t & (STEPS - 1)
 
     def draw_slot(t):
-        return STEPS + lax.rem(t, jnp.int32(DRAWS))
+        return STEPS + (t & (DRAWS - 1))
 
     def load():
         plgpu.set_max_registers(REGISTERS[1], action="decrease")
@@ -221,7 +215,7 @@ def _body(
         def draw(t):
             """Begin to find the number of the tile after tile ``t``."""
             if dynamic:
-                _draw(drawn_g, facts.at[draw_slot(t)])
+                inline.draw(drawn_g, facts.at[draw_slot(t)])
                 plgpu.barrier_arrive(drawn)
 
         def number_after(t, number):
@@ -244,6 +238,11 @@ def _body(
                 columns = pl.ds(sizes.nope + c * CHUNK, CHUNK)
                 src = kv_g.at[pl.ds(row, block), head, columns]
                 plgpu.copy_gmem_to_smem(src, v_c.at[s, c], barrier)
+
+        def load_queries(row, head, w):
+            for c in range(k_chunks):
+                src = q_g.at[pl.ds(row + w * HALF, HALF), head, pl.ds(c * CHUNK, CHUNK)]
+                plgpu.copy_gmem_to_smem(src, q_c.at[w, c], q_full.at[w])
 
         def clear_v(s, valid):
             """Zero the rows behind the keys: a weight of zero times NaN would be NaN."""
@@ -305,12 +304,10 @@ def _body(
                 def _():
                     for w in range(2):
                         pl.when(t > 0)(lambda w=w: plgpu.barrier_wait(q_free.at[w]))
-                        for c in range(k_chunks):
-                            rows = pl.ds(row + w * HALF, HALF)
-                            src = q_g.at[rows, head, pl.ds(c * CHUNK, CHUNK)]
-                            plgpu.copy_gmem_to_smem(src, q_c.at[w, c], q_full.at[w])
-                    draw(t)
+                        load_queries(row, head, w)
 
+                # Late: who draws early holds a tile that others, who are free sooner, lack.
+                pl.when(j == jnp.maximum(n - 2, 0))(lambda: draw(t))
                 return g + 1, here, head, keys - j * block
 
             g, last_row, last_head, last_valid = lax.fori_loop(
@@ -348,48 +345,23 @@ def _body(
 
     def store(x, lse, row, live, head):
         """``x`` [64, v] and ``lse`` [64] to the ``live`` rows from ``row`` on."""
-        columns = o_m.shape[-1]
-        for c in range(sizes.v // columns):
-            place = c % k_chunks
-            if c >= k_chunks:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            o_m.at[wg, place][...] = x[:, c * columns : (c + 1) * columns].astype(o_m.dtype)
-            if c + 1 < min(sizes.v // columns, k_chunks):
-                continue  # all that fit leave together
-            plgpu.commit_smem()
-            for i in range(c - place, c + 1):
-                dst = out_g.at[:, head, pl.ds(i * columns, columns)]
-                lib.store_rows(o_c.at[wg, i % k_chunks], dst, row, live, rows=HALF, step=1)
+        if not simulate:
+            inline.store_rows(x.astype(out_g.dtype), lse, out_g, lse_g, row, live, head)
+            return
+        o[wg] = x.astype(o.dtype)
+        small[wg] = lse
+        plgpu.commit_smem()
+        lib.store_rows(o.at[wg], out_g.at[:, head], row, live, rows=HALF, step=1)
 
-        @pl.when(live >= HALF)
-        def _():
-            lse_g[head, pl.ds(row, HALF)] = lse
+        @pl.loop(0, live)
+        def _(i):
+            lse_g[row + i, head] = small[wg, i]
 
-        @pl.when(live < HALF)
-        def _():
-            small[wg] = lse
-            plgpu.commit_smem()
-
-            @pl.loop(0, live)
-            def _(i):
-                lse_g[head, row + i] = small[wg, i]
+        plgpu.wait_smem_to_gmem(0)
 
     def attention():
         plgpu.set_max_registers(REGISTERS[0], action="increase")
         wide = lib.fill_rows
-        my_spill = None if spill is None else spill.at[wg]
-
-        def take():
-            if simulate:
-                plgpu.barrier_wait(turn.at[wg])
-            else:
-                _turn("sync", of_other=False)
-
-        def give():
-            if simulate:
-                plgpu.barrier_arrive(turn.at[1 - wg])
-            else:
-                _turn("arrive", of_other=True)
 
         def fact(t, i):
             return facts[step_slot(t), i]
@@ -397,27 +369,35 @@ def _body(
         def await_k(g):
             plgpu.barrier_wait(k_full.at[slot(g)])
 
-        def fetch_queries():
-            plgpu.barrier_wait(q_full.at[wg])
-            queries = tuple(plgpu.load(q_m.at[wg, c], layout=WGMMA) for c in range(k_chunks))
-            plgpu.commit_smem()
-            return queries
+        def scores(g, width=block):
+            """Scores of the first keys of block ``g``, in flight."""
+            k_ref = k_m.at[slot(g), :, pl.ds(0, width)]
+            if not simulate:
+                return inline.scores(q_m.at[wg], k_ref)
 
-        def issue_scores(acc, queries, g):
-            """Scores of the first keys of block ``g``, as many as ``acc`` has columns."""
-            s, keys = slot(g), pl.ds(0, acc.shape[1])
-            narrow = None if spill is None else spill.at[wg, :, pl.ds(0, CHUNK)]
-            for c in range(k_chunks):
-                lib.matmul_registers(acc, queries[c], k_m.at[s, c, keys].T, narrow)
+            def f(acc):
+                for c in range(k_chunks):
+                    lib.matmul(acc, q_m.at[wg, c], k_ref.at[c].T, simulate=True)
+                return acc[...]
 
-        def issue_values(acc, p, g, before_last=lambda: None):
-            s = slot(g)
-            plgpu.barrier_wait(v_full.at[s])
-            for c in range(v_chunks):
-                if c == v_chunks - 1:
-                    before_last()
-                part = acc.at[:, pl.ds(c * CHUNK, CHUNK)]
-                lib.matmul_registers(part, p, v_m.at[s, c], my_spill)
+            return pl.run_scoped(f, plgpu.ACC((HALF, width), F32))
+
+        def add_values(values, p, g):
+            """``values + p V(g)``, in flight."""
+            plgpu.barrier_wait(v_full.at[slot(g)])
+            if not simulate:
+                return inline.add_values(values, p, v_m.at[slot(g)])
+
+            def f(acc):
+                for c in range(v_chunks):
+                    part = acc.at[:, pl.ds(c * CHUNK, CHUNK)]
+                    lib.matmul_registers(part, p, v_m.at[slot(g), c], spill.at[wg])
+
+            return lib.accumulate(values, f, simulate=True)
+
+        def landed(x, later=0):
+            """``x``, complete, while the ``later`` products issued behind it may go on."""
+            return x if simulate else inline.landed(x, later)
 
         def free_k(g):
             plgpu.barrier_arrive(k_free.at[slot(g)])
@@ -425,8 +405,11 @@ def _body(
         def free_v(g):
             plgpu.barrier_arrive(v_free.at[slot(g)])
 
+        def free_queries():
+            plgpu.barrier_arrive(q_free.at[wg])
+
         def soften(x, j, keys, offset, top):
-            """Weights of block ``j``, the new maximum, the old weights' factor, sums of rows."""
+            """Weights of block ``j``, the new maximum, the old weights' factor, sums of columns."""
             width = x.shape[1]
 
             def mask():
@@ -443,179 +426,104 @@ def _body(
             x = lax.cond(full, lambda: x, mask)
             new_top = jnp.maximum(top, x.max(axis=1) * scale)
             w = jnp.exp2(x * scale - wide(new_top, width))
-            found = w, new_top, jnp.exp2(top - new_top), w.sum(axis=1)
+            found = w, new_top, jnp.exp2(top - new_top), lib.fold_columns(w, PARTS)
             return lax.optimization_barrier(found)  # else the assembler moves it behind the values
 
-        def batch_of_both(values, p, queries, g, after, width=block):
-            """``values += p V(g)``, and under it ``after(Q K(g+1)^T)``."""
-            if simulate:
-                take()
-                x = pl.run_scoped(
-                    lambda acc: (issue_scores(acc, queries, g + 1), acc[...])[1],
-                    plgpu.ACC((HALF, width), F32),
-                )
-                values = lib.accumulate(values, lambda acc: issue_values(acc, p, g), simulate=True)
-                give()
-                return values, after(x)
-
-            def with_scores(s_acc):
-                def with_values(refs):
-                    o_acc, *results = refs
-                    take()
-                    issue_scores(s_acc, queries, g + 1)
-                    issue_values(o_acc, p, g, before_last=give)
-                    found = after(plgpu.wgmma_accumulator_load(s_acc, wait_n=v_chunks))
-                    for ref, x in zip(results, found, strict=True):
-                        ref[...] = x
-
-                row = lib.row_vector(0.0, HALF)
-                blank = plgpu.layout_cast(jnp.zeros((HALF, width), F32), WGMMA)
-                start = (plgpu.ACC.init(values), blank, row, row, row)
-                values_, *found = pl.run_state(with_values)(start)
-                return values_, *found
-
-            values, *found = pl.run_scoped(with_scores, plgpu.ACC((HALF, width), F32))
-            return values, found
-
-        def scores_alone(queries, g):
-            def f(acc):
-                take()
-                await_k(g)
-                issue_scores(acc, queries, g)
-                give()
-                return acc[...]
-
-            return pl.run_scoped(f, plgpu.ACC((HALF, block), F32))
-
-        def last_batch(values, p, queries, g, more, finish):
-            """``finish(values + p V(g))``, and ``Q K(g+1)^T`` if there are ``more`` tiles."""
-
-            def with_next():
-                if simulate:
-                    take()
-                    done = lib.accumulate(
-                        values, lambda acc: issue_values(acc, p, g), simulate=True
-                    )
-                    give()
-                    free_v(g)
-                    finish(done)
-                    await_k(g + 1)
-                    return pl.run_scoped(
-                        lambda acc: (issue_scores(acc, queries, g + 1), acc[...])[1],
-                        plgpu.ACC((HALF, block), F32),
-                    )
-
-                def with_scores(s_acc):
-                    def with_values(o_acc):
-                        take()
-                        issue_values(o_acc, p, g)
-                        give()
-                        await_k(g + 1)
-                        issue_scores(s_acc, queries, g + 1)
-                        done = plgpu.wgmma_accumulator_load(o_acc, wait_n=k_chunks)
-                        free_v(g)
-                        finish(done)
-
-                    pl.run_state(with_values)(plgpu.ACC.init(values))
-                    return s_acc[...]
-
-                return pl.run_scoped(with_scores, plgpu.ACC((HALF, block), F32))
-
-            def without():
-                take()
-                done = lib.accumulate(
-                    values, lambda acc: issue_values(acc, p, g), simulate=simulate
-                )
-                pl.when(wg == 0)(give)  # nobody would await the last turn
-                free_v(g)
-                finish(done)
-                return plgpu.layout_cast(jnp.zeros((HALF, block), F32), WGMMA)
-
-            x = lax.cond(more, with_next, without)
-            pl.when(more)(lambda: free_k(g + 1))
-            return x
-
         def tile_body(carry):
-            t, g, x, queries, _ = carry
+            t, g, x, _ = carry
             n, keys, offset = (fact(t, i) for i in (sc.BLOCKS, sc.KEYS, sc.OFFSET))
-            # The queries are in registers, and the result before them has left their place.
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.barrier_arrive(q_free.at[wg])
-            w, top, _, total = soften(x, 0, keys, offset, lib.row_vector(LOWEST, HALF))
+            pl.when(n == 1)(free_queries)
+            w, top, shrink, total = soften(x, 0, keys, offset, lib.row_vector(LOWEST, HALF))
             pl.when(n > 1)(lambda: await_k(g + 1))
             values = plgpu.layout_cast(jnp.zeros((HALF, sizes.v), F32), WGMMA)
 
             def block_body(j, carry, width=block):
-                values, p, top, total = carry
-
-                def after(x):
-                    free_k(g + j + 1)
-                    found = soften(x, j + 1, keys, offset, top)
-                    # A wait here also keeps the assembler from moving the softmax behind the
-                    # products that it is to run under.
-                    pl.when(j + 2 < n)(lambda: await_k(g + j + 2))
-                    return found
-
-                values, (w, top, shrink, added) = batch_of_both(
-                    values, p, queries, g + j, after, width
-                )
+                values, p, top, shrink, total = carry
+                x = scores(g + j + 1, width)
+                values = values * wide(shrink, sizes.v)  # under the scores
+                values = add_values(values, p, g + j)
+                x = landed(x, 1)
+                free_k(g + j + 1)
+                pl.when(j + 2 == n)(free_queries)
+                w, top, shrink, added = soften(x, j + 1, keys, offset, top)
+                # A wait here also keeps the assembler from moving the softmax behind the
+                # products that it is to run under.
+                pl.when(j + 2 < n)(lambda: await_k(g + j + 2))
+                values = landed(values)
                 free_v(g + j)
-                values = values * wide(shrink, sizes.v)
                 w = w.astype(dtype)
                 if width < block:
                     rest = plgpu.layout_cast(jnp.zeros((HALF, block - width), dtype), WGMMA)
                     w = jnp.concatenate([w, rest], axis=1)
-                return values, w, top, total * shrink + added
+                return values, w, top, shrink, total * wide(shrink, PARTS) + added
 
             # The last block of the upper queries of a causal tile is seen to its middle only.
             seen = jnp.minimum(keys, (wg + 1) * HALF + offset) if causal else keys
             short = (n > 1) & (seen <= (n - 1) * block + block // 2)
             last = n - 1 - short.astype(I32)
-            carry = lax.fori_loop(0, last, block_body, (values, w.astype(dtype), top, total))
-            values, p, top, total = lax.cond(
+            carry = lax.fori_loop(
+                0, last, block_body, (values, w.astype(dtype), top, shrink, total)
+            )
+            values, p, top, shrink, total = lax.cond(
                 short, lambda: block_body(n - 2, carry, block // 2), lambda: carry
             )
 
             def finish(values):
-                empty = total == 0.0
-                inverse = jnp.where(empty, 0.0, 1.0 / total)
-                lse = jnp.where(empty, -jnp.inf, (top + jnp.log2(total)) * math.log(2.0))
+                sums = total.sum(axis=1)
+                empty = sums == 0.0
+                inverse = jnp.where(empty, 0.0, 1.0 / sums)
+                lse = jnp.where(empty, -jnp.inf, (top + jnp.log2(sums)) * math.log(2.0))
                 row = fact(t, sc.ROW) + wg * HALF
                 live = jnp.clip(fact(t, sc.LIVE) - wg * HALF, 0, HALF)
                 store(values * wide(inverse, sizes.v), lse, row, live, fact(t, ITEM_HEAD))
 
+            def add_last():
+                return add_values(values * wide(shrink, sizes.v), p, g + n - 1)
+
+            def with_next():
+                done = add_last()
+                plgpu.barrier_wait(q_full.at[wg])
+                await_k(g + n)
+                x = scores(g + n)
+                done = landed(done, 1)
+                free_v(g + n - 1)
+                finish(done)
+                x = landed(x)
+                free_k(g + n)
+                return x
+
+            def without():
+                done = landed(add_last())
+                free_v(g + n - 1)
+                finish(done)
+                return plgpu.layout_cast(jnp.zeros((HALF, block), F32), WGMMA)
+
             plgpu.barrier_wait(facts_full.at[step_slot(t + 1)])
             more = fact(t + 1, sc.BLOCKS) > 0
-            queries = lax.cond(more, fetch_queries, lambda: queries)
-            x = last_batch(values, p, queries, g + n - 1, more, finish)
+            x = lax.cond(more, with_next, without)
             plgpu.barrier_arrive(facts_free.at[step_slot(t)])
-            return t + 1, g + n, x, queries, more
+            return t + 1, g + n, x, more
 
         plgpu.barrier_wait(facts_full.at[0])
         some = fact(jnp.int32(0), sc.BLOCKS) > 0
 
         def first():
-            pl.when(wg == 1)(give)  # the first turn is that of warpgroup 0
-            queries = fetch_queries()
-            x = scores_alone(queries, jnp.int32(0))
+            plgpu.barrier_wait(q_full.at[wg])
+            await_k(jnp.int32(0))
+            x = landed(scores(jnp.int32(0)))
             free_k(jnp.int32(0))
-            return x, queries
+            return x
 
         def nothing():
-            blank = plgpu.layout_cast(jnp.zeros((HALF, CHUNK), dtype), WGMMA)
-            x = plgpu.layout_cast(jnp.zeros((HALF, block), F32), WGMMA)
-            return x, (blank,) * k_chunks
+            return plgpu.layout_cast(jnp.zeros((HALF, block), F32), WGMMA)
 
         start = lax.cond(some, first, nothing)
-        t, *_ = lax.while_loop(
-            lambda c: c[4], tile_body, (jnp.int32(0), jnp.int32(0), *start, some)
-        )
+        t, *_ = lax.while_loop(lambda c: c[3], tile_body, (jnp.int32(0), jnp.int32(0), start, some))
         plgpu.barrier_arrive(facts_free.at[step_slot(t)])
 
         # Tiles without keys.
         @pl.loop(items + worker, in_all * heads, step=sizes.workers)
         def _(i):
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             tile = lax.div(i, jnp.int32(heads))
             row = tiles_g[tile, sc.ROW] + wg * HALF
             live = jnp.clip(tiles_g[tile, sc.LIVE] - wg * HALF, 0, HALF)
@@ -623,66 +531,5 @@ def _body(
             none = lib.row_vector(-math.inf, HALF)
             store(zeros, none, row, live, i - tile * heads)
 
-        plgpu.wait_smem_to_gmem(0)
-
     pl.when(wg < 2)(attention)
     pl.when(wg == 2)(load)
-
-
-def _turn(verb: str, *, of_other: bool) -> None:
-    """``sync`` or ``arrive`` with 256 threads on one's own barrier, or that of the other.
-
-    A hardware barrier wakes a warpgroup sooner than one in shared memory.
-    """
-
-    @plgpu.inline_mgpu()
-    def issue(_):
-        from jax._src.lib.mlir import ir
-        from jax._src.lib.mlir.dialects import llvm
-
-        llvm.inline_asm(
-            ir.Type.parse("!llvm.void"),
-            [],
-            f"""{{
-            .reg .u32 x;
-            mov.u32 x, %tid.x;
-            shr.u32 x, x, 7;
-            xor.b32 x, x, {int(of_other)};
-            add.u32 x, x, {FIRST_NAMED};
-            barrier.cta.{verb} x, 256;
-            }}""",
-            "~{memory}",
-            has_side_effects=True,
-        )
-
-    issue()
-
-
-def _draw(counter, place) -> None:
-    """Add one to ``counter[0]`` and put its old value into ``place[0]``, by one thread.
-
-    The thread is of the last warp, which issues no copies: it alone waits for the answer.
-    """
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
-    def add(_, counter, place):
-        from jax._src.lib.mlir import ir
-        from jax._src.lib.mlir.dialects import llvm
-
-        llvm.inline_asm(
-            ir.Type.parse("!llvm.void"),
-            [mgpu.utils.memref_ptr(counter), mgpu.utils.memref_ptr(place)],
-            """{
-            .reg .pred p;
-            .reg .u32 x;
-            mov.u32 x, %tid.x;
-            and.b32 x, x, 127;
-            setp.eq.u32 p, x, 96;
-            @p atom.global.relaxed.gpu.add.u32 x, [$0], 1;
-            @p st.shared.u32 [$1], x;
-            }""",
-            "l,r,~{memory}",
-            has_side_effects=True,
-        )
-
-    add(counter, place)

@@ -1,0 +1,242 @@
+"""What the prefill kernel needs and Pallas has no words for.
+
+Products that are one group of instructions, waits for them, stores of some rows straight from
+registers, and an atomic addition. They exist on the device only: the interpreter has other forms.
+"""
+
+# Mosaic GPU states its types in part only.
+# pyright: reportPrivateImportUsage=false
+# pyright: reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false
+# pyright: reportCallIssue=false
+# pyright: reportAbstractUsage=false
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from mla_jax.pallas.mosaic_lib import ROW, WGMMA
+
+__all__ = ["add_values", "draw", "landed", "scores", "store_rows"]
+
+_TILES = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+_SCALAR = WGMMA  # a scalar has no layout, but the interface wants one
+
+
+def scores(q, k) -> jax.Array:
+    """``q k^T`` [64, keys], in flight. ``q`` [chunks, 64, 64] and ``k`` [chunks, keys, 64].
+
+    One group of instructions for all columns, not one for every 64.
+    """
+    shape = 64, k.shape[1]
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(_TILES), plgpu.RefType(_TILES)),
+        return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=WGMMA),
+    )
+    def issue(_, q, k):
+        q = mgpu.utils.memref_transpose(_squeeze(q), (1, 0, 2, 3))
+        k = mgpu.utils.memref_transpose(_squeeze(k), (0, 1, 3, 2))
+        return _group(mgpu.WGMMAAccumulator.zero(*shape), q, k)
+
+    return issue(q, k)
+
+
+def add_values(values: jax.Array, p: jax.Array, v) -> jax.Array:
+    """``values + p v`` in flight, one group. ``p`` [64, keys], ``v`` [chunks, keys, 64]."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(WGMMA, WGMMA, plgpu.RefType(_TILES)),
+        return_type=plgpu.ShapeDtypeStruct(values.shape, jnp.float32, layout=WGMMA),
+    )
+    def issue(_, values, p, v):
+        v = mgpu.utils.memref_transpose(_squeeze(v), (1, 0, 2, 3))
+        return _group(mgpu.WGMMAAccumulator.from_registers(values), p, v)
+
+    return issue(values, p, v)
+
+
+def _squeeze(x):
+    """[chunks, rows / 8, 1, 8, 64] without the one."""
+    return mgpu.utils.memref_slice(x, (slice(None), slice(None), 0))
+
+
+def _group(acc, a, b):
+    """Issue ``acc + a b`` and end the group. Tiles of ``a`` and ``b`` lie anywhere."""
+    from jax._src.lib.mlir.dialects import nvvm
+
+    acc = mgpu.wgmma(acc, a, b)
+    nvvm.wgmma_commit_group_sync_aligned()
+    return acc.value
+
+
+def landed(x: jax.Array, later: int) -> jax.Array:
+    """``x``, of a group in flight, once at most the ``later`` groups behind it still are."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=WGMMA)
+    )
+    def wait(_, x):
+        from jax._src.lib.mlir.dialects import nvvm
+        from jax.experimental.mosaic.gpu import fragmented_array
+
+        nvvm.wgmma_wait_group_sync_aligned(later)
+        return fragmented_array.optimization_barrier(x)  # no use of it before the wait
+
+    return wait(x)
+
+
+def store_rows(x: jax.Array, lse: jax.Array, out, lse_out, row, live, head) -> None:
+    """``out[row:row + live, head] = x``, the same of ``lse``; other rows are not touched."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(WGMMA, ROW, plgpu.RefType(), plgpu.RefType(), _SCALAR, _SCALAR, _SCALAR)
+    )
+    def store(_, x, lse, out, lse_out, row, live, head):
+        _store(x, lse, out, lse_out, *(a.registers.item() for a in (row, live, head)))
+
+    store(x, lse, out, lse_out, row, live, head)
+
+
+def _store(x, lse, out, lse_out, row, live, head) -> None:
+    """A thread has rows ``r`` and ``r + 8``, of each two of every eight columns."""
+    from jax._src.lib.mlir import ir
+    from jax._src.lib.mlir.dialects import arith
+
+    utils, less, equal = mgpu.utils, arith.CmpIPredicate.slt, arith.CmpIPredicate.eq
+    _, heads, v = ir.MemRefType(out.type).shape
+    size = utils.bytewidth(x.mlir_dtype)
+    tid = utils.thread_idx()
+    lane, warp = arith.andi(tid, _int(31)), arith.andi(arith.shrui(tid, _int(5)), _int(3))
+    quad, odd = arith.andi(lane, _int(3)), arith.andi(lane, _int(1))
+    r = arith.addi(arith.muli(warp, _int(16)), arith.shrui(lane, _int(2)))
+    exists = [arith.cmpi(less, arith.addi(r, _int(8 * i)), live) for i in range(2)]
+    vector = arith.addi(
+        arith.muli(_wide(arith.addi(row, r)), _int(heads, 64)), _wide(head)
+    )  # number of the pair of token and head
+    if size == 4:
+        column, pieces = arith.shli(quad, _int(1)), _registers(x)
+    else:
+        high = arith.shrui(quad, _int(1))
+        column = arith.addi(arith.muli(odd, _int(8)), arith.muli(high, _int(4)))
+        pieces = _paired(_registers(x), arith.cmpi(equal, odd, _int(1)))
+    where = _address(out, arith.addi(arith.muli(vector, _int(v, 64)), _wide(column)), size)
+    for (j, i), words in pieces.items():
+        _send(where, 8 * (j + i * heads * v) * size, words, exists[i])
+    where, first = _address(lse_out, vector, 4), arith.cmpi(equal, quad, _int(0))
+    for i, register in enumerate(lse.registers.flat):
+        _send(where, 8 * i * heads * 4, _words(register), arith.andi(first, exists[i]))
+
+
+def _int(n: int, bits: int = 32):
+    from jax._src.lib.mlir import ir
+    from jax._src.lib.mlir.dialects import arith
+
+    kind = ir.IntegerType.get_signless(bits)
+    return arith.constant(kind, ir.IntegerAttr.get(kind, n))
+
+
+def _wide(x):
+    from jax._src.lib.mlir import ir
+    from jax._src.lib.mlir.dialects import arith
+
+    return arith.extsi(ir.IntegerType.get_signless(64), x)
+
+
+def _address(ref, element, size: int):
+    """Of an element of 64-bit number in an array."""
+    from jax._src.lib.mlir import ir
+    from jax._src.lib.mlir.dialects import arith, llvm
+
+    base = llvm.ptrtoint(ir.IntegerType.get_signless(64), mgpu.utils.memref_ptr(ref))
+    return arith.addi(base, arith.muli(element, _int(size, 64)))
+
+
+def _words(register) -> list:
+    """A register of some vector type as words of 32 bits."""
+    from jax._src.lib.mlir import ir
+    from jax._src.lib.mlir.dialects import arith, vector
+
+    i32 = ir.IntegerType.get_signless(32)
+    if not isinstance(register.type, ir.VectorType):
+        return [arith.bitcast(i32, register)]
+    n = mgpu.utils.bitwidth(register.type) // 32
+    words = vector.bitcast(ir.VectorType.get((n,), i32), register)
+    return [vector.extract(words, dynamic_position=[], static_position=[k]) for k in range(n)]
+
+
+def _registers(x) -> dict[tuple[int, int], list]:
+    """``{(j, i): words}``: of columns ``8 j`` and on, in row ``r + 8 i``."""
+    found = {}
+    for place in np.ndindex(x.registers.shape):
+        numbers = [k for k, n in zip(place, x.registers.shape, strict=True) if n > 1]
+        found[tuple(numbers)] = _words(x.registers[place])
+    assert set(found) == {(j, i) for j in range(x.shape[1] // 8) for i in range(2)}
+    return found
+
+
+def _paired(registers: dict, odd) -> dict[tuple[int, int], list]:
+    """Four columns of every other tile instead of two of each: four threads fill a sector."""
+    from jax._src.lib.mlir.dialects import arith
+
+    found = {}
+    for (j, i), (a,) in registers.items():
+        if j % 2:
+            continue
+        (b,) = registers[j + 1, i]
+        mine, other = arith.select(odd, b, a), arith.select(odd, a, b)
+        other = mgpu.utils.shfl_bfly(other, 1)
+        found[j, i] = [arith.select(odd, other, mine), arith.select(odd, mine, other)]
+    return found
+
+
+def _send(where, offset: int, words: list, predicate) -> None:
+    """Store one or two words if ``predicate`` holds."""
+    from jax._src.lib.mlir import ir
+    from jax._src.lib.mlir.dialects import arith, llvm
+
+    kind = {1: "b32", 2: "v2.b32"}[len(words)]
+    names = ", ".join(f"${2 + i}" for i in range(len(words)))
+    llvm.inline_asm(
+        ir.Type.parse("!llvm.void"),
+        [where, arith.extui(ir.IntegerType.get_signless(32), predicate), *words],
+        f"""{{
+        .reg .pred p;
+        setp.ne.u32 p, $1, 0;
+        @p st.global.{kind} [$0+{offset}], {{{names}}};
+        }}""",
+        "l,r," + ",".join("r" * len(words)) + ",~{memory}",
+        has_side_effects=True,
+    )
+
+
+def draw(counter, place) -> None:
+    """Add one to ``counter[0]`` and put its old value into ``place[0]``, by one thread.
+
+    The thread is of the last warp, which issues no copies: it alone waits for the answer.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+    def add(_, counter, place):
+        from jax._src.lib.mlir import ir
+        from jax._src.lib.mlir.dialects import llvm
+
+        llvm.inline_asm(
+            ir.Type.parse("!llvm.void"),
+            [mgpu.utils.memref_ptr(counter), mgpu.utils.memref_ptr(place)],
+            """{
+            .reg .pred p;
+            .reg .u32 x;
+            mov.u32 x, %tid.x;
+            and.b32 x, x, 127;
+            setp.eq.u32 p, x, 96;
+            @p atom.global.relaxed.gpu.add.u32 x, [$0], 1;
+            @p st.shared.u32 [$1], x;
+            }""",
+            "l,r,~{memory}",
+            has_side_effects=True,
+        )
+
+    add(counter, place)
