@@ -45,6 +45,9 @@ INTERPRETED = {
     "ragged_queries": {"seq_lens": [70, 3, 1], "query_lens": [2, 3, 1], "page": 32},
     "one_block_each": {"seq_lens": [3, 1, 2, 60, 1], "page": 16},
 }
+FP8 = {"format": "fp8_e4m3", "cache_scale": 0.37}
+INTERPRETED |= {f"{name}_fp8": case | FP8 for name, case in INTERPRETED.items()}
+INTERPRETED["one_block_each_fp8"] |= {"dtype": "float16"}
 
 
 @pytest.mark.slow
@@ -150,6 +153,10 @@ ON_DEVICE = {
     "one_long": {"dims": V2_LITE, "seq_lens": [30000], "page": 64, "pad_tokens": 0},
     "one_huge": {"dims": V2_LITE, "seq_lens": [40000, *range(1, 120)], "page": 64},
 }  # fmt: skip
+ON_DEVICE |= {
+    f"{name}_fp8": ON_DEVICE[name] | FP8
+    for name in ("v3", "glm", "four_queries", "fp16", "one_huge")
+}
 
 
 @pytest.mark.gpu
@@ -173,6 +180,24 @@ def test_heads_and_queries(heads, queries, rng):
         rng, dims=dims, seq_lens=lens, query_lens=counts, page=64, max_query_len=queries
     )
     judge_decode(attend(case), case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("heads", [1, 16, 40, 128])
+def test_both_schedules_over_fp8(heads, queries, rng):
+    """A scale per tensor, every other unused row a negative NaN."""
+    case = decode_case(
+        rng, dims=dataclasses.replace(V3, heads=heads), seq_lens=[130, 0, 700, 4],
+        query_lens=[queries, 1, queries, max(queries - 1, 1)], page=64, max_query_len=queries,
+        format="fp8_e4m3", cache_scale=3.1, dtype="float16" if heads == 16 else "bfloat16",
+    )  # fmt: skip
+    q_latent, q_rope, cache, meta = case.args
+    pages = jnp.where(jnp.isnan(cache.pages).at[:, ::2].set(False), -cache.pages, cache.pages)
+    args = q_latent, q_rope, dataclasses.replace(cache, pages=pages), meta
+    for defer in (False, True):
+        tuning = dataclasses.replace(mosaic.heuristic(heads, queries), defer=defer, prefetch=defer)
+        judge_decode(attend(dataclasses.replace(case, args=args), tuning), case)
 
 
 @pytest.mark.gpu

@@ -77,10 +77,11 @@ def scratch(dtype, copies: int, simulate: bool, quantised: bool = False) -> dict
 
     stored = (widen.raw(SLOTS, HALF),) if quantised else ()
     stored_right = (*stored, widen.raw_rope(SLOTS, ROPE)) if quantised else ()
+    apart = simulate and quantised  # the interpreter takes a union as one place, not as slots
 
     buffers = {
-        "left": ring(*stored),
-        "right": ring(*stored_right),
+        "left": ring() if apart else ring(*stored),
+        "right": ring() if apart else ring(*stored_right),
         "k_rope": lib.swizzled((2, BLOCK, ROPE), dtype),  # then P of the same block
         "q_tail": lib.swizzled((2, ROWS, 64), dtype),
         "stats": plgpu.SMEM((SLOTS + 3, ROWS), F32),
@@ -99,6 +100,8 @@ def scratch(dtype, copies: int, simulate: bool, quantised: bool = False) -> dict
         groups = BLOCK // widen.GROUP
         buffers["left_raw"] = barrier(groups, SLOTS)  # copy engine -> left: bytes of a block
         buffers["right_raw"] = barrier(2 * groups, SLOTS)  # copy engine -> right
+    if apart:
+        buffers |= {"left_bytes": stored, "right_bytes": stored_right}
     if simulate:
         buffers["q_spill"] = plgpu.SMEM((ROWS, HALF), dtype)
     return buffers
@@ -169,11 +172,11 @@ def _body(
     left, right, k_rope, q_tail, stats,
     left_full, right_full, rope_full, tail_full,
     q_taken, p_ready, go, left_done, rope_sent, inverse_ready,
-    left_raw=None, right_raw=None, q_spill=None,
+    left_raw=None, right_raw=None, left_bytes=None, right_bytes=None, q_spill=None,
 ):  # fmt: skip
     wg, worker, tile = (lax.axis_index(n) for n in ("wg", "worker", "tile"))
     begin, end = bounds_g[worker], bounds_g[worker + 1]
-    (k_left, stage_left, *bytes_left), (k_right, stage_right, *bytes_right) = left, right
+    (k_left, stage_left, *in_left), (k_right, stage_right, *in_right) = left, right
     page, copies, num_pages, width = sizes.page, sizes.copies, pages_g.shape[0], table_g.shape[1]
 
     def blocks_of(p):
@@ -529,5 +532,5 @@ def _body(
         plgpu.wait_smem_to_gmem(0)
 
     pl.when(wg == 0)(scores)
-    pl.when(wg == 1)(lambda: half(False, k_left, stage_left, left_full, bytes_left, left_raw))
-    pl.when(wg == 2)(lambda: half(True, k_right, stage_right, right_full, bytes_right, right_raw))
+    pl.when(wg == 1)(lambda: half(False, k_left, stage_left, left_full, left_bytes or in_left, left_raw))
+    pl.when(wg == 2)(lambda: half(True, k_right, stage_right, right_full, right_bytes or in_right, right_raw))
