@@ -225,7 +225,9 @@ def _compile(case: Case) -> dict:
         "once": once,
         "jit": attend,
         "chain": jax.jit(chain).lower(*specs[:3], tables, *specs[4:], plan).compile(),
-        "reference": jax.jit(functools.partial(_reference, case)).lower(*_reference_specs(case)).compile(),
+        "reference": jax.jit(functools.partial(_reference, case))
+        .lower(*_reference_specs(case))
+        .compile(),
         "random": jax.jit(functools.partial(_random, case)).lower().compile(),
     }
 

@@ -23,8 +23,10 @@ REQUIREMENT = Requirement(
     sm=OneOf(90),
     features={
         "dtype+out+cache": OneOf(
-            "bfloat16+bfloat16+bf16", "float16+float16+fp16",
-            "bfloat16+bfloat16+fp8_e4m3", "float16+float16+fp8_e4m3",
+            "bfloat16+bfloat16+bf16",
+            "float16+float16+fp16",
+            "bfloat16+bfloat16+fp8_e4m3",
+            "float16+float16+fp8_e4m3",
         ),
         "rank": OneOf(RANK),
         "rope": OneOf(ROPE),

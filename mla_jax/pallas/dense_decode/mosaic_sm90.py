@@ -532,5 +532,9 @@ def _body(
         plgpu.wait_smem_to_gmem(0)
 
     pl.when(wg == 0)(scores)
-    pl.when(wg == 1)(lambda: half(False, k_left, stage_left, left_full, left_bytes or in_left, left_raw))
-    pl.when(wg == 2)(lambda: half(True, k_right, stage_right, right_full, right_bytes or in_right, right_raw))
+    pl.when(wg == 1)(
+        lambda: half(False, k_left, stage_left, left_full, left_bytes or in_left, left_raw)
+    )
+    pl.when(wg == 2)(
+        lambda: half(True, k_right, stage_right, right_full, right_bytes or in_right, right_raw)
+    )

@@ -20,7 +20,6 @@ e4m3 is exact in bfloat16 and float16; the scale of the cache stays outside.
 # pyright: reportCallIssue=false
 
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
