@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from mla_jax.cache import FORMATS, CacheFormat
+from mla_jax.cache import CacheFormat
 from mla_jax.errors import ArgumentError
 from mla_jax.pallas import tuning as tuning_table
 from mla_jax.pallas.dense_decode import work_plan as wp
@@ -68,13 +68,11 @@ def tune(problem: Problem, device: DeviceInfo) -> Tuned:
     if found := tuning_table.lookup(problem, device):
         record, source = found
         return Tuned(value=Tuning(**record.tuning), source=source)
-    format = FORMATS.get(str(dict(problem.features).get("cache")))
-    quantised = format is not None and format.quantised
-    value = heuristic(int(problem["heads"]), int(problem["max_query_len"]), quantised)
+    value = heuristic(int(problem["heads"]), int(problem["max_query_len"]))
     return Tuned(value=value, source=f"heuristic: nothing near was measured on {device.kind}")
 
 
-def heuristic(heads: int, max_query_len: int, quantised: bool = False) -> Tuning:
+def heuristic(heads: int, max_query_len: int) -> Tuning:
     """Two or more tiles of 64 rows share each page: compute bound. One: memory bound."""
     rows = round_up(heads, 8)
     compute_bound = rows * max_query_len > ROWS
@@ -130,10 +128,10 @@ def dense_decode(
     """
     from mla_jax.pallas.dense_decode import combine_sm90, mosaic_sm90
 
-    del out_dtype  # the requirement admits one
+    del format, out_dtype  # the dtypes of pages and queries say as much
     tokens, heads, rank = q_latent.shape
     requests, width = page_table.shape
-    tuning = tuning or heuristic(heads, max_query_len, format.quantised)
+    tuning = tuning or heuristic(heads, max_query_len)
     if not (tokens and requests and width):
         return AttnState(
             out=jnp.zeros((tokens, heads, rank), q_latent.dtype),

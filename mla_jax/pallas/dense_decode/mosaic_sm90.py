@@ -125,8 +125,8 @@ def attend(
     """``out`` [tokens * heads, 512] and ``lse`` [tokens * heads] of requests in one piece, and
     float32 ``[slots * tiles * 64, 512]``, base-2 ``[slots, tiles, 64]`` of the other pieces.
 
-    Queries are ``[tokens * heads, columns]``; ``cache_scale`` counts where pages are e4m3. Rows that no piece of a whole request covers are
-    left as they were allocated.
+    Queries are ``[tokens * heads, columns]``; ``cache_scale`` counts where pages are e4m3. Rows
+    that no piece of a whole request covers are left as they were allocated.
     """
     rows, dtype = q_latent.shape[0], q_latent.dtype
     tiles, simulate = sizes.tiles, interpret is not None
@@ -364,7 +364,7 @@ def _body(
                 load_bytes(place, rope, lambda i: stored[1].at[s, i, 0], raw.at[s])
 
         def convert(p, e, g):
-            """Bytes of element ``g`` of the stream, ``e`` of piece ``p``, to keys, but for ``settle``."""
+            """Bytes of element ``g`` of the stream, ``e`` of piece ``p``, to keys: a first part."""
             if not quantised:
                 return
 
@@ -378,7 +378,7 @@ def _body(
                     plgpu.barrier_arrive(full.at[s])
 
         def settle(p, e, g):
-            """The rest of a right half, once the buffer of its rotary columns is free."""
+            """The rest, in the right half, once the buffer of the rotary columns is free."""
             if not (quantised and right):
                 return
 
@@ -425,8 +425,8 @@ def _body(
                 if right and e < 2 and not quantised:
                     p, j = block_after(begin, n, jnp.int32(e))
                     load_rope(p, locate(p, j), e)
-            for x in (convert, settle):
-                x(begin, 1, jnp.int32(1))
+            convert(begin, 1, jnp.int32(1))
+            settle(begin, 1, jnp.int32(1))
 
         def clear(s, valid):
             """Zero the rows behind the keys: a weight of zero times NaN would be NaN."""

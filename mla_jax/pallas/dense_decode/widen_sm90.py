@@ -59,16 +59,7 @@ def keys(slot, stored, *, right: bool, simulate: bool) -> None:
         for w in range(WARPS):
             slot[pl.ds(w * GROUP, GROUP)] = stored[w, 1].astype(slot.dtype)
         return
-    lines = [*_places("$0", 8 * KB)]
-    if right:
-        lines += [*_load("rope", 0)]
-    for tile in (A0, B0, A1):
-        lines += [*_load("raw", tile), SYNC, *_store("raw", tile, slot.dtype)]
-    if right:
-        lines += [*_park()]
-    else:
-        lines += [*_load("raw", B1), SYNC, *_store("raw", B1, slot.dtype)]
-    _assemble(lines, slot)
+    _assemble(_keys(slot.dtype, right), slot)
 
 
 def rest(slot, rope, stored_rope, *, simulate: bool) -> None:
@@ -77,10 +68,23 @@ def rest(slot, rope, stored_rope, *, simulate: bool) -> None:
         for w in range(WARPS):
             rope[pl.ds(w * GROUP, GROUP)] = stored_rope[w, 0].astype(rope.dtype)
         return
-    lines = [*_places("$0", 8 * KB), *_unpark()]
-    lines += [*_load("raw", B1), SYNC, *_store("raw", B1, slot.dtype)]
-    lines += [*_places("$1", 2 * KB), *_store("rope", ROPE, slot.dtype)]
-    _assemble(lines, slot, rope)
+    _assemble(_rest(slot.dtype), slot, rope)
+
+
+def _keys(dtype, right: bool):
+    yield from _places("$0", 8 * KB)
+    if right:
+        yield from _load("rope", ROPE)
+    for tile in (A0, B0, A1) if right else (A0, B0, A1, B1):
+        yield from (*_load("raw", tile), SYNC, *_store("raw", tile, dtype))
+    if right:
+        yield from _park("rope")
+
+
+def _rest(dtype):
+    yield from (*_places("$0", 8 * KB), *_load("rope", PARKED))
+    yield from (*_load("raw", B1), SYNC, *_store("raw", B1, dtype))
+    yield from (*_places("$1", 2 * KB), *_store("rope", ROPE, dtype))
 
 
 def _places(base: str, pitch: int):
@@ -114,18 +118,14 @@ def _four(words: str) -> str:
 
 
 def _load(words: str, at: int):
-    """Two tiles of 64 columns; so are ``_park`` and ``_unpark``, for the same thread."""
+    """Of each of two tiles of 64 columns, the 16 bytes of a thread."""
     for i in range(2):
         yield f"ld.shared.v4.b32 {{{_four(f'{words}{i}')}}}, [in+{at + i * 512}];"
 
 
-def _park():
+def _park(words: str):
     for i in range(2):
-        yield f"st.shared.v4.b32 [in+{PARKED + i * 512}], {{{_four(f'rope{i}')}}};"
-
-
-def _unpark():
-    yield from _load("rope", PARKED)
+        yield f"st.shared.v4.b32 [in+{PARKED + i * 512}], {{{_four(f'{words}{i}')}}};"
 
 
 def _store(words: str, tile: int, dtype):
