@@ -51,13 +51,20 @@ class Case:
     heads: int
     keys: int
     tuning: tuple[tuple[str, int], ...] = ()  # what differs from the library's own choice
+    format: str = "bf16"  # of the cache; no peer reads another
+    dtype: str = "bfloat16"  # of the queries
 
     @property
     def name(self) -> str:
         keys = self.keys or "ragged"
         changed = "".join(f"/{k}={int(v)}" for k, v in self.tuning)
         changed = changed.replace("/batch_invariant=1", "_invariant")
-        return f"b{self.batch}_q{self.queries}_h{self.heads}_k{keys}{changed}"
+        kind = "" if self.format == "bf16" else f"_{self.format}_{self.dtype}"
+        return f"b{self.batch}_q{self.queries}_h{self.heads}_k{keys}{kind}{changed}"
+
+    @property
+    def cache_scale(self) -> float:
+        return 0.5 if FORMATS[self.format].quantised else 1.0
 
     @property
     def lens(self) -> list[int]:
@@ -74,7 +81,9 @@ class Case:
     @property
     def bytes(self) -> float:
         """Each cached row once, queries and results once."""
-        return 2.0 * (sum(self.lens) * ROW + self.batch * self.queries * self.heads * (ROW + RANK))
+        rows = self.batch * self.queries * self.heads
+        stored = FORMATS[self.format].row_bytes(RANK, ROPE)
+        return 1.0 * sum(self.lens) * stored + 2.0 * rows * (ROW + RANK)
 
     @property
     def floor_us(self) -> float:
@@ -108,6 +117,11 @@ EXTRA = (
     Case(128, 1, 16, 8192, (("batch_invariant", True),)),
     Case(128, 1, 128, 0, (("batch_invariant", True),)),
     Case(128, 1, 16, 0, (("batch_invariant", True),)),
+    *(
+        Case(batch, 1, heads, keys, format="fp8_e4m3")
+        for batch, keys, among in ((128, 8192, (16, 64, 128)), (1, 65536, (16, 128)))
+        for heads in among
+    ),
 )
 
 
@@ -167,9 +181,9 @@ def tuning_of(case: Case) -> mosaic.Tuning:
 
 def attend(case: Case, q_latent, q_rope, pages, table, lens, starts, plan):
     return mosaic.dense_decode(
-        q_latent, q_rope, pages, jnp.float32(1), table, lens, starts,
-        max_query_len=case.queries, scale=SCALE, format=FORMATS["bf16"],
-        out_dtype=jnp.bfloat16, tuning=tuning_of(case), plan=plan,
+        q_latent, q_rope, pages, jnp.float32(case.cache_scale), table, lens, starts,
+        max_query_len=case.queries, scale=SCALE, format=FORMATS[case.format],
+        out_dtype=case.dtype, tuning=tuning_of(case), plan=plan,
     )  # fmt: skip
 
 
@@ -186,9 +200,9 @@ def _specs(case: Case) -> tuple:
     pages = sum(-(-n // PAGE) for n in case.lens)
     spec = jax.ShapeDtypeStruct
     return (
-        spec((tokens, case.heads, RANK), jnp.bfloat16),
-        spec((tokens, case.heads, ROPE), jnp.bfloat16),
-        spec((pages, PAGE, ROW), jnp.bfloat16),
+        spec((tokens, case.heads, RANK), case.dtype),
+        spec((tokens, case.heads, ROPE), case.dtype),
+        spec((pages, PAGE, ROW), FORMATS[case.format].dtype),
         spec((case.batch, width), jnp.int32),
         spec((case.batch,), jnp.int32),
         spec((case.batch + 1,), jnp.int32),
@@ -217,7 +231,9 @@ def _compile(case: Case) -> dict:
         "once": once,
         "jit": call,
         "chain": jax.jit(chain).lower(*specs[:3], tables, *specs[4:], plan).compile(),
-        "reference": jax.jit(reference).lower(*_reference_specs(case)).compile(),
+        "reference": jax.jit(functools.partial(reference, case))
+        .lower(*_reference_specs(case))
+        .compile(),
         "random": jax.jit(functools.partial(random_arrays, case)).lower().compile(),
     }
 
@@ -225,8 +241,8 @@ def _compile(case: Case) -> dict:
 def random_arrays(case: Case) -> tuple[jax.Array, jax.Array]:
     keys = jax.random.split(jax.random.key(3))
     q_latent, _, pages, *_ = _specs(case)
-    q = jax.random.normal(keys[0], (*q_latent.shape[:2], ROW), jnp.bfloat16)
-    return q, jax.random.normal(keys[1], pages.shape, jnp.bfloat16)
+    q = jax.random.normal(keys[0], (*q_latent.shape[:2], ROW), q_latent.dtype)
+    return q, jax.random.normal(keys[1], pages.shape, jnp.bfloat16).astype(pages.dtype)
 
 
 def inputs(case: Case, q: jax.Array, pages: jax.Array) -> tuple[jax.Array, tuple]:
@@ -247,13 +263,13 @@ def inputs(case: Case, q: jax.Array, pages: jax.Array) -> tuple[jax.Array, tuple
 def _reference_specs(case: Case) -> tuple:
     _, _, pages, table, lens, _ = _specs(case)
     spec = jax.ShapeDtypeStruct
-    q = spec((case.queries, case.heads, ROW), jnp.bfloat16)
+    q = spec((case.queries, case.heads, ROW), case.dtype)
     return q, pages, spec(table.shape[1:], table.dtype), spec((), lens.dtype)
 
 
-def reference(q, pages, ids, n):
+def reference(case: Case, q, pages, ids, n):
     """One request in float32: q [queries, heads, row]."""
-    rows = pages[ids].reshape(-1, ROW).astype(jnp.float32)
+    rows = FORMATS[case.format].decode(pages[ids].reshape(-1, ROW), jnp.float32(case.cache_scale))
     s = SCALE * jnp.einsum("qhd,kd->qhk", q.astype(jnp.float32), rows, precision="highest")
     seen = n - q.shape[0] + 1 + jnp.arange(q.shape[0])
     s = jnp.where(jnp.arange(rows.shape[0]) < seen[:, None, None], s, -jnp.inf)
@@ -301,6 +317,8 @@ def _row(case: Case, programs: dict, make_peer) -> dict:
 
     once = {"ours": lambda: jax.block_until_ready(programs["once"](*args, plan))}
     many = {"ours": chain}
+    if case.format != "bf16":
+        make_peer = None
     if make_peer is not None:
         shape = (case.batch, case.queries, case.heads, ROW)
         peer = make_peer(q.reshape(shape), *args[2:5], SCALE)

@@ -22,7 +22,7 @@ CHOICES = tuple(
     for defer, prefetch in ((0, 0), (1, 0), (1, 1))
     for early in (0, 1)
 )
-EXACT, NEAR = ("heads", "max_query_len", "page"), ("tokens", "width")
+EXACT, NEAR = ("cache", "heads", "max_query_len", "page"), ("tokens", "width")
 
 
 def main() -> None:
@@ -66,6 +66,7 @@ def _records(rows: list[dict]) -> list[dict]:
         best.append(
             {
                 "features": {
+                    "cache": case.format,
                     "heads": case.heads,
                     "max_query_len": case.queries,
                     "page": decode.PAGE,

@@ -22,7 +22,12 @@ __all__ = ["REQUIREMENT", "Tuning", "dense_decode", "heuristic", "make_plan", "t
 REQUIREMENT = Requirement(
     sm=OneOf(90),
     features={
-        "dtype+out+cache": OneOf("bfloat16+bfloat16+bf16", "float16+float16+fp16"),
+        "dtype+out+cache": OneOf(
+            "bfloat16+bfloat16+bf16",
+            "float16+float16+fp16",
+            "bfloat16+bfloat16+fp8_e4m3",
+            "float16+float16+fp8_e4m3",
+        ),
         "rank": OneOf(RANK),
         "rope": OneOf(ROPE),
         "page": OneOf(16, 32, 64, 128),
@@ -123,7 +128,7 @@ def dense_decode(
     """
     from mla_jax.pallas.dense_decode import combine_sm90, mosaic_sm90
 
-    del cache_scale, format, out_dtype  # the requirement admits one value of each
+    del format, out_dtype  # the dtypes of pages and queries say as much
     tokens, heads, rank = q_latent.shape
     requests, width = page_table.shape
     tuning = tuning or heuristic(heads, max_query_len)
@@ -152,6 +157,7 @@ def dense_decode(
         _rows(q_latent, sizes.heads),
         _rows(q_rope, sizes.heads),
         pages,
+        cache_scale,
         page_table,
         plan,
         sizes=sizes,

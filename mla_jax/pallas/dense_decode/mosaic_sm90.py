@@ -18,6 +18,9 @@ the next piece is on its way while the present one ends::
   scores      wait full -> QK(i+1) -> softmax -> P_ready          right, left
                               `-- go(i) -> PV(i) -> consumed -> reload slot
 
+Bytes of an e4m3 cache come into the slot that their keys will have, two elements ahead; the
+halves convert them while their products run (``widen_sm90``), and the scale goes into factors.
+
 The bound: 64 rows need 2176 tensor-core cycles a block (QK 1152, PV 1024), and 73,728 bytes.
 With all of Q in shared memory its traffic alone would take 2368 cycles; so 232 KB, 1856.
 ``docs/kernels/dense_decode.md`` holds the measurements.
@@ -37,6 +40,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mla_jax.pallas import mosaic_lib as lib
+from mla_jax.pallas.dense_decode import widen_sm90 as widen
 from mla_jax.pallas.dense_decode import work_plan as wp
 from mla_jax.pallas.dense_decode.sizes_sm90 import BLOCK, RANK, ROPE, ROWS, Sizes
 from mla_jax.pallas.mosaic_lib import ROW, WGMMA
@@ -54,30 +58,36 @@ I32 = jnp.int32
 F32 = jnp.float32
 
 
-def scratch(dtype, copies: int, simulate: bool) -> dict:
-    """Shared memory and barriers of one thread block.
+def scratch(dtype, copies: int, simulate: bool, quantised: bool = False) -> dict:
+    """Shared memory and barriers of one thread block; an element of keys comes in ``copies``.
 
     Barriers: who arrives -> who waits, once for every use of what they guard.
     """
+    parts = 1 if quantised else copies
 
     def barrier(arrivals: int = 1, count: int = 1):
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
 
-    def ring():  # a slot also takes half of a float32 result on its way out
+    def ring(*bytes_of):  # a slot also takes half of a float32 result on its way out
         return plgpu.RefUnion(
             lib.swizzled((SLOTS, BLOCK, HALF), dtype),
             lib.swizzled((SLOTS, ROWS, HALF // 2), F32),
+            *bytes_of,
         )
 
+    stored = (widen.raw(SLOTS, HALF),) if quantised else ()
+    stored_right = (*stored, widen.raw_rope(SLOTS, ROPE)) if quantised else ()
+    apart = simulate and quantised  # the interpreter takes a union as one place, not as slots
+
     buffers = {
-        "left": ring(),
-        "right": ring(),
+        "left": ring() if apart else ring(*stored),
+        "right": ring() if apart else ring(*stored_right),
         "k_rope": lib.swizzled((2, BLOCK, ROPE), dtype),  # then P of the same block
         "q_tail": lib.swizzled((2, ROWS, 64), dtype),
         "stats": plgpu.SMEM((SLOTS + 3, ROWS), F32),
-        "left_full": barrier(copies, SLOTS),  # copy engine -> scores
-        "right_full": barrier(copies, SLOTS),  # copy engine -> scores
-        "rope_full": barrier(copies, 2),  # copy engine -> scores
+        "left_full": barrier(parts, SLOTS),  # copy engine, or left if quantised -> scores
+        "right_full": barrier(parts, SLOTS),  # copy engine, or right -> scores
+        "rope_full": barrier(parts, 2),  # copy engine, or right -> scores
         "tail_full": barrier(2),  # copy engine -> scores
         "q_taken": barrier(count=SLOTS),  # scores -> left, right: the slot of Q is free
         "p_ready": barrier(count=SLOTS),  # scores -> left, right: P and its factor
@@ -86,6 +96,12 @@ def scratch(dtype, copies: int, simulate: bool) -> dict:
         "rope_sent": barrier(count=SLOTS),  # right -> left: rope is in the queue
         "inverse_ready": barrier(count=2),  # scores -> left, right: 1 / sum of a piece
     }
+    if quantised:
+        groups = BLOCK // widen.GROUP
+        buffers["left_raw"] = barrier(groups, SLOTS)  # copy engine -> left: bytes of a block
+        buffers["right_raw"] = barrier(2 * groups, SLOTS)  # copy engine -> right
+    if apart:
+        buffers |= {"left_bytes": stored, "right_bytes": stored_right}
     if simulate:
         buffers["q_spill"] = plgpu.SMEM((ROWS, HALF), dtype)
     return buffers
@@ -95,6 +111,7 @@ def attend(
     q_latent: jax.Array,
     q_rope: jax.Array,
     pages: jax.Array,
+    cache_scale: jax.Array,
     page_table: jax.Array,
     plan: wp.WorkPlan,
     *,
@@ -108,11 +125,12 @@ def attend(
     """``out`` [tokens * heads, 512] and ``lse`` [tokens * heads] of requests in one piece, and
     float32 ``[slots * tiles * 64, 512]``, base-2 ``[slots, tiles, 64]`` of the other pieces.
 
-    Queries are ``[tokens * heads, columns]``. Rows that no piece of a whole request covers are
-    left as they were allocated.
+    Queries are ``[tokens * heads, columns]``; ``cache_scale`` counts where pages are e4m3. Rows
+    that no piece of a whole request covers are left as they were allocated.
     """
     rows, dtype = q_latent.shape[0], q_latent.dtype
     tiles, simulate = sizes.tiles, interpret is not None
+    quantised = pages.dtype == widen.STORED
     body = functools.partial(
         _body,
         sizes=sizes,
@@ -121,6 +139,7 @@ def attend(
         prefetch=prefetch,
         early_launch=early_launch,
         simulate=simulate,
+        quantised=quantised,
     )
     shape = jax.ShapeDtypeStruct
     kernel = plgpu.kernel(
@@ -131,7 +150,7 @@ def attend(
             shape((plan.slots * tiles * ROWS, RANK), F32),
             shape((plan.slots, tiles, ROWS), F32),
         ),
-        scratch_types=scratch(dtype, sizes.copies, simulate),
+        scratch_types=scratch(dtype, sizes.copies, simulate, quantised),
         grid=(sizes.workers, tiles),  # tiles of a worker run side by side: one read of its keys
         grid_names=("worker", "tile"),
         num_threads=3,
@@ -142,20 +161,22 @@ def attend(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
     )
-    return kernel(q_latent, q_rope, pages, page_table, plan.pieces, plan.bounds)
+    scales = cache_scale.reshape(1)
+    return kernel(q_latent, q_rope, pages, scales, page_table, plan.pieces, plan.bounds)
 
 
 def _body(
-    ql_g, qr_g, pages_g, table_g, work_g, bounds_g,
+    ql_g, qr_g, pages_g, scales_g, table_g, work_g, bounds_g,
     out_g, lse_g, part_g, part_lse_g,
-    *, sizes, scale, defer, prefetch, early_launch, simulate,
+    *, sizes, scale, defer, prefetch, early_launch, simulate, quantised,
     left, right, k_rope, q_tail, stats,
     left_full, right_full, rope_full, tail_full,
-    q_taken, p_ready, go, left_done, rope_sent, inverse_ready, q_spill=None,
+    q_taken, p_ready, go, left_done, rope_sent, inverse_ready,
+    left_raw=None, right_raw=None, left_bytes=None, right_bytes=None, q_spill=None,
 ):  # fmt: skip
     wg, worker, tile = (lax.axis_index(n) for n in ("wg", "worker", "tile"))
     begin, end = bounds_g[worker], bounds_g[worker + 1]
-    (k_left, stage_left), (k_right, stage_right) = left, right
+    (k_left, stage_left, *in_left), (k_right, stage_right, *in_right) = left, right
     page, copies, num_pages, width = sizes.page, sizes.copies, pages_g.shape[0], table_g.shape[1]
 
     def blocks_of(p):
@@ -206,9 +227,21 @@ def _body(
             src = pages_g.at[page_id, pl.ds(row, size), columns]
             plgpu.copy_gmem_to_smem(src, buffer.at[pl.ds(i * size, size)], barrier)
 
+    def load_bytes(place, columns, group, barrier):
+        """As ``load_block``, in groups of keys: ``group(i)`` takes one."""
+        ids, row = place
+        for i in range(BLOCK // widen.GROUP):
+            at = i * widen.GROUP
+            page_id, first = (ids[at // page], at % page) if copies > 1 else (ids[0], row + at)
+            if not isinstance(first, int):
+                first = pl.multiple_of(first, widen.GROUP)
+            src = pages_g.at[page_id, pl.ds(first, widen.GROUP), columns]
+            plgpu.copy_gmem_to_smem(src, group(i), barrier)
+
     def load_queries(p, columns, buffer, barrier):
-        size = min(ROWS // copies, ql_g.shape[0])  # as many arrivals as a block has
-        for i in range(copies):
+        parts = 1 if quantised else copies  # as many arrivals as a block has
+        size = min(ROWS // parts, ql_g.shape[0])
+        for i in range(parts):
             rows = pl.ds(pl.multiple_of(row_of(p) + i * size, 8), size)
             plgpu.copy_gmem_to_smem(
                 ql_g.at[rows, columns], buffer.at[pl.ds(i * size, size)], barrier
@@ -222,6 +255,8 @@ def _body(
 
     def scores():
         plgpu.set_max_registers(REGISTERS[0], action="increase")
+        unit = scales_g[0] if quantised else 1.0
+        factor = scale * unit
 
         def mask(x, p, block):
             """Minus infinity where a row may not see a key of this block."""
@@ -271,9 +306,9 @@ def _body(
                 block = first + j
                 full = (block + 1) * BLOCK <= unmasked
                 x = lax.cond(full, lambda: x, lambda: mask(x, p, block))
-                new_top = jnp.maximum(top, x.max(axis=1) * scale)
+                new_top = jnp.maximum(top, x.max(axis=1) * factor)
                 shrink = jnp.exp2(top - new_top)
-                w = jnp.exp2(x * scale - lib.fill_rows(new_top, BLOCK))
+                w = jnp.exp2(x * factor - lib.fill_rows(new_top, BLOCK))
                 stats[ALPHA + s] = shrink
                 k_rope[r] = w.astype(k_rope.dtype)
                 plgpu.commit_smem()
@@ -287,7 +322,7 @@ def _body(
             if defer:
                 plgpu.barrier_arrive(go.at[slot(g0 + n)])
             i = parity(p - begin)
-            stats[INVERSE + i] = jnp.where(total > 0.0, 1.0 / total, 0.0)
+            stats[INVERSE + i] = jnp.where(total > 0.0, unit / total, 0.0)
             plgpu.barrier_arrive(inverse_ready.at[i])
             lse2 = jnp.where(total > 0.0, top + jnp.log2(total), -jnp.inf)
 
@@ -311,14 +346,49 @@ def _body(
             plgpu.griddepcontrol_launch_dependents()
         plgpu.wait_smem_to_gmem(0)
 
-    def half(right: bool, keys, stage, full):
+    def half(right: bool, keys, stage, full, stored, raw):
         plgpu.set_max_registers(REGISTERS[1], action="decrease")
         columns = pl.ds(HALF if right else 0, HALF)
         rope = pl.ds(RANK, ROPE)
 
         def load(p, e, place, s):
             pl.when((p < end) & (e == 0))(lambda: load_queries(p, columns, keys.at[s], full.at[s]))
-            pl.when((p < end) & (e > 0))(lambda: load_block(place, columns, keys.at[s], full.at[s]))
+            pl.when((p < end) & (e > 0))(lambda: load_keys(place, s))
+
+        def load_keys(place, s):
+            if not quantised:
+                load_block(place, columns, keys.at[s], full.at[s])
+                return
+            load_bytes(place, columns, lambda i: stored[0].at[s, i, 1], raw.at[s])
+            if right:
+                load_bytes(place, rope, lambda i: stored[1].at[s, i, 0], raw.at[s])
+
+        def convert(p, e, g):
+            """Bytes of element ``g`` of the stream, ``e`` of piece ``p``, to keys: a first part."""
+            if not quantised:
+                return
+
+            @pl.when((p < end) & (e > 0))
+            def _():
+                s = slot(g)
+                plgpu.barrier_wait(raw.at[s])
+                widen.keys(keys.at[s], stored[0].at[s], right=right, simulate=simulate)
+                if not right:
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(full.at[s])
+
+        def settle(p, e, g):
+            """The rest, in the right half, once the buffer of the rotary columns is free."""
+            if not (quantised and right):
+                return
+
+            @pl.when((p < end) & (e > 0))
+            def _():
+                s, r = slot(g), parity(g - (p - begin) - 1)
+                widen.rest(keys.at[s], k_rope.at[r], stored[1].at[s], simulate=simulate)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(full.at[s])
+                plgpu.barrier_arrive(rope_full.at[r])
 
         def load_tail(p):
             size = min(ROWS, ql_g.shape[0])
@@ -352,9 +422,11 @@ def _body(
                 load(p, x, locate(p, jnp.maximum(x - 1, 0)), e)
                 if right and e == 0:
                     load_tail(begin)
-                if right and e < 2:
+                if right and e < 2 and not quantised:
                     p, j = block_after(begin, n, jnp.int32(e))
                     load_rope(p, locate(p, j), e)
+            convert(begin, 1, jnp.int32(1))
+            settle(begin, 1, jnp.int32(1))
 
         def clear(s, valid):
             """Zero the rows behind the keys: a weight of zero times NaN would be NaN."""
@@ -374,6 +446,9 @@ def _body(
             part = work_g[p, wp.SLOT]
             target, e = element(p, n, jnp.int32(SLOTS))
             place = locate(target, jnp.maximum(e - 1, 0))
+            second = element(p, n, jnp.int32(2))
+            convert(*second, g0 + 2)
+            settle(*second, g0 + 2)
             plgpu.barrier_wait(q_taken.at[slot(g0)])
             load(target, e, place, slot(g0))
 
@@ -382,7 +457,8 @@ def _body(
                 s, r = slot(g), parity(g - (p - begin) - 1)
                 target, e = element(p, n, j + 1 + SLOTS)
                 place = locate(target, jnp.maximum(e - 1, 0))
-                if right:
+                soon = element(p, n, j + 3)
+                if right and not quantised:
                     rope_piece, rope_block = block_after(p, n, j + 2)
                     rope_place = locate(rope_piece, rope_block)
                 if prefetch:
@@ -395,11 +471,20 @@ def _body(
                 pl.when(valid < BLOCK)(lambda: clear(s, valid))
                 if defer:
                     plgpu.barrier_wait(go.at[s])
-                o = lib.accumulate(
-                    o,
-                    lambda acc: lib.matmul(acc, k_rope.at[r], keys.at[s], simulate=simulate),
-                    simulate=simulate,
-                )
+
+                def products(acc):
+                    lib.matmul(acc, k_rope.at[r], keys.at[s], simulate=simulate)
+                    convert(*soon, g + 2)
+
+                o = lib.accumulate(o, products, simulate=simulate)
+                if quantised:
+                    pl.when(j < n - 1)(lambda: load(target, e, place, s))
+                    if right:
+                        plgpu.barrier_wait(left_done.at[s])
+                        settle(*soon, g + 2)
+                    else:
+                        plgpu.barrier_arrive(left_done.at[s])
+                    return o
                 if right:  # the rope is needed first: its copies go first into the queue
                     plgpu.barrier_wait(left_done.at[s])
                     load_rope(rope_piece, rope_place, r)
@@ -447,5 +532,9 @@ def _body(
         plgpu.wait_smem_to_gmem(0)
 
     pl.when(wg == 0)(scores)
-    pl.when(wg == 1)(lambda: half(False, k_left, stage_left, left_full))
-    pl.when(wg == 2)(lambda: half(True, k_right, stage_right, right_full))
+    pl.when(wg == 1)(
+        lambda: half(False, k_left, stage_left, left_full, left_bytes or in_left, left_raw)
+    )
+    pl.when(wg == 2)(
+        lambda: half(True, k_right, stage_right, right_full, right_bytes or in_right, right_raw)
+    )

@@ -1,0 +1,99 @@
+"""The assembly that widens e4m3 keys in place, run line by line by a small model of a warp."""
+
+import re
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mla_jax.pallas.dense_decode import widen_sm90 as widen
+
+KB = 1024
+ARITHMETIC = {
+    "mov.u32": lambda a: a,
+    "bfe.u32": lambda a, at, size: (a >> at) & ((1 << size) - 1),
+    "mad.lo.u32": lambda a, b, c: a * b + c,
+    "and.b32": lambda a, b: a & b,
+    "xor.b32": lambda a, b: a ^ b,
+    "shl.b32": lambda a, b: a << b,
+    "add.u32": lambda a, b: a + b,
+}
+
+
+def step(line, regs, memory):
+    """One instruction of one thread."""
+    op, rest = line.rstrip(";").split(" ", 1)
+    names = re.findall(r"[\w%$.]+", rest)
+    if op.startswith(("ld.shared", "st.shared")):
+        base, offset = re.search(r"\[(\w+)\+(\d+)\]", rest).groups()
+        at = regs[base] + int(offset)
+        assert at % 16 == 0, "a unit of 16 bytes"
+        words = memory[at : at + 16].view(np.uint32)
+        for i, name in enumerate(re.search(r"\{(.*)\}", rest)[1].split(", ")):
+            if op.startswith("ld"):
+                regs[name] = int(words[i])
+            else:
+                words[i] = regs[name]
+    elif op == "mov.b32":
+        low, high, word = names
+        regs[low], regs[high] = regs[word] & 0xFFFF, regs[word] >> 16
+    elif op == "cvt.rn.f16x2.e4m3x2":
+        pair = np.asarray([regs[names[1]]], np.uint16).view(ml_dtypes.float8_e4m3fn)
+        regs[names[0]] = int(pair.astype(np.float16).view(np.uint32)[0])
+    elif op == "cvt.f32.f16":
+        regs[names[0]] = np.asarray([regs[names[1]]], np.uint16).view(np.float16)[0]
+    elif op == "cvt.rn.bf16x2.f32":
+        to, high, low = names
+        pair = np.asarray([regs[low], regs[high]], np.float32).astype(ml_dtypes.bfloat16)
+        regs[to] = int(pair.view(np.uint32)[0])
+    else:
+        to, *sources = names
+        values = [int(s) if s.isdigit() else regs[s] for s in sources]
+        regs[to] = ARITHMETIC[op](*values)
+
+
+def run(lines, memory, bases, backwards):
+    """All threads of a warpgroup; between two barriers of a warp one thread after the other."""
+    stretches = "\n".join(lines).split(widen.SYNC)
+    for warp in range(4):
+        threads = [
+            {"%tid.x": 256 + 32 * warp + i, "$0": bases[0], "$1": bases[-1]} for i in range(32)
+        ]
+        for stretch in stretches:
+            for regs in threads[:: -1 if backwards else 1]:
+                for line in filter(None, stretch.split("\n")):
+                    step(line, regs, memory)
+
+
+def unit(row, byte, width):
+    """Place of a byte in swizzled tiles of 8 rows x ``width`` bytes."""
+    moved = (byte // 16) ^ (row % 8 if width == 128 else row // 2 % 4)
+    return row % 8 * width + moved * 16 + byte % 16
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize("right", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_every_byte_becomes_its_number(dtype, right, backwards, rng):
+    codes = rng.integers(0, 256, (64, 320)).astype(np.uint8)
+    codes[codes % 128 == 127] = 1  # a NaN stays one, but not bit for bit
+    memory = rng.integers(0, 256, 40 * KB).astype(np.uint8)
+    for r, c in np.ndindex(64, 256):
+        tile = r // 16 * 8 * KB + 4 * KB + r % 16 // 8 * 2 * KB + c // 64 * 512
+        memory[tile + unit(r, c % 64, 64)] = codes[r, c]
+    for r, c in np.ndindex(64, 64 if right else 0):
+        tile = r // 16 * 8 * KB + r % 16 // 8 * 512
+        memory[tile + unit(r, c, 64)] = codes[r, 256 + c]
+    run(widen._keys(jnp.dtype(dtype), right), memory, [0], backwards)
+    if right:
+        run(widen._rest(jnp.dtype(dtype)), memory, [0, 32 * KB], backwards)
+    stored = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    wanted = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32).astype(stored)
+    got = np.zeros_like(wanted)
+    for r, c in np.ndindex(64, 320 if right else 256):
+        tile = r // 8 * 4 * KB + c // 64 * KB if c < 256 else 32 * KB + r // 8 * KB
+        at = tile + unit(r, c % 64 * 2, 128)
+        got[r, c] = memory[at : at + 2].view(stored)[0]
+    end = 320 if right else 256
+    np.testing.assert_array_equal(got[:, :end], wanted[:, :end])
