@@ -36,7 +36,12 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile side by side")
     parser.add_argument("--limit", type=float, default=math.inf, help="seconds, with --jobs")
     parser.add_argument("--turn", type=Path, help="file that a process locks to use the device")
-    parser.add_argument("--everyone", type=int, default=1, help="processes that share the turn")
+    parser.add_argument(
+        "--everyone",
+        type=int,
+        default=1,
+        help="processes that share --turn, those of other suites too",
+    )
     given = parser.parse_args()
 
     import jax
@@ -113,16 +118,18 @@ def _spread(given: argparse.Namespace, chosen: list[str]) -> list[dict]:
     end = time.monotonic() + given.limit
     with tempfile.TemporaryDirectory() as folder:
         parts = [Path(folder) / f"{i}.json" for i in range(min(given.jobs, len(chosen)))]
+        path = given.turn or Path(folder) / "turn"
+        everyone = given.everyone if given.turn else len(parts)
         running = []
         for i, part in enumerate(parts):
             command = [sys.executable, "-m", "benchmarks.run", given.suite, "--out", str(part)]
-            command += ["--turn", f"{folder}/turn", "--everyone", str(len(parts))]
+            command += ["--turn", str(path), "--everyone", str(everyone)]
             command += ["--cases", *chosen[i :: len(parts)]]
             command += ["--peers", str(given.peers)] if given.peers else []
             running.append(subprocess.Popen(command))
         while (alive := [p for p in running if p.poll() is None]) and time.monotonic() < end:
             for process in set(running) - set(alive):
-                _compiled(Path(folder) / "turn", process.pid)
+                _compiled(path, process.pid)
             time.sleep(0.2)
         for process in alive:
             process.terminate()

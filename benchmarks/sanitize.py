@@ -6,6 +6,7 @@ read behind its end is seen. Needs ``compute-sanitizer`` in the path, or ``--pro
 """
 
 import argparse
+import functools
 import os
 import subprocess
 import sys
@@ -54,7 +55,8 @@ def run() -> None:
             q, args = decode.inputs(case, *decode.random_arrays(case))
             plan = jax.jit(lambda *a, case=case: decode.plan_of(case, *a))(*args[4:])
             state = jax.jit(lambda *a, case=case: decode.attend(case, *a))(*args, plan)
-            error = decode.error_of(case, jax.jit(decode.reference), q, args, state)
+            reference = jax.jit(functools.partial(decode.reference, case))
+            error = decode.error_of(case, reference, q, args, state)
             print(f"{case.name}: error {error:.1e}", flush=True)
 
 
