@@ -18,6 +18,8 @@ e4m3 is exact in bfloat16 and float16; the scale of the cache stays outside.
 # pyright: reportPrivateImportUsage=false
 # pyright: reportArgumentType=false
 # pyright: reportCallIssue=false
+# pyright: reportAbstractUsage=false
+# pyright: reportInvalidTypeForm=false
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
