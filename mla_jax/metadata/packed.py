@@ -43,7 +43,7 @@ class Layout:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """A pytree of arrays of 32-bit words laid end to end. The layout is static, the words are not."""
+    """A pytree of 32-bit arrays laid end to end. The layout is static, the words are not."""
 
     layout: Layout = field(metadata={"static": True})
     words: Int[Array | np.ndarray, "words"]
