@@ -33,7 +33,7 @@ class _Slot:
 
     def write(self, words: Int[np.ndarray, "words"]) -> Int[Array, "words"]:
         """Fill the buffer, after whoever reads it."""
-        if self.read is not None and not self.read.is_ready():
+        if self.read is not None:
             self.read.block_until_ready()
         self.view[:] = words
         return self.words
@@ -67,7 +67,7 @@ class StagedFunction:
         if not _stageable(packed):
             return self._plain.lower(*args, **kwargs)
         words = jax.ShapeDtypeStruct(packed.words.shape, np.int32, sharding=_page_locked())
-        sent = Packed(layout=packed.layout, words=words)
+        sent = Packed(layout=packed.layout, words=words)  # pyright: ignore[reportArgumentType]
         return self._staged.lower(*args[: self._at], sent, *args[self._at + 1 :], **kwargs)
 
     def _next(self, size: int) -> _Slot:
@@ -77,7 +77,8 @@ class StagedFunction:
 
     def compiled_programs(self) -> int:
         """Programs traced so far."""
-        return sum(f._cache_size() for f in (self._staged, self._plain))
+        both = self._staged, self._plain
+        return sum(f._cache_size() for f in both)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _stageable(packed: object) -> bool:

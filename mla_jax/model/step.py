@@ -67,24 +67,25 @@ class Step:
         def run(
             leaves: Sequence[Array],
             caches: Sequence[LatentCache],
-            batch: StepBatch | Packed,
+            given: StepBatch | Packed,
             *,
             bucket: MLABucket,
             want_logits: bool = False,
         ) -> tuple[StepOutput, list[LatentCache]]:
-            if isinstance(batch, Packed):
-                batch = batch.unpack()
+            batch: StepBatch = given.unpack() if isinstance(given, Packed) else given
+            query_starts = jnp.asarray(batch.query_starts)
             model = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
             meta = build_mla(
-                batch.query_starts,
-                batch.seq_lens,
-                batch.page_table,
-                batch.num_decodes,
+                query_starts,
+                jnp.asarray(batch.seq_lens),
+                jnp.asarray(batch.page_table),
+                jnp.asarray(batch.num_decodes),
                 bucket=bucket,
                 page=page,
             )
-            hidden, caches = model(batch.token_ids, meta, caches, backend=backend)
-            last = jnp.maximum(batch.query_starts[1:] - 1, 0)
+            tokens = jnp.asarray(batch.token_ids)
+            hidden, caches = model(tokens, meta, caches, backend=backend)
+            last = jnp.maximum(query_starts[1:] - 1, 0)
             logits = model.logits(hidden[last])
             token_ids, logprobs = sample(logits, batch.sampling)
             out = StepOutput(

@@ -40,9 +40,6 @@ def test_slots_are_reused_only_when_read(monkeypatch):
         def __init__(self, i):
             self.i = i
 
-        def is_ready(self):
-            return False
-
         def block_until_ready(self):
             awaited.append(self.i)
 
