@@ -124,7 +124,7 @@ class Engine:
             context_rows=context_rows or min(length, 4096),
         )
         self._step = Step.of(model, page=page, backend=backend)
-        self._caches = [
+        caches = [
             LatentCache.alloc(
                 num_pages=num_pages,
                 page=page,
@@ -134,6 +134,7 @@ class Engine:
             )
             for _ in range(config.layers)
         ]
+        self._caches = jax.device_put(caches, jax.devices()[0])  # without a copy; see ``staged``
         self._crossover = None
         if absorb_prefills:
             self._crossover = PrefillCrossover.for_cache(

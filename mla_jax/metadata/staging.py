@@ -107,5 +107,9 @@ def staged(fun: Callable[..., Any], *, at: int = 0, **options: Any) -> StagedFun
     On a GPU its words go through page-locked memory of the first device that belongs to this
     function; a buffer is written again only when its last reader is done. Elsewhere, and where
     that argument is on a device already, this is ``jax.jit``.
+
+    Results are then committed to that device. What one call returns and the next one takes, like
+    a cache, must be so from the start (``jax.device_put(x, device)``, which copies nothing there),
+    or the second call compiles again.
     """
     return StagedFunction(fun, at, **options)

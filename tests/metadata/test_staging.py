@@ -63,3 +63,14 @@ def test_donation_and_static_arguments_are_those_of_jit():
         lambda packed, x, *, n: packed.unpack()[0][:n] + x, donate_argnums=(1,), static_argnames="n"
     )
     assert run(words(3), jnp.zeros(2, jnp.int32), n=2).tolist() == [3, 3]
+
+
+def test_what_a_call_returns_and_the_next_one_takes_compiles_once(monkeypatch):
+    """The path of a GPU, on any device."""
+    monkeypatch.setattr(staging, "_stageable", lambda packed: True)
+    run = staging.staged(lambda packed, x: x + packed.unpack()[1], donate_argnums=(1,))
+    x = jax.device_put(jnp.zeros(3, jnp.int32), jax.devices()[0])
+    for i in range(4):
+        x = jax.block_until_ready(run(words(i), x))
+    assert x.tolist() == [7 * (1 + 2 + 3)] * 3
+    assert run.compiled_programs() == 1
