@@ -156,8 +156,10 @@ class CommonAttentionHost:
         """How many requests stand before the first one of more than ``query_len`` tokens."""
         if (found := self._leading.get(query_len)) is None:
             found = self.num_reqs
-            if self.max_query_len > query_len:
-                found = int((self.query_lens_cpu[:found] > query_len).argmax())
+            if found and self.max_query_len > query_len:
+                longer = self.query_lens_cpu[:found] > query_len
+                first = int(longer.argmax())
+                found = first if longer[first] else found  # the longest may be a bound
             self._leading[query_len] = found
         return found
 

@@ -66,6 +66,12 @@ def test_padding_is_charged_where_the_rule_says(query_lens, tokens, uniform, thr
     assert split_decodes_and_prefills(given, threshold, require_uniform=uniform) == expected
 
 
+@pytest.mark.parametrize("uniform", [False, True])
+def test_the_longest_query_may_be_a_bound(uniform):
+    bound = dataclasses.replace(host([1, 1, 1]), max_query_len=9)
+    assert split_decodes_and_prefills(bound, 1, require_uniform=uniform) == (3, 0, 3, 0)
+
+
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [([0, 1, 1], (1, 2, 1, 2)), ([0, 0, 0], (3, 0, 3, 0)), ([1, 1, 1], (0, 3, 0, 3))],
