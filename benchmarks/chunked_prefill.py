@@ -80,16 +80,6 @@ EXTRA = (
 )
 
 
-def names() -> list[str]:
-    """Names of all cases."""
-    return [c.name for c in (*CASES, *EXTRA)]
-
-
-def extra() -> list[str]:
-    """Names of the cases that are no rows of the comparison."""
-    return [c.name for c in EXTRA]
-
-
 def run(peers: Path | None, chosen: list[str], turn: AbstractContextManager) -> Iterator[dict]:
     """Check and time the chosen cases, row by row; the device is used inside ``turn`` alone."""
     paths.prefer_kernels()

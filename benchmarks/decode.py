@@ -125,16 +125,6 @@ EXTRA = (
 )
 
 
-def names() -> list[str]:
-    """Names of all cases."""
-    return [c.name for c in (*CASES, *EXTRA)]
-
-
-def extra() -> list[str]:
-    """Names of the cases that are no rows of the comparison."""
-    return [c.name for c in EXTRA]
-
-
 def find(name: str) -> Case:
     """The case of a name, its tuning changed by what follows: ``case/field=value/...``."""
     name, *changes = name.split("/")

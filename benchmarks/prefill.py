@@ -87,16 +87,6 @@ METHOD = (
 )
 
 
-def names() -> list[str]:
-    """Names of all cases."""
-    return [c.name for c in CASES]
-
-
-def extra() -> list[str]:
-    """Names of the cases that are no rows of the comparison."""
-    return []
-
-
 def run(peers: Path | None, chosen: list[str], turn: AbstractContextManager) -> Iterator[dict]:
     """Check and time the chosen cases, row by row; the device is used inside ``turn`` alone."""
     make_peer = None

@@ -47,7 +47,8 @@ def main() -> None:
     import jax
 
     suite = importlib.import_module(f"benchmarks.{given.suite}")
-    chosen = given.cases or suite.names()
+    extra = [c.name for c in getattr(suite, "EXTRA", ())]  # no rows of the comparison
+    chosen = given.cases or [c.name for c in suite.CASES] + extra
     kind = jax.devices()[0].device_kind
     stem = f"{folder_name(kind)}_{given.suite}_{datetime.date.today()}"
     out = given.out or Path(__file__).parent / "results" / f"{stem}.json"
@@ -56,7 +57,7 @@ def main() -> None:
         "versions": _versions(),
         "clocks": clocks(),
         "method": suite.METHOD,
-        "extra": suite.extra(),
+        "extra": extra,
         "rows": [],
     }
     rows = (

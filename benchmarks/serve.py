@@ -70,16 +70,6 @@ CASES = tuple(
 )
 
 
-def names() -> list[str]:
-    """Names of all cases."""
-    return [c.name for c in CASES]
-
-
-def extra() -> list[str]:
-    """None: no row has a peer."""
-    return []
-
-
 def run(peers: Path | None, chosen: list[str], turn: AbstractContextManager) -> Iterator[dict]:
     """Time the chosen cases, row by row; compiles outside of ``turn``, measures inside."""
     del peers
