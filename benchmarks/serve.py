@@ -203,18 +203,17 @@ def _batch(bucket: MLABucket, table=None, tokens=None, length: int = 1) -> StepB
     """One token for each request of a decode bucket; for any bucket, its shapes."""
     n = bucket.requests
     lens = np.full(n, length, np.int32)
-    arrays = {
-        "token_ids": np.zeros(bucket.tokens, np.int32) if tokens is None else tokens,
-        "query_starts": np.arange(n + 1, dtype=np.int32),
-        "seq_lens": lens,
-        "page_table": np.zeros((n, bucket.pages), np.int32) if table is None else table,
-        "num_decodes": np.asarray(n, np.int32),
-    }
-    sampling = {
-        "temperature": np.zeros(n, np.float32),
-        "top_k": np.zeros(n, np.int32),
-        "top_p": np.ones(n, np.float32),
-        "seed": np.zeros(n, np.uint32),
-        "position": lens,
-    }
-    return StepBatch(**arrays, sampling=SamplingBatch(**sampling))
+    return StepBatch(
+        token_ids=np.zeros(bucket.tokens, np.int32) if tokens is None else tokens,
+        query_starts=np.arange(n + 1, dtype=np.int32),
+        seq_lens=lens,
+        page_table=np.zeros((n, bucket.pages), np.int32) if table is None else table,
+        num_decodes=np.asarray(n, np.int32),
+        sampling=SamplingBatch(
+            temperature=np.zeros(n, np.float32),
+            top_k=np.zeros(n, np.int32),
+            top_p=np.ones(n, np.float32),
+            seed=np.zeros(n, np.uint32),
+            position=lens,
+        ),
+    )

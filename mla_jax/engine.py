@@ -354,18 +354,17 @@ def arrays(plan: Plan, bucket: MLABucket) -> StepBatch:
         a[:n] = [getattr(w.request.params, name) for w in work]
         return a
 
-    step = {
-        "token_ids": token_ids,
-        "query_starts": query_starts,
-        "seq_lens": seq_lens,
-        "page_table": page_table,
-        "num_decodes": np.asarray(plan.num_decodes, np.int32),
-    }
-    sampling = {
-        "temperature": column("temperature", np.float32),
-        "top_k": column("top_k", np.int32),
-        "top_p": column("top_p", np.float32, pad=1),
-        "seed": column("seed", np.uint32),
-        "position": seq_lens,
-    }
-    return StepBatch(**step, sampling=SamplingBatch(**sampling))
+    return StepBatch(
+        token_ids=token_ids,
+        query_starts=query_starts,
+        seq_lens=seq_lens,
+        page_table=page_table,
+        num_decodes=np.asarray(plan.num_decodes, np.int32),
+        sampling=SamplingBatch(
+            temperature=column("temperature", np.float32),
+            top_k=column("top_k", np.int32),
+            top_p=column("top_p", np.float32, pad=1),
+            seed=column("seed", np.uint32),
+            position=seq_lens,
+        ),
+    )

@@ -5,8 +5,8 @@ Here the host writes page-locked memory and the compiled program copies it in as
 """
 
 import ctypes
-from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import cycle
 from typing import Any
 
 import jax
@@ -91,14 +91,7 @@ def _page_locked() -> jax.sharding.Sharding:
 
 
 def _turns(size: int) -> Iterator[_Slot]:
-    """Slots in turn, each made when it is first wanted."""
-    slots: deque[_Slot] = deque()
-    while True:
-        if len(slots) < SLOTS:
-            slots.append(_Slot(size))
-        else:
-            slots.rotate(-1)
-        yield slots[-1]
+    return cycle([_Slot(size) for _ in range(SLOTS)])
 
 
 def staged(fun: Callable[..., Any], *, at: int = 0, **options: Any) -> StagedFunction:
