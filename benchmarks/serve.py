@@ -6,7 +6,6 @@ host. Caches hold random rows of the stated context instead of a prompt's.
 
 import dataclasses
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -26,7 +25,7 @@ from mla_jax.metadata.packed import pack
 from mla_jax.model.deepseek_v3 import DeepseekV3
 from mla_jax.model.presets import V2_LITE
 from mla_jax.model.sampling import SamplingBatch, SamplingParams
-from mla_jax.model.step import Step, StepBatch
+from mla_jax.model.step import StepBatch
 from mla_jax.types import cdiv
 
 __all__ = ["CASES", "Case", "run"]
@@ -73,75 +72,43 @@ CASES = tuple(
 def run(peers: Path | None, chosen: list[str], turn: AbstractContextManager) -> Iterator[dict]:
     """Time the chosen cases, row by row; compiles outside of ``turn``, measures inside."""
     del peers
-    with tempfile.TemporaryDirectory() as folder:
-        jax.config.update("jax_compilation_cache_dir", folder)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        for case, programs in [(c, _compile(c)) for c in CASES if c.name in chosen]:
-            with turn:
-                row = _row(case, programs)
-            print(
-                f"{row['case']:36s} {row['step_us']:9.0f} us a step {row['tokens_per_s']:9.0f} "
-                f"tokens/s; engine {row['engine_tokens_per_s']:.0f} tokens/s",
-                flush=True,
-            )
-            yield row
+    for case, engine in [(c, _engine(c)) for c in CASES if c.name in chosen]:
+        with turn:
+            row = _row(case, engine)
+        print(
+            f"{row['case']:36s} {row['step_us']:9.0f} us a step {row['tokens_per_s']:9.0f} "
+            f"tokens/s; engine {row['engine_tokens_per_s']:.0f} tokens/s",
+            flush=True,
+        )
+        yield row
 
 
 def _config() -> ModelConfig:
     return dataclasses.replace(V2_LITE, layers=LAYERS, sparse_layers=V2_LITE.sparse_layers[:LAYERS])
 
 
-def _abstract() -> DeepseekV3:
+def _engine(case: Case) -> Engine:
+    """An engine of random weights that has compiled its two programs: all prompts, all decodes."""
     dtype = jnp.dtype(jnp.bfloat16)
-    return nnx.eval_shape(lambda: DeepseekV3(_config(), dtype=dtype, rngs=nnx.Rngs(0)))
-
-
-def _compile(case: Case) -> dict:
-    """The step of the engine's two buckets into JAX's cache of programs, and random arrays."""
-    step = Step.of(_abstract(), page=PAGE, backend=case.backend)
-    caches = jax.eval_shape(lambda: _caches(case))
-    for bucket in (_bucket(case), _bucket(case, prefill=True)):
-        batch = pack(_batch(bucket))
-        step.run.lower(step.leaves, caches, batch, bucket=bucket, want_logits=False).compile()  # pyright: ignore
+    abstract = nnx.eval_shape(lambda: DeepseekV3(_config(), dtype=dtype, rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(abstract)
+    leaves, tree = jax.tree.flatten(state)
 
     def draw():
-        keys = jax.random.split(jax.random.key(0), len(step.leaves))
+        keys = jax.random.split(jax.random.key(0), len(leaves))
         return [
-            0.02 * jax.random.normal(k, x.shape, x.dtype)
-            for k, x in zip(keys, step.leaves, strict=True)
+            0.02 * jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)
         ]
 
-    def fill():
-        keys = jax.random.split(jax.random.key(1), LAYERS)
-        return [
-            dataclasses.replace(c, pages=jax.random.normal(k, c.pages.shape, c.pages.dtype))
-            for c, k in zip(_caches(case), keys, strict=True)
-        ]
-
-    return {"leaves": jax.jit(draw).lower().compile(), "caches": jax.jit(fill).lower().compile()}
-
-
-def _caches(case: Case) -> list[LatentCache]:
-    dims, pages = _config().dims, 1 + case.batch * case.pages
-    return [
-        LatentCache.alloc(num_pages=pages, page=PAGE, rank=dims.rank, rope=dims.rope)
-        for _ in range(LAYERS)
-    ]
-
-
-def _row(case: Case, programs: dict) -> dict:
-    graph, state = nnx.split(_abstract())
-    tree = jax.tree.structure(state)
-    model = nnx.merge(graph, jax.tree.unflatten(tree, programs["leaves"]()))
     engine = Engine(
-        model,
+        nnx.merge(graph, jax.tree.unflatten(tree, jax.jit(draw)())),
         _config(),
         num_pages=1 + case.batch * case.pages,
         page=PAGE,
         max_requests=case.batch,
         prefill_chunk=case.fed,
         max_model_len=case.context + STEPS,
-        ladder=MLALadder(  # two programs: all prompts, all decodes
+        ladder=MLALadder(
             decodes=Ladder("decode requests", (case.batch,)),
             prefills=Ladder("prefill requests", (case.batch,)),
             prefill_tokens=Ladder("prefill tokens", (case.fed,)),
@@ -150,8 +117,34 @@ def _row(case: Case, programs: dict) -> dict:
         ),
         backend=case.backend,
     )
-    served = _serve(engine, case)
-    times = _decode(engine, case, programs["caches"]())
+    _generate(engine, case)
+    return engine
+
+
+def _generate(engine: Engine, case: Case) -> int:
+    """Short requests through ``generate``: how many new tokens."""
+    prompts = [[1 + i % 100] * PROMPT for i in range(case.batch)]
+    wish = SamplingParams(max_new_tokens=STEPS, ignore_eos=True)
+    return sum(len(c.token_ids) for c in engine.generate(prompts, wish))
+
+
+def _caches(case: Case) -> list[LatentCache]:
+    """Random rows, on the device as the engine's own are."""
+    dims, pages = _config().dims, 1 + case.batch * case.pages
+
+    def fill(key):
+        c = LatentCache.alloc(num_pages=pages, page=PAGE, rank=dims.rank, rope=dims.rope)
+        return dataclasses.replace(c, pages=jax.random.normal(key, c.pages.shape, c.pages.dtype))
+
+    filled = list(map(jax.jit(fill), jax.random.split(jax.random.key(1), LAYERS)))
+    return jax.device_put(filled, jax.devices()[0])
+
+
+def _row(case: Case, engine: Engine) -> dict:
+    start = time.perf_counter()
+    tokens = _generate(engine, case)
+    served = tokens / (time.perf_counter() - start)
+    times = _decode(engine, case, _caches(case))
     middle = statistics.median(times)
     return {
         "case": case.name,
@@ -162,16 +155,6 @@ def _row(case: Case, programs: dict) -> dict:
         "layers": LAYERS,
         "programs": engine.stats().compiles,
     }
-
-
-def _serve(engine: Engine, case: Case) -> float:
-    """New tokens a second of short requests through ``generate``, the second time."""
-    prompts = [[1 + i % 100] * PROMPT for i in range(case.batch)]
-    wish = SamplingParams(max_new_tokens=STEPS, ignore_eos=True)
-    engine.generate(prompts, wish)
-    start = time.perf_counter()
-    done = engine.generate(prompts, wish)
-    return sum(len(c.token_ids) for c in done) / (time.perf_counter() - start)
 
 
 def _decode(engine: Engine, case: Case, caches: list[LatentCache]) -> list[float]:
@@ -189,25 +172,21 @@ def _decode(engine: Engine, case: Case, caches: list[LatentCache]) -> list[float
     return times[5:]
 
 
-def _bucket(case: Case, *, prefill: bool = False) -> MLABucket:
+def _bucket(case: Case) -> MLABucket:
     return MLABucket(
-        decodes=0 if prefill else case.batch,
-        prefills=case.batch if prefill else 0,
-        prefill_tokens=case.fed if prefill else 0,
-        pages=case.pages,
-        context_rows=0,
+        decodes=case.batch, prefills=0, prefill_tokens=0, pages=case.pages, context_rows=0
     )
 
 
-def _batch(bucket: MLABucket, table=None, tokens=None, length: int = 1) -> StepBatch:
-    """One token for each request of a decode bucket; for any bucket, its shapes."""
+def _batch(bucket: MLABucket, table: np.ndarray, tokens: np.ndarray, length: int) -> StepBatch:
+    """One token for each request of a decode bucket."""
     n = bucket.requests
     lens = np.full(n, length, np.int32)
     return StepBatch(
-        token_ids=np.zeros(bucket.tokens, np.int32) if tokens is None else tokens,
+        token_ids=tokens,
         query_starts=np.arange(n + 1, dtype=np.int32),
         seq_lens=lens,
-        page_table=np.zeros((n, bucket.pages), np.int32) if table is None else table,
+        page_table=table,
         num_decodes=np.asarray(n, np.int32),
         sampling=SamplingBatch(
             temperature=np.zeros(n, np.float32),

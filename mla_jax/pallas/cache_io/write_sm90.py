@@ -139,6 +139,8 @@ def _division(_, x, y):
 def _quotient(_, x, y, *, corrections):
     """``x / y``, if all elements of ``y`` are equal and nothing under- or overflows.
 
+    The remainder is taken negative, so that of an exact quotient it adds ``-0`` and keeps its sign.
+
     One reciprocal for all, and corrections by the exact remainder. Two make the float32 quotient
     the nearest. One is enough for the byte of a 16-bit ``x``: it is off by less than a unit, and
     of the ties of e4m3 it misses none, as no such quotient lies half a unit beside one.
@@ -146,12 +148,11 @@ def _quotient(_, x, y, *, corrections):
     fma, negative = (x._lift_fast_instr(name) for name in ("fma.rn.f32", "neg.f32"))
     divisor = y.registers.flat[0]
     inverse = x._lift_fast_instr("rcp.rn.f32")(divisor)
-    divisor = negative(divisor)
 
     def one(a):
         q = x._lift_fast_instr("mul.rn.f32")(a, inverse)
         for _ in range(corrections):
-            q = fma(fma(q, divisor, a), inverse, q)
+            q = fma(fma(q, divisor, negative(a)), negative(inverse), q)
         return q
 
     return x._pointwise(one)
