@@ -1,7 +1,8 @@
 """What the prefill kernel needs and Pallas has no words for.
 
-Products that are one group of instructions, waits for them, stores of some rows straight from
-registers, and an atomic addition. They exist on the device only: the interpreter has other forms.
+Products that are one group of instructions, waits for them, turns between two warpgroups, a vote,
+stores of some rows straight from registers, and an atomic addition. They exist on the device only:
+the interpreter has other forms.
 """
 
 # Mosaic GPU states its types in part only.
@@ -19,10 +20,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mla_jax.pallas.mosaic_lib import ROW, WGMMA
 
-__all__ = ["add_values", "draw", "landed", "scores", "store_rows"]
+__all__ = [
+    "add_values", "any_below_one", "draw", "give_turn", "landed", "scores", "store_rows",
+    "take_turn",
+]  # fmt: skip
 
 _TILES = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 _SCALAR = WGMMA  # a scalar has no layout, but the interface wants one
+_NAMED = 8  # the first of two hardware barriers that nothing else uses
 
 
 def scores(q, k) -> jax.Array:
@@ -86,6 +91,63 @@ def landed(x: jax.Array, later: int) -> jax.Array:
         return fragmented_array.optimization_barrier(x)  # no use of it before the wait
 
     return wait(x)
+
+
+def take_turn(wg) -> None:
+    """Wait until the other of warpgroups 0 and 1 has given its turn to ``wg``."""
+    _barrier("sync", _NAMED + wg)
+
+
+def give_turn(wg) -> None:
+    """Let the other of warpgroups 0 and 1 take its turn. It must, before it is given another."""
+    _barrier("arrive", _NAMED + 1 - wg)
+
+
+def _barrier(verb: str, number) -> None:
+    """A hardware barrier wakes a warpgroup sooner than one in shared memory."""
+
+    @plgpu.inline_mgpu(arg_types=(_SCALAR,))
+    def issue(_, number):
+        from jax._src.lib.mlir import ir
+        from jax._src.lib.mlir.dialects import llvm
+
+        llvm.inline_asm(
+            ir.Type.parse("!llvm.void"),
+            [number.registers.item()],
+            f"barrier.cta.{verb} $0, 256;",
+            "r,~{memory}",
+            has_side_effects=True,
+        )
+
+    issue(number)
+
+
+def any_below_one(x: jax.Array) -> jax.Array:
+    """Whether one of the rows of a warp is below one; each of the four warps asks for its own."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(ROW,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=WGMMA)
+    )
+    def vote(_, x):
+        from jax._src.lib.mlir import ir
+        from jax._src.lib.mlir.dialects import llvm
+
+        found = llvm.inline_asm(
+            ir.IntegerType.get_signless(32),
+            list(x.registers.flat),
+            """{
+            .reg .pred p;
+            setp.lt.f32 p, $1, 0f3F800000;
+            setp.lt.or.f32 p, $2, 0f3F800000, p;
+            vote.sync.any.pred p, p, 0xffffffff;
+            selp.u32 $0, 1, 0, p;
+            }""",
+            "=r,f,f",
+            has_side_effects=True,
+        )
+        return mgpu.FragmentedArray.splat(found, (), is_signed=True)
+
+    return vote(x) != 0
 
 
 def store_rows(x: jax.Array, lse: jax.Array, out, lse_out, row, live, head) -> None:

@@ -4,13 +4,14 @@ Computes ``ref.dense_prefill``. A tile is 128 queries of one request and one hea
 warpgroups owns 64 of them and the third loads. Keys are read where the up-projection left them
 (``kv [keys, heads, nope + v]``) and the shared rotary key from its own array::
 
-  scores, values   S(j+1) = Q K(j+1)^T, then O += P(j) V(j): two groups of products; O is
-                   rescaled under the first, the softmax of S(j+1) runs under the second
-                   and under the products of the other warpgroup
+  scores, values   S(j+1) = Q K(j+1)^T, then O += P(j) V(j): two groups of products; the
+                   softmax of S(j+1) runs under the second and under the other's products
   loader           tiles of a thread block are one stream: K(g+1), V(g), K(g+2), ...
 
-Nobody takes turns. The first scores of a tile are issued behind the last values of the tile
-before, whose result goes from registers to memory under them.
+The two warpgroups take turns in issuing products: without, they drift into step, and the tensor
+cores wait while both are in their softmax. A row's weights are relative to a maximum that may lag
+behind by a factor of 2**LAG, so that O is seldom rescaled. The first scores of a tile are issued
+behind the last values of the tile before, whose result goes from registers to memory under them.
 
 Tiles begin at the first query of their request, and blocks at its first key: a view of shared
 memory tiled by single rows lets the copy engine start anywhere. So the bits of a request do not
@@ -49,6 +50,7 @@ __all__ = ["Sizes", "attend", "scratch"]
 HALF = sc.ROWS // 2  # queries of a warpgroup
 CHUNK = 64  # columns of one 16-bit buffer in shared memory
 REGISTERS = (240, 24)  # of a thread: products, loader
+LAG = 8.0  # of the maximum that weights are relative to, in powers of two
 LOWEST = -1.0e30  # first running maximum: finite, so that exp2(-inf - LOWEST) = 0
 STEPS = 2  # tiles whose facts are in shared memory
 PARTS = 8  # partial sums of a row: two in each of the four threads that share it
@@ -363,6 +365,14 @@ def _body(
         plgpu.set_max_registers(REGISTERS[0], action="increase")
         wide = lib.fill_rows
 
+        def take_turn():
+            if not simulate:
+                inline.take_turn(wg)
+
+        def give_turn():
+            if not simulate:
+                inline.give_turn(wg)
+
         def fact(t, i):
             return facts[step_slot(t), i]
 
@@ -424,10 +434,19 @@ def _body(
             if causal:
                 full = full & (j * block + width <= wg * HALF + offset + 1)
             x = lax.cond(full, lambda: x, mask)
-            new_top = jnp.maximum(top, x.max(axis=1) * scale)
+            new_top = x.max(axis=1) * scale
+            new_top = jnp.where(new_top > top + LAG, new_top, top)
             w = jnp.exp2(x * scale - wide(new_top, width))
             found = w, new_top, jnp.exp2(top - new_top), lib.fold_columns(w, PARTS)
             return lax.optimization_barrier(found)  # else the assembler moves it behind the values
+
+        def rescale(values, shrink):
+            def scaled():
+                return values * wide(shrink, sizes.v)
+
+            if simulate:
+                return scaled()
+            return lax.cond(inline.any_below_one(shrink), scaled, lambda: values)
 
         def tile_body(carry):
             t, g, x, _ = carry
@@ -439,9 +458,11 @@ def _body(
 
             def block_body(j, carry, width=block):
                 values, p, top, shrink, total = carry
+                take_turn()
                 x = scores(g + j + 1, width)
-                values = values * wide(shrink, sizes.v)  # under the scores
+                values = rescale(values, shrink)  # under the scores
                 values = add_values(values, p, g + j)
+                give_turn()
                 x = landed(x, 1)
                 free_k(g + j + 1)
                 pl.when(j + 2 == n)(free_queries)
@@ -478,10 +499,12 @@ def _body(
                 store(values * wide(inverse, sizes.v), lse, row, live, fact(t, ITEM_HEAD))
 
             def add_last():
-                return add_values(values * wide(shrink, sizes.v), p, g + n - 1)
+                take_turn()
+                return add_values(rescale(values, shrink), p, g + n - 1)
 
             def with_next():
                 done = add_last()
+                give_turn()
                 plgpu.barrier_wait(q_full.at[wg])
                 await_k(g + n)
                 x = scores(g + n)
@@ -494,6 +517,7 @@ def _body(
 
             def without():
                 done = landed(add_last())
+                pl.when(wg == 0)(give_turn)  # nobody would await the last one
                 free_v(g + n - 1)
                 finish(done)
                 return plgpu.layout_cast(jnp.zeros((HALF, block), F32), WGMMA)
@@ -508,9 +532,13 @@ def _body(
         some = fact(jnp.int32(0), sc.BLOCKS) > 0
 
         def first():
+            pl.when(wg == 1)(give_turn)  # the first one is that of warpgroup 0
             plgpu.barrier_wait(q_full.at[wg])
             await_k(jnp.int32(0))
-            x = landed(scores(jnp.int32(0)))
+            take_turn()
+            x = scores(jnp.int32(0))
+            give_turn()
+            x = landed(x)
             free_k(jnp.int32(0))
             return x
 
