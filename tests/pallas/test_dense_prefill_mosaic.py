@@ -41,7 +41,13 @@ INTERPRETED = {
     "ragged_and_padding": {"query_lens": [37, 150, 0, 1]},
     "other_keys": {"query_lens": [5, 70, 0, 61, 30], "key_lens": [133, 70, 9, 200, 10]},
     "full": {"query_lens": [40, 33], "key_lens": [20, 150], "causal": False},
+    "rising_maxima": {"query_lens": [30], "key_lens": [500], "causal": False},
 }
+
+
+def steep(case, factor):
+    """Scores further apart: maxima rise by more and by less than a maximum may lag."""
+    return dataclasses.replace(case, scale=factor * case.scale)
 
 
 @pytest.mark.slow
@@ -50,6 +56,7 @@ def test_interpreted_with_race_detection(name, rng):
     """Control flow, barriers and races on a CPU; not asynchrony of products, nor registers."""
     case = prefill_case(rng, dims=dataclasses.replace(V2_LITE, heads=1), **INTERPRETED[name])
     tuning = mosaic.Tuning(heads_together=1, workers=2, dynamic=False)
+    case = steep(case, 6.0) if name == "rising_maxima" else case
     params = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=4)
     causal = INTERPRETED[name].get("causal", True)
     state = attend(case, causal=causal, tuning=tuning, interpret=params)
@@ -216,6 +223,15 @@ def test_short_requests_again_and_again(lens, rng):
     for _ in range(2000):
         differs |= jnp.any(run(q, kv, k_rope).out != first.out)
     assert not differs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("factor", [0.01, 2.0, 6.0, 40.0])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_maxima_that_rise_by_little_and_by_much(dtype, factor, rng):
+    case = prefill_case(rng, dims=V2_LITE, query_lens=[700, 300], dtype=dtype)
+    case = steep(case, factor)
+    judge(attend(case), case, case.parts)
 
 
 @pytest.mark.gpu
