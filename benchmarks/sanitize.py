@@ -1,26 +1,37 @@
-"""``tools/sanitize.sh -m benchmarks.sanitize``: small cases of dense decode, for a sanitizer.
+"""``tools/sanitize.sh -m benchmarks.sanitize [PART...]``: small cases of every kernel.
 
-Plan, kernel and merge, each case compared with float32.
+Each case is compared with the reference. Parts: decode, prefill, cache.
 """
 
 import functools
+import sys
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from benchmarks import decode
+from mla_jax.cache import LatentCache
+from mla_jax.metadata.mla import PrefillMetadata
+from mla_jax.ops import gather_latent, mla_prefill, write_latent
 
-SMALL = (  # requests, queries, heads, keys: pieces of one block and of several, idle tiles, chains
+DECODE = (  # requests, queries, heads, keys: pieces of one block and of several, idle tiles, chains
     (3, 1, 16, 700),
     (2, 2, 128, 1000),
     (1, 1, 8, 6000),
     (1, 1, 128, 3000),
     (140, 1, 64, 65),
 )
+PREFILL = (  # queries, keys, causal: one tile, several, none, padding behind all
+    ((300, 17, 0, 129), (300, 17, 0, 129), True),
+    ((5, 70, 61), (133, 200, 0), False),
+)
+RANK, ROPE, NOPE, V = 512, 64, 128, 128
 
 
-def main() -> None:
-    """Each case by both plans, once."""
-    for sizes in SMALL:
+def run_decode() -> None:
+    """Plan, kernel and merge, by both plans."""
+    for sizes in DECODE:
         for changes in ((), (("batch_invariant", True), ("chunk", 3))):
             case = decode.Case(*sizes, tuning=changes)
             q, args = decode.inputs(case, *decode.random_arrays(case))
@@ -29,6 +40,54 @@ def main() -> None:
             reference = jax.jit(functools.partial(decode.reference, case))
             error = decode.error_of(case, reference, q, args, state)
             print(f"{case.name}: error {error:.1e}", flush=True)
+
+
+def run_prefill() -> None:
+    """Three padding rows behind all requests."""
+    for queries, keys, causal in PREFILL:
+        qs, ks = (jnp.asarray(np.cumsum([0, *n]), jnp.int32) for n in (queries, keys))
+        shapes = ((sum(queries) + 3, 2, NOPE + ROPE), (sum(keys) + 3, 2, NOPE + V))
+        shapes = *shapes, (sum(keys) + 3, ROPE)
+        draw = zip(jax.random.split(jax.random.key(0), 3), shapes, strict=True)
+        args = [jax.random.normal(k, s, jnp.bfloat16) for k, s in draw]
+        meta = PrefillMetadata(query_starts=qs, key_starts=ks)
+        ours, want = (
+            mla_prefill(*args, meta, scale=0.07, causal=causal, backend=b, out_dtype=jnp.float32)
+            for b in ("mosaic", "xla")
+        )
+        worst = float(jnp.abs(ours.out - want.out).max())
+        print(f"prefill of {queries} on {keys}: largest difference {worst:.1e}", flush=True)
+        assert worst < 0.05, worst
+
+
+def run_cache() -> None:
+    """Rows into pages and out again, in all formats with one scale; slots to skip among them."""
+    rng = np.random.default_rng(0)
+    slots = rng.permutation(20 * 16)[:117].astype(np.int32)
+    slots[::9] = -1
+    rows = jnp.asarray(rng.standard_normal((117, RANK + ROPE)), jnp.bfloat16)
+    table = jnp.arange(60, dtype=jnp.int32).reshape(3, 20) % 20
+    first, starts = jnp.asarray([3, 0, 1], jnp.int32), jnp.asarray([0, 40, 40, 57], jnp.int32)
+    for format in ("bf16", "fp8_e4m3"):
+        empty = LatentCache.alloc(num_pages=20, page=16, rank=RANK, rope=ROPE, format=format)
+        found = []
+        for backend in ("mosaic", "xla"):
+            given = rows[:, :RANK], rows[:, RANK:], jnp.asarray(slots)
+            cache = write_latent(empty, *given, backend=backend)
+            out = gather_latent(
+                cache, table, first, starts, rows=64, dtype=jnp.bfloat16, backend=backend
+            )
+            found.append([np.asarray(x.astype(jnp.float32)) for x in (cache.pages, out)])
+        for ours, want in zip(*found, strict=True):
+            np.testing.assert_array_equal(ours, want)
+        print(f"cache of {format}: equal", flush=True)
+
+
+def main() -> None:
+    """The parts that are named, or all."""
+    parts = {"decode": run_decode, "prefill": run_prefill, "cache": run_cache}
+    for part in sys.argv[1:] or parts:
+        parts[part]()
 
 
 if __name__ == "__main__":

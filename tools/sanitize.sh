@@ -1,7 +1,6 @@
 #!/bin/sh
 # tools/sanitize.sh ARGUMENTS: a python run under compute-sanitizer, memory accesses, then races.
-#   tools/sanitize.sh -m benchmarks.sanitize                                        dense decode
-#   tools/sanitize.sh -m pytest -q -m gpu tests/pallas/test_cache_io_mosaic.py -k little
+#   tools/sanitize.sh -m benchmarks.sanitize [decode] [prefill] [cache]
 # Every array is an allocation of its own, so that a step over its end is an error.
 PATH=$PATH:/usr/local/cuda/bin
 export XLA_PYTHON_CLIENT_PREALLOCATE=false XLA_PYTHON_CLIENT_ALLOCATOR=platform
