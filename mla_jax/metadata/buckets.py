@@ -4,12 +4,19 @@ A compiled program exists per ``MLABucket``; everything that varies below a rung
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 
 from mla_jax.errors import MetadataError
 
-__all__ = ["CommonBucket", "Ladder", "MLABucket", "MLALadder", "powers_of_two"]
+__all__ = ["CommonBucket", "Ladder", "MLABucket", "MLALadder", "interned", "powers_of_two"]
+
+
+@cache
+def interned[B](bucket: Callable[..., B], **sizes: int) -> B:
+    """``bucket(**sizes)``, one object for equal sizes: quick to get and to compare."""
+    return bucket(**sizes)
 
 
 def powers_of_two(largest: int, *, smallest: int = 1) -> tuple[int, ...]:
@@ -150,7 +157,8 @@ class MLALadder:
 
         ``absorb`` is the run length of prefills over their pages: no workspace is needed then.
         """
-        return MLABucket(
+        return interned(
+            MLABucket,
             decodes=self.decodes.rung(decodes),
             prefills=self.prefills.rung(prefills),
             prefill_tokens=self.prefill_tokens.rung(prefill_tokens),

@@ -142,7 +142,7 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLADecision, MLAMetadata
             prefills=split.num_prefills,
             prefill_tokens=split.num_prefill_tokens,
             pages=cdiv(host.max_seq_len, self.page),
-            context=bool(longer.any()),
+            context=np.count_nonzero(longer) > 0,
         )
         return MLADecision(
             bucket=bucket,

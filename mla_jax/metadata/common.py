@@ -131,7 +131,7 @@ class CommonAttentionHost:
         queries, bounds = np.asarray(query_lens, np.int32), np.asarray(seq_lens, np.int32)
         starts = np.zeros(len(queries) + 1, np.int32)
         np.add.accumulate(queries, out=starts[1:])
-        return cls(
+        host = cls(
             query_start_loc_cpu=starts,
             seq_lens_cpu_upper_bound=bounds,
             seq_lens_cpu=bounds if exact else None,
@@ -139,9 +139,11 @@ class CommonAttentionHost:
             encoder_seq_lens_cpu=None,
             num_reqs=len(bounds),
             num_actual_tokens=int(starts[-1]),
-            max_query_len=int(np.maximum.reduce(queries, initial=0)),
-            max_seq_len=int(np.maximum.reduce(bounds, initial=0)),
+            max_query_len=int(np.maximum.reduce(queries)) if len(queries) else 0,
+            max_seq_len=int(np.maximum.reduce(bounds)) if len(bounds) else 0,
         )
+        vars(host)["query_lens_cpu"] = queries
+        return host
 
     @cached_property
     def query_lens_cpu(self) -> Int[np.ndarray, "requests"]:
@@ -156,11 +158,22 @@ class CommonAttentionHost:
         """How many requests stand before the first one of more than ``query_len`` tokens."""
         if (found := self._leading.get(query_len)) is None:
             found = self.num_reqs
-            if found and self.max_query_len > query_len:
-                longer = self.query_lens_cpu[:found] > query_len
-                first = int(longer.argmax())
-                found = first if longer[first] else found  # the longest may be a bound
+            if self.max_query_len > query_len:
+                (longer,) = (self.query_lens_cpu[:found] > query_len).nonzero()
+                found = int(longer[0]) if len(longer) else found  # the longest may be a bound
             self._leading[query_len] = found
+        return found
+
+    @cached_property
+    def _lists(self) -> dict[int, tuple[list[int], list[int]]]:
+        return {}
+
+    def lens_from(self, first: int) -> tuple[list[int], list[int]]:
+        """Query and key lengths of the real requests from ``first`` on, for plans in Python."""
+        if (found := self._lists.get(first)) is None:
+            rows = slice(first, self.num_reqs)
+            queries, keys = self.query_lens_cpu[rows], self.seq_lens_cpu_upper_bound[rows]
+            found = self._lists[first] = queries.tolist(), keys.tolist()
         return found
 
     @property

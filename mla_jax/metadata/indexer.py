@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mla_jax.errors import ConfigError
+from mla_jax.metadata.buckets import interned
 from mla_jax.metadata.builder import AttentionMetadataBuilder
 from mla_jax.metadata.common import (
     CommonAttentionHost,
@@ -162,11 +163,11 @@ class DeepseekV32IndexerMetadataBuilder(
         split = split_decodes_and_prefills(
             host, self.next_n, require_uniform=not self.use_flattening
         )
-        d, r = split.num_decodes, host.num_reqs
-        keys = host.seq_lens_cpu_upper_bound[d:r]
+        d = split.num_decodes
+        queries, keys = host.lens_from(d)
         chunks = indexer_chunks(
-            (keys if self.compress_ratio == 1 else keys // self.compress_ratio).tolist(),
-            host.query_lens_cpu[d:r].tolist(),
+            keys if self.compress_ratio == 1 else [k // self.compress_ratio for k in keys],
+            queries,
             workspace=self.max_prefill_buffer_size,
             max_logits=self.max_logits_bytes // 4,
             offset=d,
@@ -181,7 +182,8 @@ class DeepseekV32IndexerMetadataBuilder(
         rows = decode_tokens if self.use_flattening else decodes
         ladder = self.ladder
         starts, stops, first, last, keys, _ = zip(*chunks or [NO_CHUNK], strict=True)
-        bucket = IndexerBucket(
+        bucket = interned(
+            IndexerBucket,
             decode_rows=ladder.decode_rows.rung(rows),
             decode_len=(1 if self.use_flattening else decode_len) if rows else 0,
             chunks=ladder.chunks.rung(max(len(chunks), 1) if prefills else 0),

@@ -86,16 +86,18 @@ def indexer_chunks(
     Greedy groups of requests, each cut along its queries if its logits do not fit.
     """
     chunks = []
-    start = n = m = 0
+    start, n, m = offset, 0, 0
     sizes = zip(compressed_seq_lens, query_lens, strict=True)
     end = (workspace + 1, 0)  # overflows: closes the last group
-    for i, (keys, queries) in enumerate(chain(sizes, [end])):
+    for i, (keys, queries) in enumerate(chain(sizes, [end]), offset):
         total, rows = n + keys, m + queries
         if i > start and (total > workspace or total * rows > max_logits):
-            step = m if n * m <= max_logits else max(1, max_logits // n)
-            for first in range(0, m, step or 1):
-                last = first + step if first + step < m else m
-                chunks.append((start + offset, i + offset, first, last, n, int(first > 0)))
+            if n * m > max_logits:
+                step = max_logits // n or 1
+                pieces = range(0, m, step)
+                chunks += [(start, i, j, min(j + step, m), n, int(j > 0)) for j in pieces]
+            elif m:
+                chunks.append((start, i, 0, m, n, 0))
             start, total, rows = i, keys, queries
         n, m = total, rows
     return chunks

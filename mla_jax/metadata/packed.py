@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ __all__ = ["Layout", "Packed", "pack", "padded_rows"]
 INT32 = np.dtype(np.int32)
 DTYPES = frozenset(map(np.dtype, (np.int32, np.uint32, np.float32)))
 HOST = np.ndarray, np.generic
+FORM = attrgetter("__class__", "dtype", "shape")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -33,10 +35,15 @@ class Layout:
 
     @staticmethod
     @cache
-    def of(
-        tree: Any, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[np.dtype, ...]
-    ) -> "Layout":
-        """The one layout of these: ``jax.jit`` compares it by identity, not bucket by bucket."""
+    def of(tree: Any, forms: tuple[tuple[type, np.dtype, tuple[int, ...]], ...]) -> "Layout":
+        """The one layout of leaves of these types, dtypes and shapes, checked once.
+
+        ``jax.jit`` then compares it by identity, not bucket by bucket.
+        """
+        for kind, dtype, _ in forms:
+            if not issubclass(kind, HOST) or dtype not in DTYPES:
+                raise _refused(f"{kind.__name__} of {dtype}")
+        _, dtypes, shapes = zip(*forms, strict=True) if forms else ((),) * 3
         return Layout(tree=tree, shapes=shapes, dtypes=dtypes)
 
 
@@ -66,15 +73,22 @@ def pack(tree: Any) -> Packed:
         MetadataError: a leaf is not a host array of int32, uint32 or float32.
     """
     leaves, structure = jax.tree.flatten(tree)
-    for leaf in leaves:
-        if not isinstance(leaf, HOST) or leaf.dtype not in DTYPES:
-            given = f"{type(leaf).__name__} of {getattr(leaf, 'dtype', 'no dtype')}"
-            raise MetadataError("pack: a leaf", given, "a numpy array of int32, uint32 or float32")
-    words = np.frombuffer(bytearray().join([x.tobytes() for x in leaves]), INT32)
-    layout = Layout.of(
-        structure, tuple([x.shape for x in leaves]), tuple([x.dtype for x in leaves])
-    )
-    return Packed(layout=layout, words=words)
+    try:
+        layout = Layout.of(structure, tuple(map(FORM, leaves)))
+    except AttributeError as error:
+        raise _refused(f"{type(error.obj).__name__} of no dtype") from None
+    return Packed(layout=layout, words=np.frombuffer(_joined(leaves), INT32))
+
+
+def _joined(leaves: list[Any]) -> bytearray:
+    try:
+        return bytearray().join(leaves)
+    except ValueError:  # one is not contiguous
+        return bytearray().join([x.tobytes() for x in leaves])
+
+
+def _refused(leaf: str) -> MetadataError:
+    return MetadataError("pack: a leaf", leaf, "a numpy array of int32, uint32 or float32")
 
 
 def _bits(words: Array | np.ndarray, dtype: np.dtype) -> Array | np.ndarray:
@@ -87,5 +101,5 @@ def padded_rows(
     rows: Sequence[tuple[int, ...]], size: int, filler: tuple[int, ...]
 ) -> Int[np.ndarray, "size columns"]:
     """``rows`` as an array, with ``filler`` behind them up to ``size`` rows."""
-    words = chain(chain.from_iterable(rows), filler * (size - len(rows)))
-    return np.fromiter(words, np.int32, size * len(filler)).reshape(size, len(filler))
+    words = [*chain.from_iterable(rows), *filler * (size - len(rows))]
+    return np.array(words, np.int32).reshape(size, len(filler))

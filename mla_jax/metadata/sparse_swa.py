@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mla_jax.errors import ConfigError
+from mla_jax.metadata.buckets import interned
 from mla_jax.metadata.builder import AttentionMetadataBuilder
 from mla_jax.metadata.common import (
     CommonAttentionHost,
@@ -20,7 +21,6 @@ from mla_jax.metadata.common import (
     token_positions,
     token_to_request,
 )
-from mla_jax.metadata.packed import padded_rows
 from mla_jax.metadata.plan import (
     OVERHEAD,
     WorkPlan,
@@ -159,29 +159,28 @@ class DeepseekSparseSWAMetadataBuilder(
         split = DecodePrefillSplit(0, 0, 0, 0)
         if host.num_actual_tokens:
             split = split_decodes_and_prefills(host, self.next_n)
-        rows = slice(split.num_decodes, split.num_decodes + split.num_prefills)
-        keys = host.seq_lens_cpu_upper_bound[rows].tolist()
-        tails = gather_lens_of(host.query_lens_cpu[rows].tolist(), keys, self.window)
+        queries, keys = host.lens_from(split.num_decodes)
+        tails = gather_lens_of(queries, keys, self.window)
         plans = [
             window_chunks(keys, tails, RATIOS[name], self._limits) for name in self.layer_types
         ]
         width = 0
         if "c128a" in self.layer_types:
             width = c128a_width(host.max_seq_len, self.max_model_len)
-        bucket = SWABucket(
+        bucket = interned(
+            SWABucket,
             decode_tokens=self.ladder.decode_tokens.rung(split.num_decode_tokens),
             prefills=self.ladder.prefills.rung(split.num_prefills),
             prefill_tokens=self.ladder.prefill_tokens.rung(split.num_prefill_tokens),
             chunks=self.ladder.chunks.rung(max(map(len, plans))),
             c128a_width=width,
         )
-        padded = [row for p in plans for row in (*p, *[NO_CHUNK] * (bucket.chunks - len(p)))]
-        shape = len(plans), bucket.chunks, len(NO_CHUNK)
-        return SWADecision(
-            bucket=bucket,
-            counts=np.array([*split, *map(len, plans)], np.int32),
-            chunks=padded_rows(padded, len(padded), NO_CHUNK).reshape(shape),
-        )
+        chunks = np.zeros((len(plans), bucket.chunks, len(NO_CHUNK)), np.int32)  # of NO_CHUNK
+        for rows, plan in zip(chunks, plans, strict=True):
+            if plan:
+                rows[: len(plan)] = plan
+        counts = np.array([*split, *map(len, plans)], np.int32)
+        return SWADecision(bucket=bucket, counts=counts, chunks=chunks)
 
     def build(
         self,

@@ -46,7 +46,9 @@ class StagedFunction:
         def run(*args: Any, **kwargs: Any) -> tuple[Array, Any]:
             words = jax.device_put(args[at].words, jax.memory.Space.Device)
             given = Packed(layout=args[at].layout, words=words)
-            return words, fun(*args[:at], given, *args[at + 1 :], **kwargs)
+            # An empty array is ready with the program. The words themselves, as a result, would
+            # lie elsewhere in each call, and each time their readers in a CUDA graph be updated.
+            return words[:0], fun(*args[:at], given, *args[at + 1 :], **kwargs)
 
         self._at = at
         self._staged, self._plain = jax.jit(run, **options), jax.jit(fun, **options)

@@ -103,7 +103,7 @@ def gather_lens_of(query_lens: list[int], seq_lens: list[int], window: int) -> l
     """``compute_prefill_gather_lens`` of host integers."""
     most = window - 1
     return [
-        q if k <= q else k if k - q < most else q + most
+        q + most if k - q > most else k if k > q else q
         for q, k in zip(query_lens, seq_lens, strict=True)
     ]
 
@@ -115,22 +115,23 @@ def window_chunks(
     n = len(tails)
     if not n:
         return []
-    states = [k // ratio for k in seq_lens] if ratio > 1 else [0] * n
     most = cdiv(limits.max_model_len, ratio) if ratio > 1 else 0
     rows = limits.chunk_requests * (most + limits.window + limits.max_batched_tokens)
-    sure = max(rows // max(max(states) + max(tails), 1), 1)  # so many fit, whichever they are
+    if ratio <= 1:  # no states
+        seq_lens, ratio = [0] * n, 1
+    sure = max(rows // max(max(seq_lens) // ratio + max(tails), 1), 1)  # so many fit, whichever
     chunks = []
     start = 0
     while start < n:
         stop = min(start + sure, n)
-        compressed, tail = max(states[start:stop]), max(tails[start:stop])
+        longest, tail = max(seq_lens[start:stop]), max(tails[start:stop])
         while stop < n:
-            widest = states[stop] if states[stop] > compressed else compressed
-            longest = tails[stop] if tails[stop] > tail else tail
-            if (stop + 1 - start) * (widest + longest) > rows:
+            keys = seq_lens[stop] if seq_lens[stop] > longest else longest
+            rest = tails[stop] if tails[stop] > tail else tail
+            if (stop + 1 - start) * (keys // ratio + rest) > rows:
                 break
-            compressed, tail, stop = widest, longest, stop + 1
-        chunks.append((start, stop, compressed, compressed + tail))
+            longest, tail, stop = keys, rest, stop + 1
+        chunks.append((start, stop, longest // ratio, longest // ratio + tail))
         start = stop
     return chunks
 
