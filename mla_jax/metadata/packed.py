@@ -35,15 +35,10 @@ class Layout:
 
     @staticmethod
     @cache
-    def of(tree: Any, forms: tuple[tuple[type, np.dtype, tuple[int, ...]], ...]) -> "Layout":
-        """The one layout of leaves of these types, dtypes and shapes, checked once.
-
-        ``jax.jit`` then compares it by identity, not bucket by bucket.
-        """
-        for kind, dtype, _ in forms:
-            if not issubclass(kind, HOST) or dtype not in DTYPES:
-                raise _refused(f"{kind.__name__} of {dtype}")
-        _, dtypes, shapes = zip(*forms, strict=True) if forms else ((),) * 3
+    def of(
+        tree: Any, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[np.dtype, ...]
+    ) -> "Layout":
+        """The one layout of these: ``jax.jit`` compares it by identity, not bucket by bucket."""
         return Layout(tree=tree, shapes=shapes, dtypes=dtypes)
 
 
@@ -74,16 +69,26 @@ def pack(tree: Any) -> Packed:
     """
     leaves, structure = jax.tree.flatten(tree)
     try:
-        layout = Layout.of(structure, tuple(map(FORM, leaves)))
+        layout = _layout(structure, tuple(map(FORM, leaves)))
     except AttributeError as error:
         raise _refused(f"{type(error.obj).__name__} of no dtype") from None
     return Packed(layout=layout, words=np.frombuffer(_joined(leaves), INT32))
 
 
+@cache
+def _layout(tree: Any, forms: tuple[tuple[type, np.dtype, tuple[int, ...]], ...]) -> Layout:
+    """The layout of leaves of these types, dtypes and shapes: each form is checked once."""
+    for kind, dtype, _ in forms:
+        if not issubclass(kind, HOST) or dtype not in DTYPES:
+            raise _refused(f"{kind.__name__} of {dtype}")
+    shapes, dtypes = tuple(x[2] for x in forms), tuple(x[1] for x in forms)
+    return Layout.of(tree, shapes, dtypes)
+
+
 def _joined(leaves: list[Any]) -> bytearray:
     try:
         return bytearray().join(leaves)
-    except ValueError:  # one is not contiguous
+    except TypeError:  # one is not contiguous
         return bytearray().join([x.tobytes() for x in leaves])
 
 

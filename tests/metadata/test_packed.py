@@ -1,6 +1,7 @@
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -33,12 +34,31 @@ def test_one_layout_is_one_program():
     assert unpack._cache_size() == 1
     unpack(pack((np.zeros(4, np.int32), np.int32(0))))
     assert unpack._cache_size() == 2
+    unpack(pack((np.zeros(4, np.int32), np.zeros((), np.int32))))  # a scalar is an array of no axes
+    assert unpack._cache_size() == 2
 
 
-@pytest.mark.parametrize("leaf", [np.zeros(2, np.int64), 1, np.zeros(2, bool)])
-def test_only_host_arrays_of_words(leaf):
-    with pytest.raises(MetadataError, match="numpy array of int32"):
-        pack((np.zeros(1, np.int32), leaf))
+def test_leaves_may_be_views():
+    rows = np.arange(12, dtype=np.int32).reshape(3, 4)
+    found = pack((rows.T, rows[:, ::2], np.int32(7))).unpack()
+    np.testing.assert_array_equal(found[0], rows.T)
+    np.testing.assert_array_equal(found[1], rows[:, ::2])
+    assert found[2] == 7
+
+
+@pytest.mark.parametrize(
+    "leaf, given",
+    [
+        (np.zeros(2, np.int64), "ndarray of int64"),
+        (np.zeros(2, bool), "ndarray of bool"),
+        (1, "int of no dtype"),
+        (jnp.zeros(2, jnp.int32), "Array.* of int32"),
+    ],
+)
+def test_only_host_arrays_of_words(leaf, given):
+    for _ in range(2):
+        with pytest.raises(MetadataError, match=f"{given}.*numpy array of int32"):
+            pack((np.zeros(1, np.int32), leaf))
 
 
 def test_padded_rows():
