@@ -4,19 +4,13 @@ A compiled program exists per ``MLABucket``; everything that varies below a rung
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
 from mla_jax.errors import MetadataError
 
-__all__ = ["CommonBucket", "Ladder", "MLABucket", "MLALadder", "interned", "powers_of_two"]
-
-
-@cache
-def interned[B](bucket: Callable[..., B], **sizes: int) -> B:
-    """``bucket(**sizes)``, one object for equal sizes: quick to get and to compare."""
-    return bucket(**sizes)
+__all__ = ["CommonBucket", "Ladder", "MLABucket", "MLALadder", "powers_of_two"]
 
 
 def powers_of_two(largest: int, *, smallest: int = 1) -> tuple[int, ...]:
@@ -111,6 +105,9 @@ class MLABucket:
         return self.decodes + self.prefills
 
 
+_mla_bucket = cache(MLABucket)  # equal ones are one object: quick to get and to compare
+
+
 @dataclass(frozen=True, kw_only=True)
 class MLALadder:
     """Ladders of every dimension of a step, and the rung of a batch."""
@@ -157,8 +154,7 @@ class MLALadder:
 
         ``absorb`` is the run length of prefills over their pages: no workspace is needed then.
         """
-        return interned(
-            MLABucket,
+        return _mla_bucket(
             decodes=self.decodes.rung(decodes),
             prefills=self.prefills.rung(prefills),
             prefill_tokens=self.prefill_tokens.rung(prefill_tokens),

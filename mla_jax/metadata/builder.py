@@ -142,7 +142,7 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLADecision, MLAMetadata
             prefills=split.num_prefills,
             prefill_tokens=split.num_prefill_tokens,
             pages=cdiv(host.max_seq_len, self.page),
-            context=np.count_nonzero(longer) > 0,
+            context=bool(np.count_nonzero(longer)),
         )
         return MLADecision(
             bucket=bucket,

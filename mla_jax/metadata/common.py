@@ -142,7 +142,7 @@ class CommonAttentionHost:
             max_query_len=int(np.maximum.reduce(queries)) if len(queries) else 0,
             max_seq_len=int(np.maximum.reduce(bounds)) if len(bounds) else 0,
         )
-        vars(host)["query_lens_cpu"] = queries
+        vars(host)["query_lens_cpu"] = queries  # known: not to be computed again
         return host
 
     @cached_property

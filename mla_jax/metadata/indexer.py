@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from mla_jax.errors import ConfigError
-from mla_jax.metadata.buckets import interned
 from mla_jax.metadata.builder import AttentionMetadataBuilder
 from mla_jax.metadata.common import (
     CommonAttentionHost,
@@ -34,7 +33,7 @@ from mla_jax.metadata.indexer_decode import (
 )
 from mla_jax.metadata.packed import padded_rows
 from mla_jax.metadata.sparse import get_compressed_slot_mapping
-from mla_jax.metadata.sparse_buckets import IndexerBucket, IndexerLadder
+from mla_jax.metadata.sparse_buckets import IndexerBucket, IndexerLadder, indexer_bucket
 from mla_jax.metadata.split import split_decodes_and_prefills
 from mla_jax.types import Array, Int
 
@@ -182,8 +181,7 @@ class DeepseekV32IndexerMetadataBuilder(
         rows = decode_tokens if self.use_flattening else decodes
         ladder = self.ladder
         starts, stops, first, last, keys, _ = zip(*chunks or [NO_CHUNK], strict=True)
-        bucket = interned(
-            IndexerBucket,
+        bucket = indexer_bucket(
             decode_rows=ladder.decode_rows.rung(rows),
             decode_len=(1 if self.use_flattening else decode_len) if rows else 0,
             chunks=ladder.chunks.rung(max(len(chunks), 1) if prefills else 0),

@@ -67,7 +67,7 @@ def pack(tree: Any) -> Packed:
     Raises:
         MetadataError: a leaf is not a host array of int32, uint32 or float32.
     """
-    leaves, structure = jax.tree.flatten(tree)
+    leaves, structure = jax.tree_util.tree_flatten(tree)
     try:
         layout = _layout(structure, tuple(map(FORM, leaves)))
     except AttributeError as error:

@@ -1,10 +1,18 @@
 """Static sizes of the sparse-attention metadata and their ladders. Pure Python."""
 
 from dataclasses import dataclass
+from functools import cache
 
 from mla_jax.metadata.buckets import Ladder, powers_of_two
 
-__all__ = ["IndexerBucket", "IndexerLadder", "SWABucket", "SWALadder"]
+__all__ = [
+    "IndexerBucket",
+    "IndexerLadder",
+    "SWABucket",
+    "SWALadder",
+    "indexer_bucket",
+    "swa_bucket",
+]
 
 
 @dataclass(frozen=True, order=True, kw_only=True)
@@ -80,3 +88,8 @@ class SWALadder:
             ),
             chunks=Ladder("workspace chunks", powers_of_two(max_requests)),
         )
+
+
+# Equal buckets are one object: quick to get and to compare.
+indexer_bucket = cache(IndexerBucket)
+swa_bucket = cache(SWABucket)

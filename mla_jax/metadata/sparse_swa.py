@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from mla_jax.errors import ConfigError
-from mla_jax.metadata.buckets import interned
 from mla_jax.metadata.builder import AttentionMetadataBuilder
 from mla_jax.metadata.common import (
     CommonAttentionHost,
@@ -29,7 +28,7 @@ from mla_jax.metadata.plan import (
     sparse_sm_parts,
 )
 from mla_jax.metadata.sparse import c128a_width, compressed_lens
-from mla_jax.metadata.sparse_buckets import SWABucket, SWALadder
+from mla_jax.metadata.sparse_buckets import SWABucket, SWALadder, swa_bucket
 from mla_jax.metadata.split import DecodePrefillSplit, split_decodes_and_prefills
 from mla_jax.metadata.window import (
     NO_CHUNK,
@@ -149,26 +148,26 @@ class DeepseekSparseSWAMetadataBuilder(
         return tuple(name for name in RATIOS if name in present)
 
     @cached_property
-    def _limits(self) -> WindowLimits:
-        return WindowLimits(
+    def _workspaces(self) -> list[tuple[int, int]]:
+        """Ratio and workspace rows of each layer type."""
+        limits = WindowLimits(
             self.window, self.chunk_requests, self.max_model_len, self.max_batched_tokens
         )
+        return [(RATIOS[name], limits.rows(RATIOS[name])) for name in self.layer_types]
 
     def decide(self, host: CommonAttentionHost) -> SWADecision:
         """Split, workspace chunks and bucket. A step without tokens is empty."""
-        split = DecodePrefillSplit(0, 0, 0, 0)
+        split, first = DecodePrefillSplit(0, 0, 0, 0), host.num_reqs
         if host.num_actual_tokens:
             split = split_decodes_and_prefills(host, self.next_n)
-        queries, keys = host.lens_from(split.num_decodes)
+            first = split.num_decodes
+        queries, keys = host.lens_from(first)
         tails = gather_lens_of(queries, keys, self.window)
-        plans = [
-            window_chunks(keys, tails, RATIOS[name], self._limits) for name in self.layer_types
-        ]
+        plans = [window_chunks(keys, tails, ratio=a, rows=b) for a, b in self._workspaces]
         width = 0
         if "c128a" in self.layer_types:
             width = c128a_width(host.max_seq_len, self.max_model_len)
-        bucket = interned(
-            SWABucket,
+        bucket = swa_bucket(
             decode_tokens=self.ladder.decode_tokens.rung(split.num_decode_tokens),
             prefills=self.ladder.prefills.rung(split.num_prefills),
             prefill_tokens=self.ladder.prefill_tokens.rung(split.num_prefill_tokens),

@@ -6,6 +6,7 @@ Here the host writes page-locked memory and the compiled program copies it in as
 
 import ctypes
 from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import cycle
 from typing import Any
 
@@ -29,7 +30,7 @@ class _Slot:
         self.words = jax.block_until_ready(jax.device_put(empty, _page_locked()))
         place = (ctypes.c_int32 * size).from_address(self.words.unsafe_buffer_pointer())
         self.view = np.ctypeslib.as_array(place)
-        self.read: Array | None = None  # ready as soon as the device has copied the words
+        self.read: Array | None = None  # ready with the program that copies the words
 
     def write(self, words: Int[np.ndarray, "words"]) -> Int[Array, "words"]:
         """Fill the buffer, after whoever reads it."""
@@ -46,8 +47,7 @@ class StagedFunction:
         def run(*args: Any, **kwargs: Any) -> tuple[Array, Any]:
             words = jax.device_put(args[at].words, jax.memory.Space.Device)
             given = Packed(layout=args[at].layout, words=words)
-            # An empty array is ready with the program. The words themselves, as a result, would
-            # lie elsewhere in each call, and each time their readers in a CUDA graph be updated.
+            # An empty array: ready with the program, and nothing to allocate.
             return words[:0], fun(*args[:at], given, *args[at + 1 :], **kwargs)
 
         self._at = at
@@ -85,7 +85,12 @@ class StagedFunction:
 
 def _stageable(packed: object) -> bool:
     words = packed.words if isinstance(packed, Packed) else None
-    return isinstance(words, np.ndarray) and words.size > 0 and jax.default_backend() == "gpu"
+    return isinstance(words, np.ndarray) and words.size > 0 and _on_gpu()
+
+
+@cache
+def _on_gpu() -> bool:
+    return jax.default_backend() == "gpu"
 
 
 def _page_locked() -> jax.sharding.Sharding:

@@ -87,7 +87,8 @@ def plan_window_chunks(
     limits = WindowLimits(window, chunk_requests, max_model_len, max_batched_tokens)
     keys = seq_lens.tolist()
     tails = gather_lens_of(query_lens.tolist(), keys, window)
-    return [WindowChunk(*c) for c in window_chunks(keys, tails, ratio, limits)]
+    chunks = window_chunks(keys, tails, ratio=ratio, rows=limits.rows(ratio))
+    return [WindowChunk(*c) for c in chunks]
 
 
 class WindowLimits(NamedTuple):
@@ -97,6 +98,11 @@ class WindowLimits(NamedTuple):
     chunk_requests: int
     max_model_len: int
     max_batched_tokens: int
+
+    def rows(self, ratio: int) -> int:
+        """Rows of the workspace of layers of this ratio; up to 1 there are no states."""
+        states = cdiv(self.max_model_len, ratio) if ratio > 1 else 0
+        return self.chunk_requests * (states + self.window + self.max_batched_tokens)
 
 
 def gather_lens_of(query_lens: list[int], seq_lens: list[int], window: int) -> list[int]:
@@ -109,14 +115,15 @@ def gather_lens_of(query_lens: list[int], seq_lens: list[int], window: int) -> l
 
 
 def window_chunks(
-    seq_lens: list[int], tails: list[int], ratio: int, limits: WindowLimits
+    seq_lens: list[int], tails: list[int], *, ratio: int, rows: int
 ) -> list[tuple[int, int, int, int]]:
-    """``plan_window_chunks`` of host integers; ``tails`` are the rows gathered of each request."""
+    """``plan_window_chunks`` of host integers in a workspace of ``rows``.
+
+    ``tails`` are the rows gathered of each request.
+    """
     n = len(tails)
     if not n:
         return []
-    most = cdiv(limits.max_model_len, ratio) if ratio > 1 else 0
-    rows = limits.chunk_requests * (most + limits.window + limits.max_batched_tokens)
     if ratio <= 1:  # no states
         seq_lens, ratio = [0] * n, 1
     sure = max(rows // max(max(seq_lens) // ratio + max(tails), 1), 1)  # so many fit, whichever
