@@ -51,6 +51,10 @@ def test_parts_that_a_step_lacks():  # edges 2 and 3
     assert int(decision.num_prefills) == 2
 
 
+def test_equal_buckets_are_one_object():
+    assert BUILDER.decide(RX.host).bucket is BUILDER.decide(RX.host).bucket
+
+
 def test_warm_up_has_the_structure_of_a_step():
     decision = BUILDER.decide(RX.host)
     common = warmup_common(decision.common_bucket, page=4)

@@ -233,6 +233,15 @@ def test_programs_are_rungs():
     assert build._cache_size() == len(used) > 4
 
 
+def test_lengths_as_lists_leave_padding_out():
+    host = CommonAttentionHost.of(np.array([1, 3, 2], np.int32), np.array([5, 7, 2], np.int32))
+    padded = host.pad_to(CommonBucket(requests=5, tokens=8, pages=2))
+    for each in (host, padded, host):
+        assert each.lens_from(1) == ([3, 2], [7, 2])
+        assert each.lens_from(3) == ([], [])
+    np.testing.assert_array_equal(host.query_lens_cpu, padded.query_lens_cpu[:3])
+
+
 def test_padded_arrays_are_those_of_the_padded_host():
     host = CommonAttentionHost.of(np.array([1, 3], np.int32), np.array([5, 7], np.int32))
     bucket = CommonBucket(requests=4, tokens=8, pages=2)

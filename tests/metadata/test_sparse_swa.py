@@ -166,6 +166,12 @@ def test_empty_step():
     assert meta.prefill_seq_lens is meta.prefill_gather_lens is meta.tile_sched_c4a is None
 
 
+def test_requests_without_tokens_are_no_prefills():
+    decision = swa().decide(host([0, 0], [5, 9]))
+    assert not decision.counts.any()
+    assert decision.bucket.prefills == decision.bucket.chunks == 0
+
+
 def test_all_prefill_has_no_plans():
     meta = built([3, 2], [5, 6])
     assert meta.tile_sched_swaonly is meta.tile_sched_c4a is meta.tile_sched_c128a is None
