@@ -21,8 +21,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from mla_jax.pallas.mosaic_lib import ROW, WGMMA
 
 __all__ = [
-    "add_values", "any_below_one", "draw", "give_turn", "landed", "scores", "store_rows",
-    "take_turn",
+    "add_values", "any_below_one", "clear_rows", "draw", "give_turn", "landed", "scores",
+    "store_rows", "take_turn",
 ]  # fmt: skip
 
 _TILES = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
@@ -275,10 +275,7 @@ def _send(where, offset: int, words: list, predicate) -> None:
 
 
 def draw(counter, place) -> None:
-    """Add one to ``counter[0]`` and put its old value into ``place[0]``, by one thread.
-
-    The thread is of the last warp, which issues no copies: it alone waits for the answer.
-    """
+    """Add one to ``counter[0]`` and put its old value into ``place[0]``, by one warp."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
     def add(_, counter, place):
@@ -291,14 +288,55 @@ def draw(counter, place) -> None:
             """{
             .reg .pred p;
             .reg .u32 x;
-            mov.u32 x, %tid.x;
-            and.b32 x, x, 127;
-            setp.eq.u32 p, x, 96;
+            mov.u32 x, %laneid;
+            setp.eq.u32 p, x, 0;
             @p atom.global.relaxed.gpu.add.u32 x, [$0], 1;
             @p st.shared.u32 [$1], x;
+            bar.warp.sync 0xffffffff;
             }""",
             "l,r,~{memory}",
             has_side_effects=True,
         )
 
     add(counter, place)
+
+
+def clear_rows(x, first) -> None:
+    """Zeros from row ``first`` on in a buffer of rows of 128 bytes, by one warp."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(_TILES), _SCALAR))
+    def clear(_, x, first):
+        from jax._src.lib.mlir import ir
+        from jax._src.lib.mlir.dialects import llvm
+
+        tiles, _, rows, _ = ir.MemRefType(x.type).shape
+        llvm.inline_asm(
+            ir.Type.parse("!llvm.void"),
+            [mgpu.utils.memref_ptr(x), first.registers.item()],
+            f"""{{
+            .reg .pred p;
+            .reg .u32 at, end, lane;
+            .reg .u64 place;
+            mov.u32 lane, %laneid;
+            max.s32 at, $1, 0;
+            shl.b32 at, at, 7;
+            mad.lo.u32 at, lane, 16, at;
+            mov.u32 end, {tiles * rows * 128};
+            mov.u32 lane, 0;
+            AGAIN:
+            setp.ge.u32 p, at, end;
+            @p bra DONE;
+            cvt.u64.u32 place, at;
+            add.u64 place, place, $0;
+            st.shared.v4.u32 [place], {{lane, lane, lane, lane}};
+            add.u32 at, at, 512;
+            bra AGAIN;
+            DONE:
+            fence.proxy.async.shared::cta;
+            bar.warp.sync 0xffffffff;
+            }}""",
+            "l,r,~{memory}",
+            has_side_effects=True,
+        )
+
+    clear(x, first)

@@ -53,8 +53,8 @@ REGISTERS = (240, 24)  # of a thread: products, loader
 LAG = 8.0  # of the maximum that weights are relative to, in powers of two
 LOWEST = -1.0e30  # first running maximum: finite, so that exp2(-inf - LOWEST) = 0
 STEPS = 2  # tiles whose facts are in shared memory
+DRAWS = 2  # numbers drawn: one may be drawn before a slow warp has read what came before
 PARTS = 8  # partial sums of a row: two in each of the four threads that share it
-DRAWS = 2  # numbers drawn: a warp may draw before a slower one has read what came before
 
 I32 = jnp.int32
 F32 = jnp.float32
@@ -122,7 +122,8 @@ def scratch(sizes: Sizes, dtype: DTypeLike, out_dtype: DTypeLike, simulate: bool
         "v_free": barrier(2, stages),  # both -> loader
         "facts_full": barrier(count=STEPS),  # loader -> both
         "facts_free": barrier(2, STEPS),  # both -> loader
-        "drawn": barrier(),  # loader -> loader: the number of the next tile
+        "wanted": barrier(),  # loader -> warp that draws
+        "drawn": barrier(2),  # warp that draws, and all -> all: the number of the next tile
     }
     if simulate:
         buffers["o"] = plgpu.SMEM((2, HALF, sizes.v), out_dtype)
@@ -177,7 +178,7 @@ def _body(
     *, sizes, scale, causal, simulate,
     q, k, v, facts,
     q_full, q_free, k_full, v_full, v_partial, k_free, v_free,
-    facts_full, facts_free, drawn, o=None, small=None, spill=None,
+    facts_full, facts_free, wanted, drawn, o=None, small=None, spill=None,
 ):  # fmt: skip
     wg, worker = lax.axis_index("wg"), lax.axis_index("worker")
     # Views for products and registers, and for the copy engine.
@@ -202,7 +203,38 @@ def _body(
         return STEPS + (t & (DRAWS - 1))
 
     def load():
+        """By one warp: four would do all of it four times. A second one draws numbers."""
         plgpu.set_max_registers(REGISTERS[1], action="decrease")
+
+        def by_warps(*jobs):
+            """Each job by a warp of its own; the interpreter has no warps."""
+            if simulate:
+                for job in jobs:
+                    job()
+                return
+
+            @pl.core_map(plgpu.WarpMesh(axis_name="warp"))
+            def _():
+                for i, job in enumerate(jobs):
+                    pl.when(lax.axis_index("warp") == i)(job)
+
+        def draw(t):
+            """The number of the tile after tile ``t``, once it is wanted."""
+            if dynamic:
+                plgpu.barrier_wait(wanted)
+                inline.draw(drawn_g, facts.at[draw_slot(t)])
+                plgpu.barrier_arrive(drawn)
+
+        def want():
+            if dynamic:
+                plgpu.barrier_arrive(wanted)
+
+        def number_after(t, number):
+            if not dynamic:
+                return number + sizes.workers
+            plgpu.barrier_arrive(drawn)  # of all four warps: none falls behind by a phase
+            plgpu.barrier_wait(drawn)
+            return facts[draw_slot(t), 0] + sizes.workers
 
         def locate(number):
             """Tile and head of an item: the dearest tiles of a few heads, then the next heads."""
@@ -213,18 +245,6 @@ def _body(
             rest = number - section * group
             tile = lax.div(rest, width)
             return tile, first + rest - tile * width
-
-        def draw(t):
-            """Begin to find the number of the tile after tile ``t``."""
-            if dynamic:
-                inline.draw(drawn_g, facts.at[draw_slot(t)])
-                plgpu.barrier_arrive(drawn)
-
-        def number_after(t, number):
-            if not dynamic:
-                return number + sizes.workers
-            plgpu.barrier_wait(drawn)
-            return facts[draw_slot(t), 0] + sizes.workers
 
         def load_k(row, head, s):
             for c in range(k_chunks):
@@ -249,7 +269,10 @@ def _body(
         def clear_v(s, valid):
             """Zero the rows behind the keys: a weight of zero times NaN would be NaN."""
             plgpu.barrier_wait(v_partial)
-            for c in range(v_chunks):
+            if not simulate:
+                for c in range(v_chunks):
+                    inline.clear_rows(v_m.at[s, c], valid)
+            for c in range(v_chunks if simulate else 0):
                 for r in range(0, block, 64):
                     ref = v_m.at[s, c, pl.ds(r, 64)]
 
@@ -259,7 +282,8 @@ def _body(
                         row = plgpu.broadcasted_iota(I32, (64, CHUNK), 0, layout=WGMMA) + r
                         ref[...] = jnp.where(row < valid, x, jnp.zeros_like(x))
 
-            plgpu.commit_smem()
+            if simulate:
+                plgpu.commit_smem()
             for _ in range(v_chunks):
                 plgpu.barrier_arrive(v_full.at[s])
 
@@ -289,33 +313,40 @@ def _body(
         def tile_body(carry):
             t, number, g, last_row, last_head, last_valid = carry
             tile, head = locate(number)
-            tell(t, tile, head)
             row, first, keys, n = (
                 tiles_g[tile, i] for i in (sc.ROW, sc.FIRST_KEY, sc.KEYS, sc.BLOCKS)
             )
 
-            def block_body(j, carry):
-                g, last_row, last_head, last_valid = carry
-                s = slot(g)
-                pl.when(g >= stages)(lambda: plgpu.barrier_wait(k_free.at[s]))
-                here = first + j * block
-                load_k(here, head, s)
-                pl.when(g > 0)(lambda: load_values(g - 1, last_row, last_head, last_valid))
+            def feed():
+                tell(t, tile, head)
 
-                @pl.when(j == 0)
-                def _():
-                    for w in range(2):
-                        pl.when(t > 0)(lambda w=w: plgpu.barrier_wait(q_free.at[w]))
-                        load_queries(row, head, w)
+                def block_body(j, carry):
+                    last_row, last_head, last_valid = carry
+                    s, here = slot(g + j), first + j * block
+                    pl.when(g + j >= stages)(lambda: plgpu.barrier_wait(k_free.at[s]))
+                    load_k(here, head, s)
+                    pl.when(g + j > 0)(
+                        lambda: load_values(g + j - 1, last_row, last_head, last_valid)
+                    )
 
-                # Late: who draws early holds a tile that others, who are free sooner, lack.
-                pl.when(j == jnp.maximum(n - 2, 0))(lambda: draw(t))
-                return g + 1, here, head, keys - j * block
+                    @pl.when(j == 0)
+                    def _():
+                        for w in range(2):
+                            pl.when(t > 0)(lambda w=w: plgpu.barrier_wait(q_free.at[w]))
+                            load_queries(row, head, w)
 
-            g, last_row, last_head, last_valid = lax.fori_loop(
-                0, n, block_body, (g, last_row, last_head, last_valid)
-            )
-            return t + 1, number_after(t, number), g, last_row, last_head, last_valid
+                    # Late: who draws early holds a tile that others, who are free sooner, lack.
+                    pl.when(j == jnp.maximum(n - 2, 0))(want)
+                    return here, head, keys - j * block
+
+                lax.fori_loop(0, n, block_body, (last_row, last_head, last_valid))
+
+            by_warps(feed, lambda: draw(t))
+            last = n - 1
+            return (
+                t + 1, number_after(t, number), g + n,
+                first + last * block, head, keys - last * block,
+            )  # fmt: skip
 
         zero = jnp.int32(0)
         t, _, g, *last = lax.while_loop(
@@ -323,27 +354,31 @@ def _body(
             tile_body,
             (zero, jnp.asarray(worker, I32), zero, zero, zero, zero),
         )
-        pl.when(g > 0)(lambda: load_values(g - 1, *last))
-        # The end, told as a tile without blocks.
-        s = step_slot(t)
-        pl.when(t >= STEPS)(lambda: plgpu.barrier_wait(facts_free.at[s]))
-        facts[s, sc.BLOCKS] = jnp.int32(0)
-        plgpu.barrier_arrive(facts_full.at[s])
 
-        # Await what was never reused.
-        @pl.loop(jnp.maximum(g - stages, 0), g)
-        def _(i):
-            plgpu.barrier_wait(k_free.at[slot(i)])
-            plgpu.barrier_wait(v_free.at[slot(i)])
+        def end():
+            """The last values, and the end told as a tile without blocks."""
+            pl.when(g > 0)(lambda: load_values(g - 1, *last))
+            s = step_slot(t)
+            pl.when(t >= STEPS)(lambda: plgpu.barrier_wait(facts_free.at[s]))
+            facts[s, sc.BLOCKS] = jnp.int32(0)
+            plgpu.barrier_arrive(facts_full.at[s])
 
-        @pl.loop(jnp.maximum(t - 1, 0), t + 1)
-        def _(i):
-            plgpu.barrier_wait(facts_free.at[step_slot(i)])
+            # Await what was never reused.
+            @pl.loop(jnp.maximum(g - stages, 0), g)
+            def _(i):
+                plgpu.barrier_wait(k_free.at[slot(i)])
+                plgpu.barrier_wait(v_free.at[slot(i)])
 
-        @pl.when(t > 0)
-        def _():
-            for w in range(2):
-                plgpu.barrier_wait(q_free.at[w])
+            @pl.loop(jnp.maximum(t - 1, 0), t + 1)
+            def _(i):
+                plgpu.barrier_wait(facts_free.at[step_slot(i)])
+
+            @pl.when(t > 0)
+            def _():
+                for w in range(2):
+                    plgpu.barrier_wait(q_free.at[w])
+
+        by_warps(end)
 
     def store(x, lse, row, live, head):
         """``x`` [64, v] and ``lse`` [64] to the ``live`` rows from ``row`` on."""
