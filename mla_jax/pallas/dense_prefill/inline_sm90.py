@@ -1,8 +1,8 @@
 """What the prefill kernel needs and Pallas has no words for.
 
 Products that are one group of instructions, waits for them, turns between two warpgroups, a vote,
-stores of some rows straight from registers, and an atomic addition. They exist on the device only:
-the interpreter has other forms.
+stores of some rows straight from registers, rows of zeros, and an atomic addition. They exist on
+the device only: the interpreter has other forms.
 """
 
 # Mosaic GPU states its types in part only.

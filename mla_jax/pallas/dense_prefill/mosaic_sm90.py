@@ -213,10 +213,10 @@ def _body(
                     job()
                 return
 
-            @pl.core_map(plgpu.WarpMesh(axis_name="warp"))
-            def _():
+            @plgpu.warp_map
+            def _(warp):
                 for i, job in enumerate(jobs):
-                    pl.when(lax.axis_index("warp") == i)(job)
+                    pl.when(warp == i)(job)
 
         def draw(t):
             """The number of the tile after tile ``t``, once it is wanted."""
@@ -269,19 +269,12 @@ def _body(
         def clear_v(s, valid):
             """Zero the rows behind the keys: a weight of zero times NaN would be NaN."""
             plgpu.barrier_wait(v_partial)
-            if not simulate:
-                for c in range(v_chunks):
+            for c in range(v_chunks):
+                if not simulate:
                     inline.clear_rows(v_m.at[s, c], valid)
-            for c in range(v_chunks if simulate else 0):
-                for r in range(0, block, 64):
-                    ref = v_m.at[s, c, pl.ds(r, 64)]
-
-                    @pl.when(valid < r + 64)
-                    def _(ref=ref, r=r):
-                        x = plgpu.load(ref, layout=WGMMA)
-                        row = plgpu.broadcasted_iota(I32, (64, CHUNK), 0, layout=WGMMA) + r
-                        ref[...] = jnp.where(row < valid, x, jnp.zeros_like(x))
-
+                    continue
+                row = lax.broadcasted_iota(I32, (block, CHUNK), 0)
+                v_m[s, c] = jnp.where(row < valid, v_m[s, c], jnp.zeros((), dtype))
             if simulate:
                 plgpu.commit_smem()
             for _ in range(v_chunks):
