@@ -50,6 +50,9 @@ CHAINS = 8
 IN_FLIGHT = {128: (4, 17), 512: (2,)}
 """Pieces of every chain that are loaded at once, by the columns of a step."""
 
+SEARCHED = 8
+"""Pieces of every chain in a step of the search for their maximum, if they are more than that."""
+
 TILE = plgpu.Layout.TILED(
     plgpu.Tiling(((CHAINS, 128), (2, 128), (8,))),
     warp_dims=(-5,),
@@ -125,7 +128,7 @@ def _body(
     wide = out_g.shape[1] // columns
     layout = plgpu.Layout.WG_STRIDED((columns,), vec_size=columns // 128)
     in_flight = IN_FLIGHT[max(c for c in IN_FLIGHT if c <= columns)]
-    size = min(8, in_flight[-1])  # of a step, if they are more
+    size = min(SEARCHED, in_flight[-1])  # of a step, if they are more
     last = merges_g.shape[0] - 1
     units = lax.div(merges_g[0, 0] * (heads * wide), jnp.int32(step))
 
@@ -197,7 +200,7 @@ def _body(
                 ]
 
             def highest(i, top):
-                return functools.reduce(jnp.maximum, lses(i * size, size), top)
+                return functools.reduce(jnp.maximum, lses(i * SEARCHED, SEARCHED), top)
 
             def add(acc, weight, top, found, loaded):
                 for lse, value in zip(found, loaded, strict=True):
@@ -221,7 +224,7 @@ def _body(
             def in_steps():
                 steps = _steps(count, size)
                 acc, weight, top = start()
-                top = lax.fori_loop(0, steps, highest, top)
+                top = lax.fori_loop(0, _steps(count, SEARCHED), highest, top)
 
                 def some(i, state):
                     return add(*state, top, lses(i * size, size), values(i * size, size))
