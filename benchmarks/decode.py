@@ -32,9 +32,10 @@ CHAIN = 20  # calls of one program when back to back
 HONEST = 0.93  # of the floor: a slope below was disturbed and is measured again
 LAUNCHES = 200
 METHOD = (
-    "plan given to both sides; us: summed kernel time of an isolated call (kineto), span_us: start "
-    "of its first kernel to end of its last, slope_us: slope of wall time between 20 and 80 calls "
-    "(ours 20 in one jit, the peer as graph replays); medians, both sides interleaved in one "
+    "us: summed kernel time of an isolated call (kineto), span_us: start of its first kernel to "
+    "end of its last, slope_us: slope of wall time between 20 and 80 calls (ours 20 in one jit, "
+    "the peer as graph replays), in all three the plan is given to both sides; step_us: such a "
+    "slope with the plan made by every call of both sides; medians, both sides interleaved in one "
     "process on the same arrays; a slope below 93 % of the floor is measured again, and suspect "
     "if it stays there; random-normal data, shuffled pages; tflops, gbs and floor_percent are of "
     "span_us; launch_added_us: host time of a call from a warm jit less that of an empty one on "
@@ -149,15 +150,14 @@ def run(peers: Path | None, chosen: list[str], turn: AbstractContextManager) -> 
 
 def line(row: dict) -> str:
     """One row of the table."""
-    times = (
-        row[f"{who}_{what}"] for who in ("ours", "peer") for what in ("us", "span_us", "slope_us")
-    )
-    ratios = (row[k] for k in ("ratio", "ratio_span", "ratio_slope"))
+    kinds = ("us", "span_us", "slope_us", "step_us")
+    times = (row[f"{who}_{what}"] for who in ("ours", "peer") for what in kinds)
+    ratios = (row[k] for k in ("ratio", "ratio_span", "ratio_slope", "ratio_step"))
     return (
         f"{row['case']:26s} {' '.join(f'{x:6.1f}' for x in times)} | "
         f"{' '.join(f'{x:.2f}' for x in ratios)} | {row['tflops']:.0f} TFLOP/s "
         f"{row['gbs']:.0f} GB/s {row['floor_percent']:.0f}% err {row['error']:.1e} "
-        f"plan {row['plan_us']:.0f} suspect {row['suspect']} launch {row['launch_added_us']} "
+        f"plan {row['plan_us']:.1f} suspect {row['suspect']} launch {row['launch_added_us']} "
         f"{[[*found.values()] for found in row['kernels'].values()]}"
     )
 
@@ -209,7 +209,11 @@ def _compile(case: Case) -> dict:
     def chain(q_latent, q_rope, pages, tables, lens, starts, plan):
         return [call(q_latent, q_rope, pages, t, lens, starts, plan).lse for t in tables]
 
-    tables = [specs[3]] * CHAIN
+    def step(q_latent, q_rope, pages, tables, lens, starts):
+        each = zip(tables, lens, strict=True)
+        return [call(q_latent, q_rope, pages, t, n, starts, None).lse for t, n in each]
+
+    tables, lens = ([x] * CHAIN for x in specs[3:5])
     start = time.perf_counter()
     if case.batch == 1:  # its launch is timed: warm the jit, on an empty plan
         arrays = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (*specs, plan))
@@ -220,6 +224,7 @@ def _compile(case: Case) -> dict:
         "plan": make_plan.lower(*specs[4:]).compile(),
         "once": once,
         "jit": call,
+        "step": jax.jit(step).lower(*specs[:3], tables, lens, specs[5]).compile(),
         "chain": jax.jit(chain).lower(*specs[:3], tables, *specs[4:], plan).compile(),
         "reference": jax.jit(functools.partial(reference, case))
         .lower(*_reference_specs(case))
@@ -299,43 +304,54 @@ def _row(case: Case, programs: dict, make_peer) -> dict:
     q, args = inputs(case, *programs["random"]())
     plan = programs["plan"](*args[4:])
     error = error_of(case, programs["reference"], q, args, programs["once"](*args, plan))
-    tables = jax.block_until_ready([args[3] + 0 for _ in range(CHAIN)])
+    tables, lens = jax.block_until_ready([[x + 0 for _ in range(CHAIN)] for x in args[3:5]])
 
     def chain(n):
         made = [programs["chain"](*args[:3], tables, *args[4:], plan) for _ in range(n)]
         jax.block_until_ready(made)
 
+    def step(n):
+        made = [programs["step"](*args[:3], tables, lens, args[5]) for _ in range(n)]
+        jax.block_until_ready(made)
+
     once = {"ours": lambda: jax.block_until_ready(programs["once"](*args, plan))}
-    many = {"ours": chain}
+    many, stepped = {"ours": chain}, {"ours": step}
     if case.format != "bf16":
         make_peer = None
     if make_peer is not None:
         shape = (case.batch, case.queries, case.heads, ROW)
         peer = make_peer(q.reshape(shape), *args[2:5], SCALE)
         once["peer"], many["peer"] = peer.once, lambda n: peer.many(n * CHAIN)
+        stepped["peer"] = lambda n: peer.stepped.many(n * CHAIN)
     launch, added = _launch_us(programs["jit"], (*args, plan)) if case.batch == 1 else (None, None)
     isolated = isolated_us(once)
     planner = {"plan": lambda: jax.block_until_ready(programs["plan"](*args[4:]))}
     isolated |= isolated_us(planner, rounds=1)
     least = HONEST * case.floor_us
-    slopes = back_to_back_us(many, dict.fromkeys(many, CHAIN), least_us=least)
+    slopes, steps = (
+        back_to_back_us(runs, dict.fromkeys(runs, CHAIN), least_us=least)
+        for runs in (many, stepped)
+    )
     none = Isolated(sum=math.nan, span=math.nan, kernels={})
     ours, theirs = isolated["ours"], isolated.get("peer", none)
-    theirs_slope = slopes.get("peer", math.nan)
+    theirs_slope, theirs_step = (x.get("peer", math.nan) for x in (slopes, steps))
     return {
         "case": case.name,
         "ours_us": ours.sum,
         "ours_span_us": ours.span,
         "ours_slope_us": slopes["ours"],
+        "ours_step_us": steps["ours"],
         "plan_us": isolated["plan"].sum,
         "peer": "FlashMLA" if make_peer else None,
         "peer_us": theirs.sum,
         "peer_span_us": theirs.span,
         "peer_slope_us": theirs_slope,
+        "peer_step_us": theirs_step,
         "ratio": theirs.sum / ours.sum,
         "ratio_span": theirs.span / ours.span,
         "ratio_slope": theirs_slope / slopes["ours"],
-        "suspect": [name for name, us in slopes.items() if us < least],
+        "ratio_step": theirs_step / steps["ours"],
+        "suspect": [k for x in (slopes, steps) for k, us in x.items() if us < least],
         "tflops": case.flops / ours.span / 1e6,
         "gbs": case.bytes / ours.span / 1e3,
         "floor_us": case.floor_us,

@@ -17,7 +17,7 @@ def library(peers: Path) -> Path:
 
 
 class FlashMLA(Graphed):
-    """One problem, planned once."""
+    """One problem, planned once; ``stepped`` plans in every call."""
 
     def __init__(self, q: jax.Array, pages: jax.Array, table, seq_lens, scale: float):
         operator = torch.ops._flashmla_C.dense_decode_fwd
@@ -29,6 +29,7 @@ class FlashMLA(Graphed):
 
         self.out, self.lse, *plan = call()
         super().__init__(lambda: call(plan))
+        self.stepped = Graphed(call)
 
 
 def load(peers: Path) -> Callable[..., FlashMLA]:

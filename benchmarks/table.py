@@ -41,6 +41,11 @@ RATES: Columns = {
     "% of floor": ("floor_percent", 0),
     "error": ("error", 4),
 }
+STEP: Columns = {
+    "with plan µs": ("ours_step_us", 1),
+    "peer with plan": ("peer_step_us", 1),
+    "ratio with plan": ("ratio_step", 2),
+}
 CONCAT: Columns = {
     "concat sum": ("ratio_concat", 2),
     "concat span": ("ratio_concat_span", 2),
@@ -97,8 +102,8 @@ class Suite:
 SUITES = {
     "decode": Suite(
         "Dense decode beside FlashMLA. Case names: requests, queries of each, heads, keys of each "
-        "(ragged: 1 to 16384).",
-        TIMES | RATES,
+        "(ragged: 1 to 16384). *With plan*: back to back, the plan made by every call.",
+        TIMES | STEP | RATES,
     ),
     "prefill": Suite(
         "Prefill beside FlashAttention-3: its kernels alone, and with the concatenation of the "

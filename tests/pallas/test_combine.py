@@ -1,5 +1,8 @@
 """The merge kernel of dense decode alone, interpreted."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -8,56 +11,62 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from mla_jax.pallas.dense_decode import combine_sm90
 from mla_jax.pallas.dense_decode.combine_sm90 import combine
 
-HEADS, RANK = 2, 256
+HEADS, RANK, MOST = 2, 512, 150
+SLOTS = MOST + 1 + combine_sm90.CHAINS
 UNTOUCHED = 7.0
+SHAPES = [(1, 2), (4, 1)]
+"""Thread blocks of a row, rows of a step of each of them."""
 
 
-def test_bits_do_not_depend_on_the_warpgroups(rng, monkeypatch):
-    """One warpgroup for all chains of a row, or four, one each."""
-    part = jnp.asarray(rng.normal(size=(41, 1, 64, RANK)), jnp.float32)
-    lse = jnp.asarray(3 * rng.normal(size=(41, 1, 64)), jnp.float32)
+@pytest.fixture(scope="module", params=SHAPES, ids=str)
+def merged(request):
+    """The merge in one of the shapes, of parts, their lse and a list: one program for all."""
+    params = plgpu.InterpretGPUParams(num_tma_threads_per_device=4)
 
-    def solve(warpgroups):
-        monkeypatch.setattr(combine_sm90, "SHAPES", ((64, warpgroups, 1),))
-        out, got = combine(
-            jnp.zeros((HEADS, RANK), jnp.bfloat16),
-            jnp.zeros((HEADS,)),
+    @jax.jit
+    def solve(part, lse, merges):
+        return combine(
+            jnp.full((2 * HEADS, RANK), UNTOUCHED, jnp.bfloat16),
+            jnp.full((2 * HEADS,), UNTOUCHED),
             part,
             lse,
-            jnp.asarray([[1, 0, 0, 0], [0, 41, 0, 0]], jnp.int32),
+            merges,
             heads=HEADS,
             early_launch=False,
-            interpret=plgpu.InterpretGPUParams(num_tma_threads_per_device=4),
+            interpret=params,
         )
-        return np.asarray(out, np.float32), np.asarray(got)
 
-    for one, four in zip(solve(1), solve(4), strict=True):
-        np.testing.assert_array_equal(one, four)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(combine_sm90, "SHAPES", ((64, *request.param),))
+        patch.setattr(combine_sm90, "MULTIPROCESSORS", 1)
+        part, lse = (jnp.zeros((SLOTS, 1, 64, *more)) for more in ((RANK,), ()))
+        compiled = solve.lower(
+            part.astype(jnp.bfloat16), lse, jnp.zeros((3, 8), jnp.int32)
+        ).compile()
+    return lambda *args: [np.asarray(x, np.float64) for x in compiled(*args)]
 
 
-@pytest.mark.parametrize("warpgroups", [1, 4])
-@pytest.mark.parametrize("count", [0, 1, 2, 5, 11, 40])
-def test_merge_of_pieces(count, warpgroups, rng, monkeypatch):
-    """Slots 1 to ``count`` hold the pieces; their neighbours and unused rows are NaN."""
-    monkeypatch.setattr(combine_sm90, "SHAPES", ((64, warpgroups, 1),))
-    monkeypatch.setattr(combine_sm90, "MULTIPROCESSORS", 1)
-    part = np.full((count + 2, 1, 64, RANK), np.nan, np.float32)
-    lse = np.full((count + 2, 1, 64), np.nan, np.float32)
+@functools.cache
+def first_bits(count):
+    """Of the first shape that asks: all others must have the same."""
+    return {}
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 5, 11, 40, MOST])
+def test_merge_of_pieces(count, merged):
+    """Slots 1 to ``count`` hold the pieces; their neighbours and unused rows are NaN. Every shape
+    has the same bits."""
+    rng = np.random.default_rng(count)
+    part = np.full((SLOTS, 1, 64, RANK), np.nan, np.float32)
+    lse = np.full((SLOTS, 1, 64), np.nan, np.float32)
     part[1 : count + 1, 0, HEADS : 2 * HEADS] = rng.normal(size=(count, HEADS, RANK))
     lse[1 : count + 1, 0, HEADS : 2 * HEADS] = 3 * rng.normal(size=(count, HEADS))
     if count > 2:
         lse[2, 0, HEADS] = -np.inf
-    out, got = combine(
-        jnp.full((2 * HEADS, RANK), UNTOUCHED, jnp.bfloat16),
-        jnp.full((2 * HEADS,), UNTOUCHED),
-        jnp.asarray(part),
-        jnp.asarray(lse),
-        jnp.asarray([[count != 1, 0, 0, 0], [1, count, 1, 1], [0, 0, 0, 0]], jnp.int32),
-        heads=HEADS,
-        early_launch=False,
-        interpret=plgpu.InterpretGPUParams(num_tma_threads_per_device=4),
-    )
-    out, got = np.asarray(out, np.float64), np.asarray(got, np.float64)
+    merges = np.zeros((3, 8), np.int32)
+    merges[0, 0], merges[1, :4] = count != 1, (1, count, 1, 1)
+    part = np.asarray(jnp.asarray(part, jnp.bfloat16))
+    out, got = merged(part, lse, merges)
     assert (out[:HEADS] == UNTOUCHED).all()
     assert (got[:HEADS] == UNTOUCHED).all()
     if count == 1:
@@ -68,7 +77,10 @@ def test_merge_of_pieces(count, warpgroups, rng, monkeypatch):
     else:
         l2 = lse[1 : count + 1, 0, HEADS : 2 * HEADS].astype(np.float64)
         weights = np.exp2(l2)
-        truth = np.einsum("ph,phd->hd", weights, part[1 : count + 1, 0, HEADS : 2 * HEADS])
-        truth /= weights.sum(0)[:, None]
+        values = part[1 : count + 1, 0, HEADS : 2 * HEADS].astype(np.float64)
+        truth = np.einsum("ph,phd->hd", weights, values) / weights.sum(0)[:, None]
         np.testing.assert_allclose(out[HEADS:], truth, rtol=1e-2, atol=1e-2)
         np.testing.assert_allclose(got[HEADS:], np.log(weights.sum(0)), rtol=1e-5, atol=1e-5)
+    bits = first_bits(count)
+    for name, x in (("out", out), ("lse", got)):
+        np.testing.assert_array_equal(x, bits.setdefault(name, x))

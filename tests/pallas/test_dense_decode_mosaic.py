@@ -114,7 +114,7 @@ def specs(heads, queries, page, dtype, format, batch=4, width=32):
     ],
 )
 def test_compiles_for_sm90(heads, queries, page, dtype, format):
-    """Products stay asynchronous, the register division holds, the merge spills nothing."""
+    """Products stay asynchronous, the register division holds, plan and merge spill nothing."""
     stored = FORMATS[format]
     fn = functools.partial(
         mosaic.dense_decode, max_query_len=queries, scale=0.1, format=stored, out_dtype=dtype
@@ -128,6 +128,7 @@ def test_compiles_for_sm90(heads, queries, page, dtype, format):
     assert main.shared <= SHARED_MEMORY
     assert main.spilled <= SPILLS[stored.quantised], main.log
     assert merge.spilled == 0, merge.log
+    assert kernels["mla_dense_decode_plan"].spilled == 0
 
 
 SPILLS = {False: 520, True: 700}

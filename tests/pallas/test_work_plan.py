@@ -24,7 +24,7 @@ REQUESTS, TOKENS = 24, 80  # of every plan but one: a program for each number of
 def build(lens, starts, kind, workers):
     common = {"tokens": TOKENS, "block": BLOCK, "workers": workers}
     if kind == "balanced":
-        return wp.balanced(lens, starts, split_cost=0.03, **common)
+        return wp.balanced(lens, starts, split_cost=30, **common)
     return wp.batch_invariant(lens, starts, chunk=4, max_parts=4, **common)
 
 
@@ -36,10 +36,27 @@ def make(kind, batch, workers=4):
     return build(lens, starts, kind, workers)
 
 
+def bounds_of(plan):
+    """Where the pieces of each worker begin, and where they all end; a task says it as well."""
+    tasks, pieces = np.asarray(plan.tasks), np.asarray(plan.pieces)
+    assert not tasks[plan.workers :].any()
+    tasks = tasks[: plan.workers]
+    busy = tasks[:, wp.BEGIN] < tasks[:, wp.STOP]
+    assert not tasks[~busy].any(), "without a piece: zeros"
+    first = pieces[tasks[busy, wp.BEGIN]]
+    np.testing.assert_array_equal(
+        tasks[busy, wp.OF_REQUEST :], first[:, [wp.REQUEST, wp.FIRST, wp.END, wp.TOKEN, 7, 7]]
+    )
+    ends = np.maximum.accumulate(tasks[:, wp.STOP])
+    starts = np.append(0, ends)
+    np.testing.assert_array_equal(tasks[busy, wp.BEGIN], starts[:-1][busy])
+    return starts
+
+
 def pieces_of(plan):
     """Live pieces as rows, in the order of the keys."""
     table = np.asarray(plan.pieces)
-    table = table[: int(np.asarray(plan.bounds)[-1])]
+    table = table[: bounds_of(plan)[-1]]
     return table[np.lexsort((table[:, wp.FIRST], table[:, wp.REQUEST]))]
 
 
@@ -48,14 +65,16 @@ def merges_of(plan):
     merges = np.asarray(plan.merges)
     listed = merges[1 : 1 + merges[0, 0]]
     assert len(set(listed[:, wp.TOKEN_OF])) == len(listed), "a token twice"
-    return {int(token): tuple(rest) for *rest, token in listed}
+    assert not listed[:, 4:].any()
+    assert not merges[1 + merges[0, 0] :].any(), "behind the list: zeros"
+    return {int(token): tuple(rest) for *rest, token in listed[:, :4]}
 
 
 @pytest.mark.parametrize("kind", ["balanced", "batch_invariant"])
 @given(batch=BATCHES, workers=st.sampled_from([1, 4, 7]))
 def test_every_block_exactly_once(kind, batch, workers):
     plan = make(kind, batch, workers)
-    bounds, pieces = np.asarray(plan.bounds), pieces_of(plan)
+    bounds, pieces = bounds_of(plan), pieces_of(plan)
     assert bounds[0] == 0
     assert (np.diff(bounds) >= 0).all()
     assert not np.asarray(plan.pieces)[len(pieces) :].any(), "behind the last piece: zeros"
@@ -97,7 +116,7 @@ def test_slots_and_merges_agree(kind, batch):
 def test_balanced_shares(batch):
     """No worker has more than an eighth above the even share, and a block."""
     plan, workers = make("balanced", batch), 4
-    pieces, bounds = np.asarray(plan.pieces), np.asarray(plan.bounds)
+    pieces, bounds = np.asarray(plan.pieces), bounds_of(plan)
     work = pieces[:, wp.END] - pieces[:, wp.FIRST]
     real = [max(cdiv(n, BLOCK), 1) + wp.START_COST for n, q in batch if q]
     even = cdiv(sum(real), workers)
@@ -107,17 +126,17 @@ def test_balanced_shares(batch):
 
 def test_equal_requests_are_not_split():
     lens, starts = jnp.full((128,), 4096, jnp.int32), jnp.arange(129, dtype=jnp.int32)
-    plan = wp.balanced(lens, starts, tokens=128, block=BLOCK, workers=132, split_cost=0.03)
+    plan = wp.balanced(lens, starts, tokens=128, block=BLOCK, workers=132, split_cost=30)
     assert not merges_of(plan)
 
 
 def test_few_equal_requests_have_equal_pieces():
     """32 requests of 128 blocks: four pieces each, one for a worker, none of them a remnant."""
     lens, starts = jnp.full((32,), 8192, jnp.int32), jnp.arange(33, dtype=jnp.int32)
-    plan = wp.balanced(lens, starts, tokens=32, block=BLOCK, workers=132, split_cost=0.064)
+    plan = wp.balanced(lens, starts, tokens=32, block=BLOCK, workers=132, split_cost=65)
     pieces = pieces_of(plan)
     assert (pieces[:, wp.END] - pieces[:, wp.FIRST]).tolist() == [32] * 128
-    assert (np.diff(np.asarray(plan.bounds)) <= 1).all()
+    assert (np.diff(bounds_of(plan)) <= 1).all()
 
 
 @given(batch=BATCHES, other=BATCHES)
@@ -135,7 +154,7 @@ def test_batch_invariant_cuts_do_not_see_the_neighbours(batch, other):
 def test_batch_invariant_shares(batch, workers):
     """Dealt from the largest down: no two workers differ by more than the largest piece."""
     plan = make("batch_invariant", batch, workers)
-    pieces, bounds = np.asarray(plan.pieces), np.asarray(plan.bounds)
+    pieces, bounds = np.asarray(plan.pieces), bounds_of(plan)
     work = pieces[:, wp.END] - pieces[:, wp.FIRST]
     loads = [work[a:b].sum() for a, b in itertools.pairwise(bounds)]
     assert max(loads) - min(loads) <= work.max()
@@ -148,7 +167,7 @@ def test_ragged_batch_invariant_shares():
     plan = wp.batch_invariant(
         lens, starts, tokens=128, block=BLOCK, workers=132, chunk=128, max_parts=2
     )
-    pieces, bounds = np.asarray(plan.pieces), np.asarray(plan.bounds)
+    pieces, bounds = np.asarray(plan.pieces), bounds_of(plan)
     work = pieces[:, wp.END] - pieces[:, wp.FIRST]
     loads = [work[a:b].sum() for a, b in itertools.pairwise(bounds)]
     assert max(loads) <= 1.1 * np.mean(loads)

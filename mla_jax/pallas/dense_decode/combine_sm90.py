@@ -5,16 +5,18 @@ a list at the head of ``WorkPlan.merges``; a fixed number of thread blocks walk 
 
     top = max_p lse_p         out = sum_p 2^(lse_p - top) part_p / sum_p 2^(lse_p - top)
 
-With many pieces this is done for each of four interleaved chains of them, and the four are
-joined: by one warpgroup or by four, according to the number of rows. Which chains there are,
-and every order of summation, depends on the number of pieces alone.
+A step is up to four rows of a token, or a quarter of the columns of one row where rows are few.
+Up to eight pieces are summed column by column. More are laid out as tiles of eight pieces by
+columns, so that a warp has two pieces of each: eight chains, which are joined in the end. Every
+order of summation depends on the number of pieces alone.
 """
 
-# Mosaic GPU states its types in part only; scratch exists where warpgroups share a row.
+# Mosaic GPU states its types in part only.
 # pyright: reportPrivateImportUsage=false
 # pyright: reportOptionalSubscript=false
 # pyright: reportOptionalMemberAccess=false
 # pyright: reportArgumentType=false
+# pyright: reportCallIssue=false
 
 import functools
 import math
@@ -28,19 +30,38 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from mla_jax.pallas.dense_decode import work_plan as wp
 from mla_jax.types import Array, Float, Int
 
-__all__ = ["combine"]
+__all__ = ["CHAINS", "combine"]
 
 MULTIPROCESSORS = 132
 
-SHAPES = (  # rows at most, warpgroups of a block, blocks of a multiprocessor
+SHAPES = (  # rows at most, thread blocks of a row, rows of a step of each of them
     (2 * MULTIPROCESSORS, 4, 1),
-    (2**31 - 1, 1, 5),
+    (2**31 - 1, 1, 4),
 )
+RESIDENT = 5
+"""Thread blocks of a multiprocessor."""
+
 FEW = (2, 4, 8)
 """Pieces in flight; up to the last of these, all pieces of a row are in flight at once."""
 
-CHAINS = 4
-"""More pieces than that are summed in interleaved chains, side by side if there are warpgroups."""
+CHAINS = 8
+"""More pieces than that are summed in interleaved chains. Loads reach over as many slots."""
+
+IN_FLIGHT = {128: (4, 17), 512: (2,)}
+"""Pieces of every chain that are loaded at once, by the columns of a step."""
+
+SEARCHED = 8
+"""Pieces of every chain in a step of the search for their maximum, if they are more than that."""
+
+TILE = plgpu.Layout.TILED(
+    plgpu.Tiling(((CHAINS, 128), (2, 128), (8,))),
+    warp_dims=(-5,),
+    lane_dims=(-3, -2),
+    vector_dim=-1,
+)
+"""Eight pieces by a multiple of 128 columns: two pieces for a warp, 16 bytes for a load."""
+
+OF_CHAIN = TILE.reduce(1)
 
 
 def combine(
@@ -48,7 +69,7 @@ def combine(
     lse: Float[Array, "rows"],
     part: Float[Array, "slots tiles 64 rank"],
     part_lse: Float[Array, "slots tiles 64"],
-    merges: Int[Array, "list 4"],
+    merges: Int[Array, "list columns"],
     *,
     heads: int,
     early_launch: bool,
@@ -57,31 +78,41 @@ def combine(
     """``out`` and natural-log ``lse`` with the rows of split and of padding tokens filled in.
 
     Rows are ``token * heads + head``; all others are left alone. ``early_launch`` starts the
-    kernel while its predecessor runs; it waits for its end before it reads the parts.
+    kernel while its predecessor runs; it waits for its end before it reads the parts. Slots are
+    read, not used, up to ``CHAINS - 1`` behind the last piece.
     """
-    rows, rank = (merges.shape[0] - 1) * heads, out.shape[1]
-    warpgroups, resident = next(shape for most, *shape in SHAPES if rows <= most)
-    blocks = max(min(rows, MULTIPROCESSORS * resident), 1)
-    scratch = {
-        "sums": plgpu.SMEM((CHAINS, rank), jnp.float32),
-        "states": plgpu.SMEM((CHAINS, 128), jnp.float32),  # maximum, weight
-        "ready": plgpu.Barrier(num_arrivals=CHAINS),  # chains -> all: the sums are there
-        "free": plgpu.Barrier(num_arrivals=1),  # warpgroup 0 -> all: the sums were read
-    }
+    rows, rank = out.shape
+    wide, step = next(shape for most, *shape in SHAPES if rows <= most)
+    wide, step = math.gcd(wide, rank // 128), math.gcd(step, heads)
+    units = rows // step * wide
+    blocks = max(min(units, MULTIPROCESSORS * RESIDENT), 1)
+    columns = rank // wide
     kernel = plgpu.kernel(
         functools.partial(
-            _body, heads=heads, blocks=blocks, warpgroups=warpgroups, early_launch=early_launch
+            _body,
+            heads=heads,
+            blocks=blocks,
+            columns=columns,
+            step=step,
+            early_launch=early_launch,
         ),
         out_type=(),
-        scratch_types=scratch if warpgroups > 1 else {},
+        scratch_types={
+            "sums": plgpu.SMEM((CHAINS, columns), jnp.float32),
+            "states": plgpu.SMEM((2, CHAINS), jnp.float32),  # maxima, weights
+        },
         grid=(blocks,),
         grid_names=("block",),
-        num_threads=warpgroups,
+        num_threads=1,
         thread_name="wg",
         kernel_name="mla_dense_decode_combine",
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(
-            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+            approx_math=True,
+            unsafe_no_auto_barriers=True,
+            reduction_scratch_bytes=0,
+            # All layouts are stated: inferring them would take ten times as long as the rest.
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
     )
     out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
@@ -91,125 +122,161 @@ def combine(
 
 def _body(
     part_g, part_lse_g, merges_g, out_g, lse_g,
-    *, heads, blocks, warpgroups, early_launch, sums=None, states=None, ready=None, free=None,
+    *, heads, blocks, columns, step, early_launch, sums, states,
 ):  # fmt: skip
-    wg, block = lax.axis_index("wg"), lax.axis_index("block")
-    rank = out_g.shape[1]
-    layout = plgpu.Layout.WG_STRIDED((rank,), vec_size=rank // 128)
+    block = lax.axis_index("block")
+    wide = out_g.shape[1] // columns
+    layout = plgpu.Layout.WG_STRIDED((columns,), vec_size=columns // 128)
+    in_flight = IN_FLIGHT[max(c for c in IN_FLIGHT if c <= columns)]
+    size = min(SEARCHED, in_flight[-1])  # of a step, if they are more
     last = merges_g.shape[0] - 1
-    rows = merges_g[0, 0] * heads
+    units = lax.div(merges_g[0, 0] * (heads * wide), jnp.int32(step))
 
-    def fields(k):
-        """What the list says of row ``k`` of it; of its last token behind the end."""
-        i = jnp.minimum(lax.div(k, jnp.int32(heads)) + 1, last)
+    def fields(unit):
+        """What the list says of a unit's token; of its last token behind the end."""
+        row = lax.div(unit, jnp.int32(wide)) * step
+        i = jnp.minimum(lax.div(row, jnp.int32(heads)) + 1, last)
         return tuple(merges_g[i, f] for f in wp.MERGE_FIELDS)
-
-    def empty():
-        zeros = plgpu.layout_cast(jnp.zeros((rank,), jnp.float32), layout)
-        return zeros, jnp.float32(0.0), jnp.float32(-jnp.inf)
 
     def finite(top):
         return jnp.where(top == -jnp.inf, 0.0, top)
 
-    def join(state, other):
-        (acc, weight, top), (value, w, t) = state, other
-        new = jnp.maximum(top, t)
-        a, b = jnp.exp2(top - finite(new)), jnp.exp2(t - finite(new))
-        return acc * a + value * b, weight * a + w * b, new
-
-    def merge_row(k, base, n, query, token):
-        head = lax.rem(k, jnp.int32(heads))
+    def merge(unit, base, n, query, token):
+        """One step: the same columns of ``step`` rows of a token, one after the other in memory."""
+        head = lax.rem(lax.div(unit, jnp.int32(wide)) * step, jnp.int32(heads))
+        quarter = lax.rem(unit, jnp.int32(wide))
+        at = pl.ds(pl.multiple_of(quarter * columns, columns), columns)
         x = query * heads + head
         tile, row = lax.div(x, jnp.int32(64)), lax.rem(x, jnp.int32(64))
 
-        def slots(first, stride, count):
-            places = [first + i * stride for i in range(count)]
-            return places, [base + jnp.minimum(p, n - 1) for p in places]
-
-        def lses(first, stride, count):
-            places, at = slots(first, stride, count)
-            found = [part_lse_g[a, tile, row] for a in at]
-            return [jnp.where(p < n, x, -jnp.inf) for p, x in zip(places, found, strict=True)]
-
-        def values(first, stride, count):
-            _, at = slots(first, stride, count)
-            return [plgpu.load(part_g.at[a, tile, row], layout=layout) for a in at]
-
-        def add(state, found, loaded):
-            acc, weight, top = state
-            for lse, value in zip(found, loaded, strict=True):
-                w = jnp.exp2(lse - finite(top))
-                acc, weight = acc + value * w, weight + w
-            return acc, weight, top
-
-        def at_once(first, stride, count):
-            found, loaded = lses(first, stride, count), values(first, stride, count)
-            acc, weight, _ = empty()
-            return add((acc, weight, functools.reduce(jnp.maximum, found)), found, loaded)
-
-        def chain(first):
-            """State of pieces ``first, first + CHAINS, ...``: their maximum, then their sum."""
-            count = _steps(n - first, CHAINS)
-
-            def search(i, top):
-                return functools.reduce(jnp.maximum, lses(first + i * 16 * CHAINS, CHAINS, 16), top)
-
-            def step(i, state):
-                p = first + i * FEW[-1] * CHAINS
-                return add(state, lses(p, CHAINS, FEW[-1]), values(p, CHAINS, FEW[-1]))
-
-            acc, weight, top = empty()
-            top = lax.fori_loop(0, _steps(count, 16), search, top)
-            return lax.fori_loop(0, _steps(count, FEW[-1]), step, (acc, weight, top))
-
-        def store(acc, weight, top):
+        def store(acc, weight, top, r):
             inverse = jnp.where(weight > 0.0, 1.0 / weight, 0.0)
-            at = token * heads + head
-            out_g[at] = (acc * inverse).astype(out_g.dtype)
+            to = token * heads + head + r
+            out_g[to, at] = (acc * inverse).astype(out_g.dtype)
             lse = (top + jnp.log2(weight)) * math.log(2.0)
-            lse_g[at] = jnp.where(weight > 0.0, lse, -jnp.inf)
 
-        @pl.when((n == 0) & (wg == 0))
+            @pl.when(quarter == 0)
+            def _():
+                lse_g[to] = jnp.where(weight > 0.0, lse, -jnp.inf)
+
+        def empty():
+            return plgpu.layout_cast(jnp.zeros((columns,), jnp.float32), layout)
+
+        def few(count, rows):
+            """At most ``count`` pieces, column by column; all loads of all rows in flight."""
+            slots = [base + jnp.minimum(p, n - 1) for p in range(count)]
+            values = [
+                [plgpu.load(part_g.at[s, tile, row + r, at], layout=layout) for s in slots]
+                for r in rows
+            ]
+            lses = [[part_lse_g[s, tile, row + r] for s in slots] for r in rows]
+            for r, loaded, found in zip(rows, values, lses, strict=True):
+                found = [jnp.where(p < n, x, -jnp.inf) for p, x in enumerate(found)]
+                top = functools.reduce(jnp.maximum, found)
+                acc, weight = empty(), jnp.float32(0.0)
+                for value, lse in zip(loaded, found, strict=True):
+                    w = jnp.exp2(lse - finite(top))
+                    acc, weight = acc + value.astype(jnp.float32) * w, weight + w
+                store(acc, weight, top, r)
+
+        def many(r):
+            """Eight chains of pieces: the maximum of each, its sum, and then all of them."""
+            count = _steps(n, CHAINS)
+
+            def piece(i):
+                return pl.ds(base + jnp.minimum(i, count - 1) * CHAINS, CHAINS)
+
+            def values(first, number):
+                refs = [part_g.at[piece(first + i), tile, row + r, at] for i in range(number)]
+                return [plgpu.load(ref, layout=TILE, optimized=False) for ref in refs]
+
+            def lses(first, number):
+                index = plgpu.broadcasted_iota(jnp.int32, (CHAINS,), 0, layout=OF_CHAIN)
+                refs = [part_lse_g.at[piece(first + i), tile, row + r] for i in range(number)]
+                found = [plgpu.load(ref, layout=OF_CHAIN, optimized=False) for ref in refs]
+                return [
+                    jnp.where(index + (first + i) * CHAINS < n, x, -jnp.inf)
+                    for i, x in enumerate(found)
+                ]
+
+            def highest(i, top):
+                return functools.reduce(jnp.maximum, lses(i * SEARCHED, SEARCHED), top)
+
+            def add(acc, weight, top, found, loaded):
+                for lse, value in zip(found, loaded, strict=True):
+                    w = jnp.exp2(lse - finite(top))
+                    wide_w = plgpu.layout_cast(lax.broadcast_in_dim(w, value.shape, (0,)), TILE)
+                    value = jnp.where(wide_w > 0.0, value.astype(jnp.float32), 0.0)
+                    acc, weight = acc + value * wide_w, weight + w
+                return acc, weight
+
+            def start():
+                zeros = plgpu.layout_cast(jnp.zeros((CHAINS,), jnp.float32), OF_CHAIN)
+                tile = plgpu.layout_cast(jnp.zeros((CHAINS, columns), jnp.float32), TILE)
+                return tile, zeros, zeros - jnp.inf
+
+            def at_once(most):
+                loaded, found = values(0, most), lses(0, most)
+                acc, weight, top = start()
+                top = functools.reduce(jnp.maximum, found, top)
+                return *add(acc, weight, top, found, loaded), top
+
+            def in_steps():
+                steps = _steps(count, size)
+                acc, weight, top = start()
+                top = lax.fori_loop(0, _steps(count, SEARCHED), highest, top)
+
+                def some(i, state):
+                    return add(*state, top, lses(i * size, size), values(i * size, size))
+
+                return *lax.fori_loop(0, steps, some, (acc, weight)), top
+
+            solve = in_steps
+            for most in reversed(in_flight):
+                solve = functools.partial(
+                    lax.cond, count <= most, functools.partial(at_once, most), solve
+                )
+            acc, weight, top = solve()
+            plgpu.commit_smem()  # the row before was read
+            sums[...], states[0], states[1] = acc, top, weight
+            plgpu.commit_smem()
+            tops = [states[0, c] for c in range(CHAINS)]
+            top = functools.reduce(jnp.maximum, tops)
+            acc, weight = empty(), jnp.float32(0.0)
+            for c in range(CHAINS):
+                w = jnp.exp2(tops[c] - finite(top))
+                acc = acc + plgpu.load(sums.at[c], layout=layout) * w
+                weight = weight + states[1, c] * w
+            store(acc, weight, top, r)
+
+        @pl.when(n == 0)
         def _():
-            store(*empty())
+            for r in range(step):
+                store(empty(), jnp.float32(0.0), jnp.float32(-jnp.inf), r)
 
         for fewer, count in zip((0, *FEW), FEW, strict=False):
 
-            @pl.when((n > fewer) & (n <= count) & (wg == 0))
+            @pl.when((n > fewer) & (n <= count))
             def _(count=count):
-                store(*at_once(0, 1, count))
+                together = min(max(16 // count, 1), step)
+                for r in range(0, step, together):
+                    few(count, range(r, r + together))
 
         @pl.when(n > FEW[-1])
         def _():
-            if warpgroups == 1:
-                store(*lax.fori_loop(0, CHAINS, lambda c, s: join(s, chain(c)), empty()))
-                return
-            sums[wg], states[wg, 0], states[wg, 1] = chain(wg)
-            plgpu.barrier_arrive(ready)
-            plgpu.barrier_wait(ready)
-
-            @pl.when(wg == 0)
-            def _():
-                state = empty()
-                for c in range(CHAINS):
-                    value = plgpu.load(sums.at[c], layout=layout)
-                    state = join(state, (value, states[c, 0], states[c, 1]))
-                store(*state)
-                plgpu.barrier_arrive(free)
-
-            plgpu.barrier_wait(free)
+            pl.loop(0, step)(many)
 
     first = fields(block)
     if early_launch:
         plgpu.griddepcontrol_wait()
 
-    def step(i, found):
-        k = block + i * blocks
-        following = fields(k + blocks)
-        merge_row(k, *found)
+    def turn(i, found):
+        unit = block + i * blocks
+        following = fields(unit + blocks)
+        merge(unit, *found)
         return following
 
-    lax.fori_loop(0, _steps(jnp.maximum(rows - block, 0), blocks), step, first)
+    lax.fori_loop(0, _steps(jnp.maximum(units - block, 0), blocks), turn, first)
 
 
 def _steps(n, size):

@@ -3,8 +3,10 @@
 The kernels are imported where they run: Mosaic GPU takes more than a second to import.
 """
 
+import functools
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
@@ -39,8 +41,8 @@ REQUIREMENT = Requirement(
 MULTIPROCESSORS = 132
 """Of an H100 SXM or H200: one thread block each."""
 
-SPLIT_COST = 0.001
-"""Blocks of one worker that a split costs for each of its rows: two parts written and read."""
+SPLIT_COST = 0.001 * wp.COST
+"""What a split costs for each of its rows: two parts written and read."""
 
 
 MAX_PARTS = 16
@@ -97,11 +99,22 @@ def make_plan(
     starts = query_starts.astype(jnp.int32)
     common = {"tokens": tokens, "block": BLOCK, "workers": sizes.workers}
     if not tuning.batch_invariant:
-        split_cost = SPLIT_COST * sizes.heads * sizes.queries
-        return wp.balanced(lens, starts, split_cost=split_cost, **common)
+        split_cost = max(round(SPLIT_COST * sizes.heads * sizes.queries), 1)
+        return _balanced(lens, starts, split_cost=split_cost, **common)
     parts = max(cdiv(cdiv(width * page, BLOCK), tuning.chunk), 1)
     parts = min(parts, MAX_PARTS)
     return wp.batch_invariant(lens, starts, chunk=tuning.chunk, max_parts=parts, **common)
+
+
+def _balanced(lens: Array, starts: Array, **sizes: int) -> wp.WorkPlan:
+    """In one kernel on a GPU, where the many small ones of XLA take longer."""
+    from mla_jax.pallas.dense_decode import plan_sm90
+
+    anywhere = functools.partial(wp.balanced, **sizes)
+    if lens.shape[0] > plan_sm90.MOST_REQUESTS:
+        return anywhere(lens, starts)
+    kernel = functools.partial(plan_sm90.balanced, **sizes)
+    return jax.lax.platform_dependent(lens, starts, cuda=kernel, default=anywhere)
 
 
 def dense_decode(
@@ -187,7 +200,7 @@ def _check(plan: object, sizes: Sizes, tokens: int) -> None:
     """Refuse a plan that was made for other sizes."""
     if not isinstance(plan, wp.WorkPlan):
         raise ArgumentError("mla_decode: plan", type(plan).__name__, "a WorkPlan of plan_decode")
-    given = {"tokens": plan.merges.shape[0] - 1, "workers": plan.bounds.shape[0] - 1}
+    given = {"tokens": plan.tokens, "workers": plan.workers}
     allowed = {"tokens": tokens, "workers": sizes.workers}
     if given != allowed:
         raise ArgumentError("mla_decode: plan", given, f"{allowed}: plan_decode of this call")

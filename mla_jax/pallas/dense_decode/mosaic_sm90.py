@@ -42,6 +42,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from mla_jax.pallas import mosaic_lib as lib
 from mla_jax.pallas.dense_decode import widen_sm90 as widen
 from mla_jax.pallas.dense_decode import work_plan as wp
+from mla_jax.pallas.dense_decode.combine_sm90 import CHAINS
 from mla_jax.pallas.dense_decode.sizes_sm90 import BLOCK, RANK, ROPE, ROWS, Sizes
 from mla_jax.pallas.mosaic_lib import ROW, WGMMA
 
@@ -68,12 +69,9 @@ def scratch(dtype, copies: int, simulate: bool, quantised: bool = False) -> dict
     def barrier(arrivals: int = 1, count: int = 1):
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
 
-    def ring(*bytes_of):  # a slot also takes half of a float32 result on its way out
-        return plgpu.RefUnion(
-            lib.swizzled((SLOTS, BLOCK, HALF), dtype),
-            lib.swizzled((SLOTS, ROWS, HALF // 2), F32),
-            *bytes_of,
-        )
+    def ring(*bytes_of):
+        keys = lib.swizzled((SLOTS, BLOCK, HALF), dtype)
+        return plgpu.RefUnion(keys, *bytes_of) if bytes_of else keys
 
     stored = (widen.raw(SLOTS, HALF),) if quantised else ()
     stored_right = (*stored, widen.raw_rope(SLOTS, ROPE)) if quantised else ()
@@ -123,13 +121,14 @@ def attend(
     interpret: object = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """``out`` [tokens * heads, 512] and ``lse`` [tokens * heads] of requests in one piece, and
-    float32 ``[slots * tiles * 64, 512]``, base-2 ``[slots, tiles, 64]`` of the other pieces.
+    the same ``[slots * tiles * 64, 512]``, base-2 ``[slots, tiles, 64]`` of the other pieces.
 
     Queries are ``[tokens * heads, columns]``; ``cache_scale`` counts where pages are e4m3. Rows
     that no piece of a whole request covers are left as they were allocated.
     """
     rows, dtype = q_latent.shape[0], q_latent.dtype
     tiles, simulate = sizes.tiles, interpret is not None
+    slots = plan.slots + CHAINS  # the merge reads over the last
     quantised = pages.dtype == widen.STORED
     body = functools.partial(
         _body,
@@ -147,8 +146,8 @@ def attend(
         out_type=(
             shape((rows, RANK), dtype),
             shape((rows,), F32),
-            shape((plan.slots * tiles * ROWS, RANK), F32),
-            shape((plan.slots, tiles, ROWS), F32),
+            shape((slots * tiles * ROWS, RANK), dtype),
+            shape((slots, tiles, ROWS), F32),
         ),
         scratch_types=scratch(dtype, sizes.copies, simulate, quantised),
         grid=(sizes.workers, tiles),  # tiles of a worker run side by side: one read of its keys
@@ -162,11 +161,11 @@ def attend(
         ),
     )
     scales = cache_scale.reshape(1)
-    return kernel(q_latent, q_rope, pages, scales, page_table, plan.pieces, plan.bounds)
+    return kernel(q_latent, q_rope, pages, scales, page_table, plan.pieces, plan.tasks)
 
 
 def _body(
-    ql_g, qr_g, pages_g, scales_g, table_g, work_g, bounds_g,
+    ql_g, qr_g, pages_g, scales_g, table_g, work_g, tasks_g,
     out_g, lse_g, part_g, part_lse_g,
     *, sizes, scale, defer, prefetch, early_launch, simulate, quantised,
     left, right, k_rope, q_tail, stats,
@@ -175,15 +174,19 @@ def _body(
     left_raw=None, right_raw=None, left_bytes=None, right_bytes=None, q_spill=None,
 ):  # fmt: skip
     wg, worker, tile = (lax.axis_index(n) for n in ("wg", "worker", "tile"))
-    begin, end = bounds_g[worker], bounds_g[worker + 1]
-    (k_left, stage_left, *in_left), (k_right, stage_right, *in_right) = left, right
+    begin, end = tasks_g[worker, wp.BEGIN], tasks_g[worker, wp.STOP]
+    shared = quantised and not simulate  # keys and their bytes
+    (k_left, *in_left), (k_right, *in_right) = (x if shared else (x,) for x in (left, right))
     page, copies, num_pages, width = sizes.page, sizes.copies, pages_g.shape[0], table_g.shape[1]
 
     def blocks_of(p):
         return work_g[p, wp.END] - work_g[p, wp.FIRST]
 
     def row_of(p):
-        return pl.multiple_of(work_g[p, wp.TOKEN] * sizes.heads + tile * ROWS, 8)
+        return row_at(work_g[p, wp.TOKEN])
+
+    def row_at(token):
+        return pl.multiple_of(token * sizes.heads + tile * ROWS, 8)
 
     def live_rows(p):
         return jnp.clip(work_g[p, wp.QUERIES] * sizes.heads - tile * ROWS, 0, ROWS)
@@ -207,8 +210,11 @@ def _body(
         return q, jnp.where(after < 0, x, jnp.where(third, 0, after))
 
     def locate(p, j):
-        """Page ids of block ``j`` of a piece, and its first row in a page of several blocks."""
-        request, block = work_g[p, wp.REQUEST], work_g[p, wp.FIRST] + j
+        """Where block ``j`` of a piece is."""
+        return place_of(work_g[p, wp.REQUEST], work_g[p, wp.FIRST] + j)
+
+    def place_of(request, block):
+        """Page ids of a block, and its first row in a page of several blocks."""
         if copies > 1:
             columns, row = [block * copies + i for i in range(copies)], 0
         else:
@@ -238,11 +244,11 @@ def _body(
             src = pages_g.at[page_id, pl.ds(first, widen.GROUP), columns]
             plgpu.copy_gmem_to_smem(src, group(i), barrier)
 
-    def load_queries(p, columns, buffer, barrier):
+    def load_queries(first, columns, buffer, barrier):
         parts = 1 if quantised else copies  # as many arrivals as a block has
         size = min(ROWS // parts, ql_g.shape[0])
         for i in range(parts):
-            rows = pl.ds(pl.multiple_of(row_of(p) + i * size, 8), size)
+            rows = pl.ds(pl.multiple_of(first + i * size, 8), size)
             plgpu.copy_gmem_to_smem(
                 ql_g.at[rows, columns], buffer.at[pl.ds(i * size, size)], barrier
             )
@@ -346,14 +352,17 @@ def _body(
             plgpu.griddepcontrol_launch_dependents()
         plgpu.wait_smem_to_gmem(0)
 
-    def half(right: bool, keys, stage, full, stored, raw):
+    def half(right: bool, keys, full, stored, raw):
         plgpu.set_max_registers(REGISTERS[1], action="decrease")
         columns = pl.ds(HALF if right else 0, HALF)
         rope = pl.ds(RANK, ROPE)
 
         def load(p, e, place, s):
-            pl.when((p < end) & (e == 0))(lambda: load_queries(p, columns, keys.at[s], full.at[s]))
+            pl.when((p < end) & (e == 0))(lambda: load_rows(row_of(p), s))
             pl.when((p < end) & (e > 0))(lambda: load_keys(place, s))
+
+        def load_rows(first, s):
+            load_queries(first, columns, keys.at[s], full.at[s])
 
         def load_keys(place, s):
             if not quantised:
@@ -390,9 +399,9 @@ def _body(
                 plgpu.barrier_arrive(full.at[s])
                 plgpu.barrier_arrive(rope_full.at[r])
 
-        def load_tail(p):
+        def load_tail(first):
             size = min(ROWS, ql_g.shape[0])
-            rows, to = pl.ds(row_of(p), size), pl.ds(0, size)
+            rows, to = pl.ds(first, size), pl.ds(0, size)
             plgpu.copy_gmem_to_smem(
                 ql_g.at[rows, pl.ds(RANK - TAIL, TAIL)], q_tail.at[0, to], tail_full
             )
@@ -416,15 +425,29 @@ def _body(
 
         @pl.when(begin < end)
         def _():
-            n = blocks_of(begin)
-            for e in range(SLOTS):
-                p, x = element(begin, n, jnp.int32(e))
-                load(p, x, locate(p, jnp.maximum(x - 1, 0)), e)
-                if right and e == 0:
-                    load_tail(begin)
-                if right and e < 2 and not quantised:
-                    p, j = block_after(begin, n, jnp.int32(e))
-                    load_rope(p, locate(p, j), e)
+            request, token = tasks_g[worker, wp.OF_REQUEST], tasks_g[worker, wp.OF_TOKEN]
+            first, last = tasks_g[worker, wp.FROM], tasks_g[worker, wp.TO]
+            load_rows(row_at(token), 0)
+            if right:
+                load_tail(row_at(token))
+            place = place_of(request, first)
+            load_keys(place, 1)
+            if right and not quantised:
+                load_rope(begin, place, 0)
+
+            @pl.when(first + 1 < last)
+            def _():
+                place = place_of(request, first + 1)
+                load_keys(place, 2)
+                if right and not quantised:
+                    load_rope(begin, place, 1)
+
+            @pl.when((first + 1 == last) & (begin + 1 < end))
+            def _():
+                load_rows(row_of(begin + 1), 2)
+                if right and not quantised:
+                    load_rope(begin + 1, locate(begin + 1, 0), 1)
+
             convert(begin, 1, jnp.int32(1))
             settle(begin, 1, jnp.int32(1))
 
@@ -465,7 +488,7 @@ def _body(
                     fetch(target, e, place)
                 plgpu.barrier_wait(p_ready.at[s])
                 if right:
-                    pl.when((j == n - 1) & (p + 1 < end))(lambda: load_tail(p + 1))
+                    pl.when((j == n - 1) & (p + 1 < end))(lambda: load_tail(row_of(p + 1)))
                 o = o * lib.fill_rows(plgpu.load(stats.at[ALPHA + s], layout=ROW), HALF)
                 valid = length - (first + j) * BLOCK
                 pl.when(valid < BLOCK)(lambda: clear(s, valid))
@@ -495,46 +518,30 @@ def _body(
                 pl.when(j < n - 1)(lambda: load(target, e, place, s))
                 return o
 
+            final, final_e = element(p, n, n + SLOTS)
+            final_place = locate(final, jnp.maximum(final_e - 1, 0))
             o = lax.fori_loop(0, n, step, plgpu.layout_cast(jnp.zeros((ROWS, HALF), F32), WGMMA))
             s, i = slot(g0 + n), parity(p - begin)
-            target, e = element(p, n, n + SLOTS)
-            place = locate(target, jnp.maximum(e - 1, 0))
             plgpu.barrier_wait(inverse_ready.at[i])
             o = o * lib.fill_rows(plgpu.load(stats.at[INVERSE + i], layout=ROW), HALF)
 
-            @pl.when(part < 0)
-            def _():  # the slot of the last block takes the result
-                keys[s] = o.astype(keys.dtype)
-                plgpu.commit_smem()
+            keys[s] = o.astype(keys.dtype)  # the slot of the last block takes the result
+            plgpu.commit_smem()
+
+            def store(to, row):
                 lib.store_rows(
-                    keys.at[s], out_g.at[:, columns], row_of(p), live_rows(p),
-                    rows=ROWS, step=sizes.step,
-                )  # fmt: skip
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    keys.at[s], to.at[:, columns], row, live_rows(p), rows=ROWS, step=sizes.step
+                )
 
-            @pl.when(part >= 0)
-            def _():
-                row = (part * sizes.tiles + tile) * ROWS
-                for c in range(2):
-                    at = pl.ds(HALF * int(right) + c * HALF // 2, HALF // 2)
-                    stage[s] = o[:, c * HALF // 2 : (c + 1) * HALF // 2]
-                    plgpu.commit_smem()
-                    lib.store_rows(
-                        stage.at[s], part_g.at[:, at], row, live_rows(p),
-                        rows=ROWS, step=sizes.step,
-                    )  # fmt: skip
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-            load(target, e, place, s)
+            pl.when(part < 0)(lambda: store(out_g, row_of(p)))
+            pl.when(part >= 0)(lambda: store(part_g, (part * sizes.tiles + tile) * ROWS))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            load(final, final_e, final_place, s)
             return g0 + n + 1
 
         lax.fori_loop(begin, end, piece, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
 
     pl.when(wg == 0)(scores)
-    pl.when(wg == 1)(
-        lambda: half(False, k_left, stage_left, left_full, left_bytes or in_left, left_raw)
-    )
-    pl.when(wg == 2)(
-        lambda: half(True, k_right, stage_right, right_full, right_bytes or in_right, right_raw)
-    )
+    pl.when(wg == 1)(lambda: half(False, k_left, left_full, left_bytes or in_left, left_raw))
+    pl.when(wg == 2)(lambda: half(True, k_right, right_full, right_bytes or in_right, right_raw))

@@ -3,32 +3,45 @@
 The keys of a request are cut into blocks; a *piece* is a run of blocks of one request, a
 *worker* is the thread blocks (one per tile of query rows) that share a list of pieces. A
 request in one piece is finished by its worker; the pieces of the others go to *slots* of a
-scratch buffer and are merged.
+scratch buffer and are merged. ``plan_sm90`` computes the balanced plan in one kernel.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
 
-from mla_jax.types import Array, Int
+from mla_jax.types import Array, Int, round_up
 
 __all__ = ["FIELDS", "WorkPlan", "balanced", "batch_invariant"]
 
 FIELDS = REQUEST, FIRST, END, SLOT, LENGTH, TOKEN, QUERIES = tuple(range(7))
 """Columns of ``WorkPlan.pieces``; the eighth is zero."""
 
+TASK_FIELDS = BEGIN, STOP, OF_REQUEST, FROM, TO, OF_TOKEN = tuple(range(6))
+"""Columns of ``WorkPlan.tasks``; the others are zero, as are rows of workers without a piece."""
+
 MERGE_FIELDS = BASE, COUNT, QUERY, TOKEN_OF = tuple(range(4))
-"""Columns of ``WorkPlan.merges``."""
+"""Columns of ``WorkPlan.merges``; the others are zero."""
 
 START_COST = 2
 """Blocks of work that starting a piece is worth: its queries, its first pages, its result."""
 
-MERGE_COST = 2.0
-"""Blocks of work that merging anything at all is worth."""
+COST = 1024
+"""Costs are integers, of so many to a block of one worker: they compare alike everywhere."""
+
+MERGE_COST = 2 * COST
+"""What merging anything at all costs."""
+
+SHARES = 17
+"""Shares that are priced, from the even one on, an even hundred-and-twenty-eighth apart."""
 
 LOOKAHEAD = 2
-"""Rows of zeros behind the last piece, so that a worker may read ahead."""
+"""Rows of zeros behind the last piece, at least, so that a worker may read ahead."""
+
+ROWS = 128
+"""Rows of the tables are a multiple of this; those that say nothing are zeros."""
 
 
 @jax.tree_util.register_dataclass
@@ -37,9 +50,12 @@ class WorkPlan:
     """Pieces, worker by worker, the workers' shares of them, and what to merge."""
 
     slots: int = field(metadata={"static": True})  # rows of the scratch buffer, at most
+    workers: int = field(metadata={"static": True})
+    tokens: int = field(metadata={"static": True})
     pieces: Int[Array, "pieces 8"]  # request, first and end block, slot or -1, keys, token, queries
-    bounds: Int[Array, "bounds"]  # worker w owns pieces bounds[w] to bounds[w + 1]
-    merges: Int[Array, "list 4"]  # [0, 0] rows that follow: first slot, pieces (0 = padding),
+    tasks: Int[Array, "tasks 8"]  # of each worker its first piece and the end of its pieces, and
+    # request, first and end block, token of that piece, so that it starts after one read
+    merges: Int[Array, "list 8"]  # [0, 0] rows that follow: first slot, pieces (0 = padding),
     # query of its request, token; of tokens that no single piece finishes
 
 
@@ -50,51 +66,41 @@ def balanced(
     tokens: int,
     block: int,
     workers: int,
-    split_cost: float,
+    split_cost: int,
 ) -> WorkPlan:
     """Equal shares: the line of all blocks is cut every ``share`` of them, or every request
     into equal pieces of ``share`` blocks at most, one piece for a worker.
 
     Of both the cheapest; ``share`` is the even one, or up to an eighth more if so many fewer
-    requests are split that the merge saves the difference. A split costs ``split_cost`` blocks
-    of one worker, and the first split ``MERGE_COST`` more.
+    requests are split that the merge saves the difference. A split costs ``split_cost / COST``
+    blocks of one worker, and the first split ``MERGE_COST / COST`` more.
     """
     queries, blocks = _blocks(seq_lens, query_starts, block)
-    lead = jnp.where(queries > 0, START_COST, 0)
-    ends = jnp.cumsum(blocks + lead)
-    starts = ends - blocks - lead
-    share, equal = _share(starts + lead, ends, blocks, workers, split_cost)
-    first_cut = (starts + lead) // share + 1
-    cuts = jnp.maximum((ends - 1) // share - first_cut + 1, 0)
-    cuts = jnp.where(equal, (blocks + share - 1) // share - 1, cuts)
-    parts = jnp.where(queries > 0, cuts + 1, 0)
+    lines = jnp.cumsum(blocks + jnp.where(queries > 0, START_COST, 0)) - blocks
+    share, equal = _share(lines, blocks, workers, split_cost)
+    first_cut = lines // share + 1
+    parts = jnp.where(equal, (blocks + share - 1) // share, _cuts(lines, blocks, share) + 1)
+    parts = jnp.where(queries > 0, parts, 0)
     bases = jnp.cumsum(parts) - parts
     size = (blocks + parts - 1) // jnp.maximum(parts, 1)  # of equal pieces
 
     def piece(r, k):
-        line = starts[r] + lead[r]
-        first = jnp.where(k == 0, 0, (first_cut[r] + k - 1) * share - line)
-        end = jnp.where(k == parts[r] - 1, blocks[r], (first_cut[r] + k) * share - line)
+        first = jnp.where(k == 0, 0, (first_cut[r] + k - 1) * share - lines[r])
+        end = (first_cut[r] + k) * share - lines[r]
         first = jnp.where(equal, k * size[r], first)
-        end = jnp.where(equal, jnp.minimum((k + 1) * size[r], blocks[r]), end)
-        return first, end
+        return first, jnp.minimum(jnp.where(equal, first + size[r], end), blocks[r])
 
-    def assign(table, r, k):
+    def assign(i, r, k, sizes):
+        del sizes
         worker = jnp.where(equal, bases[r] + k, first_cut[r] - 1 + k)
-        exists = table[:, END] > table[:, FIRST]
-        worker = jnp.where(exists, jnp.minimum(worker, workers - 1), workers)
-        return table, _find(worker, jnp.arange(workers + 1, dtype=jnp.int32), side="left")
+        worker = jnp.where(i < bases[-1] + parts[-1], worker, workers)
+        return i, _find(worker, jnp.arange(workers + 1, dtype=jnp.int32), side="left")
 
     return _plan(
-        seq_lens,
-        query_starts,
-        parts,
-        piece,
-        assign,
-        tokens=tokens,
+        seq_lens, query_starts, parts, piece, assign,
+        tokens=tokens, workers=workers, slots=balanced_slots(workers),
         pieces=seq_lens.shape[0] + workers - 1,
-        slots=max(2 * (workers - 1), 1),
-    )
+    )  # fmt: skip
 
 
 def batch_invariant(
@@ -117,38 +123,48 @@ def batch_invariant(
     queries, blocks = _blocks(seq_lens, query_starts, block)
     chunks = jnp.maximum(chunk, (blocks + max_parts - 1) // max_parts)
     parts = jnp.where(queries > 0, (blocks + chunks - 1) // chunks, 0)
-    count = seq_lens.shape[0] * max_parts
+    w = jnp.arange(workers + 1, dtype=jnp.int32)
 
     def piece(r, k):
         first = k * chunks[r]
         return first, jnp.minimum(first + chunks[r], blocks[r])
 
-    def assign(table, r, k):
+    def assign(i, r, k, sizes):
         del r, k
-        i, sizes = jnp.arange(count, dtype=jnp.int32), table[:, END] - table[:, FIRST]
         before = (sizes > sizes[:, None]) | ((sizes == sizes[:, None]) & (i < i[:, None]))
         rank = jnp.sum(before, axis=1, dtype=jnp.int32)
         by_rank = jnp.zeros_like(i).at[rank].set(i, unique_indices=True)
-        w, total = jnp.arange(workers + 1, dtype=jnp.int32), jnp.sum(parts, dtype=jnp.int32)
+        total = jnp.sum(parts, dtype=jnp.int32)
         rounds, rest = total // workers, total % workers
         last = jnp.where(rounds % 2 == 0, jnp.minimum(w, rest), jnp.maximum(w - workers + rest, 0))
         bounds = w * rounds + last
         worker = jnp.minimum(_find(bounds, i) - 1, workers - 1)
         turn = i - bounds[worker]
         dealt = turn * workers + jnp.where(turn % 2 == 0, worker, workers - 1 - worker)
-        table = table[by_rank[jnp.minimum(dealt, count - 1)]]
-        return jnp.where((i < total)[:, None], table, 0), bounds
+        return by_rank[jnp.minimum(dealt, i.shape[0] - 1)], bounds
 
+    count = seq_lens.shape[0] * max_parts
     return _plan(
-        seq_lens,
-        query_starts,
-        parts,
-        piece,
-        assign,
-        tokens=tokens,
-        pieces=count,
-        slots=count,
-    )
+        seq_lens, query_starts, parts, piece, assign,
+        tokens=tokens, workers=workers, slots=count, pieces=count,
+    )  # fmt: skip
+
+
+def balanced_slots(workers: int) -> int:
+    """Pieces of split requests, at most, that ``workers - 1`` cuts make."""
+    return max(2 * (workers - 1), 1)
+
+
+def shapes(requests: int, tokens: int, workers: int) -> tuple[tuple[int, ...], ...]:
+    """Of pieces, tasks and merges of a balanced plan."""
+    rows = (requests + workers - 1 + LOOKAHEAD, workers, 1 + tokens)
+    pieces, tasks, merges = ((round_up(n, ROWS), 8) for n in rows)
+    return pieces, tasks, merges
+
+
+def cost(share, splits, split_cost):
+    """Of a share and the splits that it causes, in ``COST`` to a block of one worker."""
+    return share * COST + splits * split_cost + jnp.where(splits > 0, MERGE_COST, 0)
 
 
 def _blocks(seq_lens, query_starts, block):
@@ -158,69 +174,70 @@ def _blocks(seq_lens, query_starts, block):
     return queries, jnp.where(queries > 0, blocks, 0)
 
 
-def _share(lines, ends, blocks, workers, split_cost):
-    """The cheapest of 17 shares, and whether it is that of equal pieces.
+def _cuts(lines, blocks, share):
+    """How often a line that is cut every ``share`` blocks is cut inside a request."""
+    return jnp.maximum((lines + blocks - 1) // share - lines // share, 0)
 
-    A share costs its own length and the splits that it causes.
-    """
-    total = jnp.maximum(ends[-1], 1)
+
+def _share(lines, blocks, workers, split_cost):
+    """The cheapest share, and whether it is that of equal pieces."""
+    total = jnp.maximum(lines[-1] + blocks[-1], 1)
     even = (total + workers - 1) // workers
-    shares = even + jnp.arange(17, dtype=jnp.int32) * jnp.maximum(1, even // 128)
-    cuts = shares[:, None] * jnp.arange(1, workers, dtype=jnp.int32)
-    request = jnp.minimum(_find(ends, cuts), ends.shape[0] - 1)
-    of_line = jnp.sum((cuts < total) & (cuts > lines[request]), axis=1, dtype=jnp.int32)
+    shares = even + jnp.arange(SHARES, dtype=jnp.int32) * jnp.maximum(1, even // 128)
+    of_line = jnp.sum(_cuts(lines, blocks, shares[:, None]), axis=1, dtype=jnp.int32)
     pieces = jnp.sum((blocks + shares[:, None] - 1) // shares[:, None], axis=1, dtype=jnp.int32)
     of_equal = pieces - jnp.sum(blocks > 0, dtype=jnp.int32)
-    splits = jnp.stack([of_line, of_equal]).astype(jnp.float32)
-    cost = shares.astype(jnp.float32) + split_cost * splits
-    cost = cost + jnp.where(splits > 0, MERGE_COST, 0.0)
-    cost = cost.at[1].set(jnp.where(pieces <= workers, cost[1], jnp.inf))
-    best = jnp.argmin(cost)
-    return shares[best % shares.shape[0]], best >= shares.shape[0]
+    line, equal = (cost(shares, splits, split_cost) for splits in (of_line, of_equal))
+    equal = jnp.where(pieces <= workers, equal, jnp.iinfo(jnp.int32).max)
+    best = jnp.argmin(jnp.concatenate([line, equal]))
+    return shares[best % SHARES], best >= SHARES
 
 
-def _plan(seq_lens, query_starts, parts, piece, assign, *, tokens, pieces, slots):
-    """Describe the pieces of all requests, in the order of their keys, and assign them.
-
-    ``piece(request, k)`` are the first and the end block of the request's piece ``k``;
-    ``assign(table, request, k)`` the table in the order of workers, and their bounds.
-    """
+def _plan(
+    seq_lens, query_starts, parts, piece: Callable, assign: Callable,
+    *, tokens, workers, slots, pieces,
+) -> WorkPlan:  # fmt: skip
+    """Describe the pieces of all requests, and order them by worker."""
     i = jnp.arange(pieces, dtype=jnp.int32)
     ends = jnp.cumsum(parts)
-    bases = ends - parts
     request = jnp.minimum(_find(ends, i), parts.shape[0] - 1)
-    k = i - bases[request]
+    k = i - (ends - parts)[request]
     first, end = piece(request, k)
     split = jnp.where(parts > 1, parts, 0)
     slot_bases = jnp.cumsum(split) - split
     exists = i < ends[-1]
-    queries = jnp.diff(query_starts)
-    fields = (
-        request,
-        first,
-        end,
-        jnp.where(parts[request] > 1, slot_bases[request] + k, -1),
-        seq_lens[request],
-        query_starts[request],
-        queries[request],
-        jnp.zeros_like(i),
-    )
-    table = jnp.where(exists[:, None], jnp.stack(fields, axis=1), 0)
-    table, bounds = assign(table, request, k)
+    slot = jnp.where(parts[request] > 1, slot_bases[request] + k, -1)
+    of_request = (seq_lens, query_starts, jnp.diff(query_starts), jnp.zeros_like(parts))
+    table = jnp.stack([request, first, end, slot, *(x[request] for x in of_request)], axis=1)
+    table = jnp.where(exists[:, None], table, 0).astype(jnp.int32)
+    order, bounds = assign(i, request, k, jnp.where(exists, end - first, 0))
+
+    table = jnp.where(exists[:, None], table[order], 0)
+    begin, stop = bounds[:-1], bounds[1:]
+    of_first = table[jnp.minimum(begin, pieces - 1)][:, jnp.array([REQUEST, FIRST, END, TOKEN])]
+    task = jnp.concatenate([begin[:, None], stop[:, None], of_first], axis=1)
 
     t = jnp.arange(tokens, dtype=jnp.int32)
     owner = jnp.minimum(_find(query_starts[1:], t), parts.shape[0] - 1)
-    count = jnp.where(t < query_starts[-1], parts[owner], 0)
-    listed = jnp.cumsum(count != 1, dtype=jnp.int32)
-    token = jnp.minimum(_find(listed, t), tokens - 1)  # of the list's row
-    rows = jnp.stack([slot_bases[owner], count, t - query_starts[owner], t], axis=1)[token]
-    head = jnp.zeros((1, 4), jnp.int32).at[0, 0].set(listed[-1])
+    of_token = (slot_bases[owner], parts[owner], t - query_starts[owner])
+    rows = jnp.stack([*(jnp.where(t < query_starts[-1], x, 0) for x in of_token), t], axis=1)
+    listed = jnp.cumsum(rows[:, COUNT] != 1, dtype=jnp.int32)
+    rows = rows[jnp.minimum(_find(listed, t), tokens - 1)]
+    rows = jnp.where((t < listed[-1])[:, None], rows, 0).astype(jnp.int32)
     return WorkPlan(
         slots=slots,
-        pieces=jnp.pad(table, ((0, LOOKAHEAD), (0, 0))).astype(jnp.int32),
-        bounds=bounds,
-        merges=jnp.concatenate([head, rows.astype(jnp.int32)]),
+        workers=workers,
+        tokens=tokens,
+        pieces=_rows(table, pieces + LOOKAHEAD),
+        tasks=_rows(jnp.where((begin < stop)[:, None], task, 0), workers),
+        merges=_rows(rows, tokens, before=1).at[0, 0].set(listed[-1]),
     )
+
+
+def _rows(x: Array, least: int, before: int = 0) -> Array:
+    """The table, eight columns wide, among rows of zeros."""
+    rows, columns = x.shape
+    return jnp.pad(x, ((before, round_up(least + before, ROWS) - rows - before), (0, 8 - columns)))
 
 
 def _find(ends: Array, x: Array, side: str = "right") -> Array:
