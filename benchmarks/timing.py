@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 __all__ = ["Isolated", "back_to_back_us", "isolated_us"]
 
-ROUNDS = 3
+ROUNDS = 2
 CALLS = 12  # of one traced stretch
 FEW, MANY = 1, 4  # chains of the slope
 SLOPES, TRIES = 9, 3

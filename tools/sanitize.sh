@@ -4,6 +4,8 @@
 # Every array is an allocation of its own, so that a step over its end is an error.
 PATH=$PATH:/usr/local/cuda/bin
 export XLA_PYTHON_CLIENT_PREALLOCATE=false XLA_PYTHON_CLIENT_ALLOCATOR=platform
+# Under a sanitizer XLA's trials of products take minutes, and its alarm about that crashes.
+export XLA_FLAGS="--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false $XLA_FLAGS"
 status=0
 for tool in memcheck racecheck; do
   echo "$tool"
