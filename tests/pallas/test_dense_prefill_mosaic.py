@@ -231,7 +231,7 @@ def test_short_requests_again_and_again(lens, rng):
 def test_maxima_that_rise_by_little_and_by_much(dtype, factor, rng):
     case = prefill_case(rng, dims=V2_LITE, query_lens=[700, 300], dtype=dtype)
     case = steep(case, factor)
-    judge(attend(case), case, case.parts)
+    judge(attend(case), case, case.parts, lse_rounding=2.0**-21)
 
 
 @pytest.mark.gpu
