@@ -36,11 +36,11 @@ MOST_REQUESTS = 2048
 LANES = wp.ROWS
 WARPGROUPS = 4
 EACH = cdiv(wp.SHARES, WARPGROUPS)  # shares that a warpgroup prices
-GIVEN = LENGTH, TOKEN, QUERIES, INDEX = tuple(range(4))
-DERIVED = BLOCKS, LINE, LIVE, PARTS, BASE, SLOT, LISTED, WORKER = tuple(range(4, 12))
-"""Rows of the requests' table: keys, first token, queries, own number; then blocks, where they
-begin on the line, requests with blocks so far, pieces and where they begin in the plan, first
-slot or -1, where its tokens begin in the list of merges, first worker."""
+GIVEN = LENGTH, TOKEN, QUERIES = tuple(range(3))
+DERIVED = BLOCKS, LINE, LIVE, PARTS, BASE, SLOT, LISTED, WORKER = tuple(range(3, 11))
+"""Rows of the requests' table: keys, first token, queries; then blocks, where they begin on the
+line, requests with blocks so far, pieces and where they begin in the plan, first slot or -1, where
+its tokens begin in the list of merges, first worker."""
 
 I32 = jnp.int32
 
@@ -142,7 +142,7 @@ def _body(
         lens = lookup(lens_g, jnp.minimum(index, count - 1), whole)
         starts = lookup(starts_g, jnp.minimum(index, count), whole)
         queries = lookup(starts_g, jnp.minimum(index + 1, count), whole) - starts
-        given = lens, starts, queries, index
+        given = lens, starts, queries
         alive = queries > 0
         blocks = jnp.maximum(lax.div(lens + (block - 1), vector(block, n)), 1)
         blocks = jnp.where(alive, blocks, 0)
@@ -156,7 +156,7 @@ def _body(
     even = lax.div(total + (workers - 1), I32(workers))
 
     def share_of(k):
-        return even + k * jnp.maximum(1, lax.div(even, I32(128)))
+        return wp.share_at(even, k)
 
     def cuts(line, blocks, share):
         """How often the line is cut inside a request."""

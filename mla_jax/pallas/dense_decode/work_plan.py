@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from mla_jax.types import Array, Int, round_up
 
@@ -162,6 +163,11 @@ def shapes(requests: int, tokens: int, workers: int) -> tuple[tuple[int, ...], .
     return pieces, tasks, merges
 
 
+def share_at(even, k):
+    """Share ``k`` of those that are priced; ``even`` is the first."""
+    return even + k * jnp.maximum(1, lax.div(even, jnp.int32(128)))
+
+
 def cost(share, splits, split_cost):
     """Of a share and the splits that it causes, in ``COST`` to a block of one worker."""
     return share * COST + splits * split_cost + jnp.where(splits > 0, MERGE_COST, 0)
@@ -183,7 +189,7 @@ def _share(lines, blocks, workers, split_cost):
     """The cheapest share, and whether it is that of equal pieces."""
     total = jnp.maximum(lines[-1] + blocks[-1], 1)
     even = (total + workers - 1) // workers
-    shares = even + jnp.arange(SHARES, dtype=jnp.int32) * jnp.maximum(1, even // 128)
+    shares = share_at(even, jnp.arange(SHARES, dtype=jnp.int32))
     of_line = jnp.sum(_cuts(lines, blocks, shares[:, None]), axis=1, dtype=jnp.int32)
     pieces = jnp.sum((blocks + shares[:, None] - 1) // shares[:, None], axis=1, dtype=jnp.int32)
     of_equal = pieces - jnp.sum(blocks > 0, dtype=jnp.int32)
