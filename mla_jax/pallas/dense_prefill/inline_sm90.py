@@ -315,20 +315,20 @@ def clear_rows(x, first) -> None:
             [mgpu.utils.memref_ptr(x), first.registers.item()],
             f"""{{
             .reg .pred p;
-            .reg .u32 at, end, lane;
+            .reg .u32 at, end, lane, zero;
             .reg .u64 place;
             mov.u32 lane, %laneid;
             max.s32 at, $1, 0;
             shl.b32 at, at, 7;
             mad.lo.u32 at, lane, 16, at;
             mov.u32 end, {tiles * rows * 128};
-            mov.u32 lane, 0;
+            mov.u32 zero, 0;
             AGAIN:
             setp.ge.u32 p, at, end;
             @p bra DONE;
             cvt.u64.u32 place, at;
             add.u64 place, place, $0;
-            st.shared.v4.u32 [place], {{lane, lane, lane, lane}};
+            st.shared.v4.u32 [place], {{zero, zero, zero, zero}};
             add.u32 at, at, 512;
             bra AGAIN;
             DONE:
