@@ -11,7 +11,6 @@ from mla_jax.pallas.registry import Registry
 __all__ = ["Peer", "checked", "line", "prefer_kernels", "row"]
 
 TOLERANCE = 2e-2  # relative, of bf16 results against float32
-ROUNDS = 2  # of traced calls
 FLOPS, BYTES = 800e12, 4.25e12  # ceilings of the floor: bf16 product, copy
 
 
@@ -54,7 +53,7 @@ def row(
     onces, manys = {"ours": once}, {"ours": lambda n: many(n * calls)}
     if peer is not None:
         onces["peer"], manys["peer"] = peer.once, lambda n: peer.many(n * calls)
-    isolated = isolated_us(onces, ROUNDS)
+    isolated = isolated_us(onces)
     slopes = back_to_back_us(manys, dict.fromkeys(manys, calls))
     none = Isolated(sum=math.nan, span=math.nan, kernels={})
     ours, theirs = isolated["ours"], isolated.get("peer", none)

@@ -220,7 +220,7 @@ def _row(case: Case, programs: dict, make_peer, args: tuple, plan: sc.Schedule) 
                 *args, longest=longest, scale=SCALE, causal=case.causal, concat=name == "concat"
             )
             once[name], many[name] = peer.once, lambda n, peer=peer: peer.many(n * CHAIN)
-    isolated = isolated_us(once, rounds=2)
+    isolated = isolated_us(once)
     planner = {"plan": lambda: jax.block_until_ready(programs["plan"](*args[3:]))}
     isolated |= isolated_us(planner, rounds=1)
     slopes = back_to_back_us(many, dict.fromkeys(many, CHAIN))
