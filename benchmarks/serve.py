@@ -72,7 +72,8 @@ CASES = tuple(
 def run(peers: Path | None, chosen: list[str], turn: AbstractContextManager) -> Iterator[dict]:
     """Time the chosen cases, row by row; compiles outside of ``turn``, measures inside."""
     del peers
-    for case, engine in [(c, _engine(c)) for c in CASES if c.name in chosen]:
+    for case in (c for c in CASES if c.name in chosen):
+        engine = _engine(case)
         with turn:
             row = _row(case, engine)
         print(
