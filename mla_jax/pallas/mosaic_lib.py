@@ -16,6 +16,7 @@ have a second, slower form for it. Everything else is the same program.
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,7 @@ __all__ = [
     "accumulate",
     "fill_rows",
     "fold_columns",
+    "kernel",
     "matmul",
     "matmul_registers",
     "row_vector",
@@ -51,6 +53,21 @@ ROW = plgpu.Layout.WGMMA.reduce(1)
 
 SHARED_MEMORY = 232448
 """Bytes of shared memory that one thread block may use on sm_90."""
+
+
+def kernel(body: Callable, **options: Any) -> Callable:
+    """``plgpu.kernel`` whose arrays begin where an allocation does; refs are passed as they are.
+
+    XLA hands a kernel a slice of an array in place, and lets it write its result into one,
+    wherever that begins; Mosaic refuses what is not aligned to 256 bytes.
+    """
+    run = plgpu.kernel(body, **options)
+
+    def call(*operands):
+        whole = [lax.optimization_barrier(x) if isinstance(x, jax.Array) else x for x in operands]
+        return jax.tree.map(lax.optimization_barrier, run(*whole))
+
+    return call
 
 
 def swizzled(shape: Sequence[int], dtype: DTypeLike) -> plgpu.SMEM:

@@ -30,7 +30,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from mla_jax.pallas.mosaic_lib import store_part
+from mla_jax.pallas import mosaic_lib as lib
 from mla_jax.types import Array, Float, Int, cdiv
 
 __all__ = ["gather", "owner", "scratch"]
@@ -80,7 +80,7 @@ def gather(
     ``part`` is a power of two that divides the page.
     """
     row = pages.shape[2]
-    kernel = plgpu.kernel(
+    kernel = lib.kernel(
         functools.partial(_body, rows=rows, part=part, stages=stages, share=share),
         out_type=jax.ShapeDtypeStruct((rows, row), dtype),
         scratch_types=scratch(pages.dtype, dtype, part=part, row=row, stages=stages),
@@ -171,7 +171,7 @@ def _body(
             ring[slot(i)] = jnp.zeros(ring.shape[1:], ring.dtype)
             plgpu.commit_smem()
 
-        store_part(ring.at[slot(i)], offset, out_g, c.row, n, most=part)
+        lib.store_part(ring.at[slot(i)], offset, out_g, c.row, n, most=part)
         plgpu.wait_smem_to_gmem(late, wait_read_only=True)
 
     def store_wide(i, c: Cursor, live, offset, n):
@@ -196,7 +196,7 @@ def _body(
             out[...] = jnp.zeros(out.shape, out.dtype)
 
         plgpu.commit_smem()  # also: every thread has read the slot
-        store_part(out, offset, out_g, c.row, n, most=part)
+        lib.store_part(out, offset, out_g, c.row, n, most=part)
 
     store = store_plain if wide is None else store_wide
 

@@ -26,6 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
+from mla_jax.pallas import mosaic_lib as lib
 from mla_jax.types import Array, Float, Int, cdiv
 
 __all__ = ["scratch", "write"]
@@ -79,7 +80,7 @@ def write(
     buffers = scratch(
         dtypes, pages.dtype, tile=tile, widths=widths, stages=stages, quantised=quantised
     )
-    kernel = plgpu.kernel(
+    kernel = lib.kernel(
         functools.partial(
             _body, tile=tile, stages=stages, tiles=tiles, simulate=interpret is not None
         ),
@@ -91,9 +92,9 @@ def write(
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )
-    rows = jax.new_ref(pages.reshape(-1, pages.shape[2]))
+    rows = jax.new_ref(lax.optimization_barrier(pages.reshape(-1, pages.shape[2])))
     kernel(kv_latent, k_rope, slots, scale.reshape(1), rows)
-    return jax.freeze(rows).reshape(pages.shape)
+    return lax.optimization_barrier(jax.freeze(rows)).reshape(pages.shape)
 
 
 def _encode(src, scale, dst, *, simulate: bool) -> None:

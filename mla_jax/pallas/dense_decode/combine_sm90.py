@@ -27,6 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from mla_jax.pallas import mosaic_lib as lib
 from mla_jax.pallas.dense_decode import work_plan as wp
 from mla_jax.types import Array, Float, Int
 
@@ -87,7 +88,7 @@ def combine(
     units = rows // step * wide
     blocks = max(min(units, MULTIPROCESSORS * RESIDENT), 1)
     columns = rank // wide
-    kernel = plgpu.kernel(
+    kernel = lib.kernel(
         functools.partial(
             _body,
             heads=heads,
@@ -117,7 +118,7 @@ def combine(
     )
     out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
     kernel(part, part_lse, merges, out_ref, lse_ref)
-    return jax.freeze(out_ref), jax.freeze(lse_ref)
+    return lax.optimization_barrier((jax.freeze(out_ref), jax.freeze(lse_ref)))
 
 
 def _body(

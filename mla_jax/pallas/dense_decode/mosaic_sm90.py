@@ -141,7 +141,7 @@ def attend(
         quantised=quantised,
     )
     shape = jax.ShapeDtypeStruct
-    kernel = plgpu.kernel(
+    kernel = lib.kernel(
         body,
         out_type=(
             shape((rows, RANK), dtype),

@@ -25,6 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from mla_jax.pallas import mosaic_lib as lib
 from mla_jax.pallas.dense_decode import work_plan as wp
 from mla_jax.types import Array, Int, cdiv, round_up
 
@@ -61,7 +62,7 @@ def balanced(
     chunks = [rows // LANES for rows, *_ in shapes]
     spec = jax.ShapeDtypeStruct
     barrier = plgpu.Barrier(num_arrivals=WARPGROUPS)
-    kernel = plgpu.kernel(
+    kernel = lib.kernel(
         functools.partial(
             _body,
             block=block,

@@ -154,7 +154,7 @@ def attend(
         _body, sizes=sizes, scale=scale * math.log2(math.e), causal=causal, simulate=simulate
     )
     shape = jax.ShapeDtypeStruct
-    kernel = plgpu.kernel(
+    kernel = lib.kernel(
         body,
         out_type=(shape((tokens, heads, sizes.v), out_dtype), shape((tokens, heads), F32)),
         scratch_types=scratch(sizes, q.dtype, out_dtype, simulate),
