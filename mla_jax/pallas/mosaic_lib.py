@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
@@ -32,6 +33,7 @@ __all__ = [
     "SHARED_MEMORY",
     "WGMMA",
     "accumulate",
+    "any_positive",
     "fill_rows",
     "fold_columns",
     "kernel",
@@ -43,6 +45,7 @@ __all__ = [
     "store_rows",
     "swizzled",
     "tile",
+    "warm",
 ]
 
 WGMMA = plgpu.Layout.WGMMA
@@ -98,11 +101,14 @@ def tile(value, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
     return plgpu.layout_cast(jnp.full(shape, value, dtype), WGMMA)
 
 
-def fold_columns(x: jax.Array, columns: int) -> jax.Array:
-    """Sums of the columns that are equal modulo ``columns``, all inside a thread."""
+def fold_columns(x: jax.Array, columns: int, join: Callable = jnp.add) -> jax.Array:
+    """Sums, or what ``join`` makes of two, of the columns that are equal modulo ``columns``.
+
+    All inside a thread.
+    """
     while x.shape[1] > columns:
         middle = x.shape[1] // 2
-        x = x[:, :middle] + x[:, middle:]
+        x = join(x[:, :middle], x[:, middle:])
     return x
 
 
@@ -178,3 +184,74 @@ def store_part(src, first, dst, start, count, *, most: int) -> None:
         done = done + (count & size)
         size //= 2
     plgpu.commit_smem_to_gmem_group()
+
+
+def any_positive(x: jax.Array) -> jax.Array:
+    """Whether a warp holds a positive number; each warp asks for its own. Not interpreted."""
+    layout = ROW if x.ndim == 1 else WGMMA
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=WGMMA)
+    )
+    def vote(_, x):
+        from jax._src.lib.mlir import ir
+        from jax._src.lib.mlir.dialects import llvm, vector
+
+        numbers = []
+        for register in x.registers.flat:
+            count = register.type.shape[0] if isinstance(register.type, ir.VectorType) else 0
+            numbers += [
+                vector.extract(register, dynamic_position=[], static_position=[k])
+                for k in range(count)
+            ] or [register]
+        compare = "\n".join(
+            f"setp.gt.or.f32 p, ${i + 1}, 0f00000000, p;" for i in range(len(numbers))
+        )
+        found = llvm.inline_asm(
+            ir.IntegerType.get_signless(32),
+            numbers,
+            f"""{{
+            .reg .pred p;
+            setp.ne.u32 p, 0, 0;
+            {compare}
+            vote.sync.any.pred p, p, 0xffffffff;
+            selp.u32 $0, 1, 0, p;
+            }}""",
+            "=r" + ",f" * len(numbers),
+            has_side_effects=True,
+        )
+        return mgpu.FragmentedArray.splat(found, (), is_signed=True)
+
+    return vote(x) != 0
+
+
+def warm(table, share) -> None:
+    """Bring a share of an array to the L2 cache, 4 KB by one warpgroup; does not wait."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA))
+    def prefetch(_, table, share):
+        from jax._src.lib.mlir import ir
+        from jax._src.lib.mlir.dialects import llvm
+
+        kind = ir.MemRefType(table.type)
+        size = math.prod(kind.shape) * mgpu.utils.bytewidth(kind.element_type)
+        llvm.inline_asm(
+            ir.Type.parse("!llvm.void"),
+            [mgpu.utils.memref_ptr(table), share.registers.item()],
+            f"""{{
+            .reg .pred p;
+            .reg .u32 t;
+            .reg .u64 a;
+            mov.u32 t, %tid.x;
+            and.b32 t, t, 127;
+            mad.lo.u32 t, $1, 128, t;
+            setp.lt.u32 p, t, {-(-size // 32)};
+            mul.wide.u32 a, t, 32;
+            add.u64 a, a, $0;
+            @p prefetch.global.L2 [a];
+            }}""",
+            "l,r",
+            has_side_effects=True,
+        )
+
+    prefetch(table, share)
