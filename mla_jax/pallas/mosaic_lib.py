@@ -45,7 +45,6 @@ __all__ = [
     "store_rows",
     "swizzled",
     "tile",
-    "warm",
 ]
 
 WGMMA = plgpu.Layout.WGMMA
@@ -101,14 +100,11 @@ def tile(value, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
     return plgpu.layout_cast(jnp.full(shape, value, dtype), WGMMA)
 
 
-def fold_columns(x: jax.Array, columns: int, join: Callable = jnp.add) -> jax.Array:
-    """Sums, or what ``join`` makes of two, of the columns that are equal modulo ``columns``.
-
-    All inside a thread.
-    """
+def fold_columns(x: jax.Array, columns: int) -> jax.Array:
+    """Sums of the columns that are equal modulo ``columns``, all inside a thread."""
     while x.shape[1] > columns:
         middle = x.shape[1] // 2
-        x = join(x[:, :middle], x[:, middle:])
+        x = x[:, :middle] + x[:, middle:]
     return x
 
 
@@ -223,35 +219,3 @@ def any_positive(x: jax.Array) -> jax.Array:
         return mgpu.FragmentedArray.splat(found, (), is_signed=True)
 
     return vote(x) != 0
-
-
-def warm(table, share) -> None:
-    """Bring a share of an array to the L2 cache, 4 KB by one warpgroup; does not wait."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA))
-    def prefetch(_, table, share):
-        from jax._src.lib.mlir import ir
-        from jax._src.lib.mlir.dialects import llvm
-
-        kind = ir.MemRefType(table.type)
-        size = math.prod(kind.shape) * mgpu.utils.bytewidth(kind.element_type)
-        llvm.inline_asm(
-            ir.Type.parse("!llvm.void"),
-            [mgpu.utils.memref_ptr(table), share.registers.item()],
-            f"""{{
-            .reg .pred p;
-            .reg .u32 t;
-            .reg .u64 a;
-            mov.u32 t, %tid.x;
-            and.b32 t, t, 127;
-            mad.lo.u32 t, $1, 128, t;
-            setp.lt.u32 p, t, {-(-size // 32)};
-            mul.wide.u32 a, t, 32;
-            add.u64 a, a, $0;
-            @p prefetch.global.L2 [a];
-            }}""",
-            "l,r",
-            has_side_effects=True,
-        )
-
-    prefetch(table, share)

@@ -92,7 +92,6 @@ def scratch(dtype, copies: int, simulate: bool, quantised: bool = False) -> dict
         "p_ready": barrier(count=SLOTS),  # scores -> left, right: P and its factor
         "go": barrier(count=SLOTS),  # scores -> left, right: QK of the next block is done
         "left_done": barrier(count=SLOTS),  # left -> right: P was read
-        "rope_sent": barrier(count=SLOTS),  # right -> left: rope is in the queue
         "inverse_ready": barrier(count=2),  # scores -> left, right: 1 / sum of a piece
     }
     if quantised:
@@ -171,7 +170,7 @@ def _body(
     *, sizes, scale, defer, prefetch, early_launch, simulate, quantised,
     left, right, k_rope, q_tail, stats,
     left_full, right_full, rope_full, tail_full,
-    q_taken, p_ready, go, left_done, rope_sent, inverse_ready,
+    q_taken, p_ready, go, left_done, inverse_ready,
     left_raw=None, right_raw=None, left_bytes=None, right_bytes=None, q_spill=None,
 ):  # fmt: skip
     wg, worker, tile = (lax.axis_index(n) for n in ("wg", "worker", "tile"))
@@ -284,8 +283,6 @@ def _body(
 
     def scores():
         plgpu.set_max_registers(REGISTERS[0], action="increase")
-        if not simulate:
-            lib.warm(table_g, worker * sizes.tiles + tile)
         unit = scales_g[0] if quantised else 1.0
         factor = scale * unit
 
@@ -299,19 +296,6 @@ def _body(
                 for k in range(1, sizes.queries):
                     seen = seen + (row >= k * sizes.heads).astype(I32)
             return jnp.where(column < seen, x, -jnp.inf)
-
-        def raised(x, top):
-            """The maximum of each row so far, unless the one before is near enough."""
-
-            def search():
-                found = x.max(axis=1) * factor
-                return jnp.where(found > top + LAG, found, top)
-
-            if simulate:
-                return search()
-            most = lib.fold_columns(x, 8, jnp.maximum) * factor
-            above = most - lib.fill_rows(top + LAG, 8)
-            return lax.cond(lib.any_positive(above), search, lambda: top)
 
         def piece(p, g0):
             n, first = blocks_of(p), work_g[p, wp.FIRST]
@@ -340,18 +324,19 @@ def _body(
                     lib.matmul_registers(acc, qr, kr.at[:, pl.ds(0, HALF - TAIL)].T, head)
                     last = kr.at[:, pl.ds(HALF - TAIL, TAIL)].T
                     lib.matmul(acc, q_tail.at[0], last, simulate=simulate)
-                    plgpu.barrier_wait(rope_full.at[r])
-                    lib.matmul(acc, q_tail.at[1], k_rope.at[r].T, simulate=simulate)
-                    if defer:
+                    if defer:  # before the rotary columns, whose buffer the products will free
                         plgpu.wgmma_wait(1)
                         pl.when(j > 0)(lambda: plgpu.barrier_arrive(go.at[slot(g + 2)]))
+                    plgpu.barrier_wait(rope_full.at[r])
+                    lib.matmul(acc, q_tail.at[1], k_rope.at[r].T, simulate=simulate)
                     return acc[...]
 
                 x = pl.run_scoped(products, plgpu.ACC((ROWS, BLOCK), F32))
                 block = first + j
                 full = (block + 1) * BLOCK <= unmasked
                 x = lax.cond(full, lambda: x, lambda: mask(x, p, block))
-                new_top = raised(x, top)
+                new_top = x.max(axis=1) * factor
+                new_top = jnp.where(new_top > top + LAG, new_top, top)
                 shrink = jnp.exp2(top - new_top)
                 w = jnp.exp2(x * factor - lib.fill_rows(new_top, BLOCK))
                 stats[ALPHA + s] = shrink
@@ -363,9 +348,9 @@ def _body(
 
             start = lib.row_vector(LOWEST, ROWS), lib.tile(0.0, (ROWS, 8), F32)
             top, total = lax.fori_loop(0, n, step, start)
-            total = total.sum(axis=1)
             if defer:
                 plgpu.barrier_arrive(go.at[slot(g0 + n)])
+            total = total.sum(axis=1)
             i = parity(p - begin)
             stats[INVERSE + i] = jnp.where(total > 0.0, unit / total, 0.0)
             plgpu.barrier_arrive(inverse_ready.at[i])
@@ -563,13 +548,11 @@ def _body(
                     else:
                         plgpu.barrier_arrive(left_done.at[s])
                     return o, found, following
-                if right:  # the rope is needed first: its copies go first into the queue
+                if right:
                     plgpu.barrier_wait(left_done.at[s])
                     load_rope(next_rope, r)
-                    plgpu.barrier_arrive(rope_sent.at[s])
                 else:
                     plgpu.barrier_arrive(left_done.at[s])
-                    plgpu.barrier_wait(rope_sent.at[s])
                 pl.when(j < n - 1)(lambda: load(found, s))
                 return o, found, following
 
