@@ -491,16 +491,14 @@ def _body(
             plgpu.commit_smem()
 
         def rescale(o, shrink):
-            """``o`` times a factor for each row, which is one in most warps."""
+            """``o`` times a factor of each row; all of a warp's are one in most blocks."""
 
             def scaled():
                 return o * lib.fill_rows(shrink, HALF)
 
-            return (
-                scaled()
-                if simulate
-                else lax.cond(lib.any_positive(1.0 - shrink), scaled, lambda: o)
-            )
+            if simulate:
+                return scaled()
+            return lax.cond(lib.any_positive(1.0 - shrink), scaled, lambda: o)
 
         def piece(p, g0):
             n, first, request = blocks_of(p), work_g[p, wp.FIRST], work_g[p, wp.REQUEST]
@@ -515,9 +513,7 @@ def _body(
             load(found, slot(g0))
 
             def step(j, carry):
-                o, before, found = (
-                    carry  # the elements that the last step loaded and this one loads
-                )
+                o, before, found = carry  # elements: the last step loads one, this one the next
                 g = g0 + 1 + j
                 s, r = slot(g), parity(g - (p - begin) - 1)
                 following = ahead(j + 2 + SLOTS)
