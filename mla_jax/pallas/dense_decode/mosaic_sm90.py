@@ -324,11 +324,11 @@ def _body(
                     lib.matmul_registers(acc, qr, kr.at[:, pl.ds(0, HALF - TAIL)].T, head)
                     last = kr.at[:, pl.ds(HALF - TAIL, TAIL)].T
                     lib.matmul(acc, q_tail.at[0], last, simulate=simulate)
-                    if defer:  # before the rotary columns, whose buffer the products will free
-                        plgpu.wgmma_wait(1)
-                        pl.when(j > 0)(lambda: plgpu.barrier_arrive(go.at[slot(g + 2)]))
                     plgpu.barrier_wait(rope_full.at[r])
                     lib.matmul(acc, q_tail.at[1], k_rope.at[r].T, simulate=simulate)
+                    if defer:  # sooner, and the other products would delay these
+                        plgpu.wgmma_wait(1)
+                        pl.when(j > 0)(lambda: plgpu.barrier_arrive(go.at[slot(g + 2)]))
                     return acc[...]
 
                 x = pl.run_scoped(products, plgpu.ACC((ROWS, BLOCK), F32))
