@@ -372,7 +372,7 @@ def _body(
         lax.fori_loop(begin, end, piece, jnp.int32(0))
         if early_launch:
             plgpu.griddepcontrol_launch_dependents()
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the end of the kernel waits for the rest
+        plgpu.wait_smem_to_gmem(0)
 
     def half(right: bool, keys, full, stored, raw):
         plgpu.set_max_registers(REGISTERS[1], action="decrease")
@@ -573,6 +573,7 @@ def _body(
             return g0 + n + 1
 
         lax.fori_loop(begin, end, piece, jnp.int32(0))
+        plgpu.wait_smem_to_gmem(0)
 
     pl.when(wg == 0)(scores)
     pl.when(wg == 1)(lambda: half(False, k_left, left_full, left_bytes or in_left, left_raw))
