@@ -183,37 +183,26 @@ def store_part(src, first, dst, start, count, *, most: int) -> None:
 
 
 def any_positive(x: jax.Array) -> jax.Array:
-    """Whether a warp holds a positive number; each warp asks for its own. Not interpreted."""
-    layout = ROW if x.ndim == 1 else WGMMA
+    """Whether one of a warp's rows is positive; each warp asks for its own. Not interpreted."""
 
     @plgpu.inline_mgpu(
-        arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=WGMMA)
+        arg_types=(ROW,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=WGMMA)
     )
     def vote(_, x):
         from jax._src.lib.mlir import ir
-        from jax._src.lib.mlir.dialects import llvm, vector
+        from jax._src.lib.mlir.dialects import llvm
 
-        numbers = []
-        for register in x.registers.flat:
-            count = register.type.shape[0] if isinstance(register.type, ir.VectorType) else 0
-            numbers += [
-                vector.extract(register, dynamic_position=[], static_position=[k])
-                for k in range(count)
-            ] or [register]
-        compare = "\n".join(
-            f"setp.gt.or.f32 p, ${i + 1}, 0f00000000, p;" for i in range(len(numbers))
-        )
         found = llvm.inline_asm(
             ir.IntegerType.get_signless(32),
-            numbers,
-            f"""{{
+            list(x.registers.flat),
+            """{
             .reg .pred p;
-            setp.ne.u32 p, 0, 0;
-            {compare}
+            setp.gt.f32 p, $1, 0f00000000;
+            setp.gt.or.f32 p, $2, 0f00000000, p;
             vote.sync.any.pred p, p, 0xffffffff;
             selp.u32 $0, 1, 0, p;
-            }}""",
-            "=r" + ",f" * len(numbers),
+            }""",
+            "=r,f,f",
             has_side_effects=True,
         )
         return mgpu.FragmentedArray.splat(found, (), is_signed=True)
