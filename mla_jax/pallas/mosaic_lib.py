@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
@@ -32,6 +33,7 @@ __all__ = [
     "SHARED_MEMORY",
     "WGMMA",
     "accumulate",
+    "any_positive",
     "fill_rows",
     "fold_columns",
     "kernel",
@@ -178,3 +180,31 @@ def store_part(src, first, dst, start, count, *, most: int) -> None:
         done = done + (count & size)
         size //= 2
     plgpu.commit_smem_to_gmem_group()
+
+
+def any_positive(x: jax.Array) -> jax.Array:
+    """Whether one of a warp's rows is positive; each warp asks for its own. Not interpreted."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(ROW,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=WGMMA)
+    )
+    def vote(_, x):
+        from jax._src.lib.mlir import ir
+        from jax._src.lib.mlir.dialects import llvm
+
+        found = llvm.inline_asm(
+            ir.IntegerType.get_signless(32),
+            list(x.registers.flat),
+            """{
+            .reg .pred p;
+            setp.gt.f32 p, $1, 0f00000000;
+            setp.gt.or.f32 p, $2, 0f00000000, p;
+            vote.sync.any.pred p, p, 0xffffffff;
+            selp.u32 $0, 1, 0, p;
+            }""",
+            "=r,f,f",
+            has_side_effects=True,
+        )
+        return mgpu.FragmentedArray.splat(found, (), is_signed=True)
+
+    return vote(x) != 0

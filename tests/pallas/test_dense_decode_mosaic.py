@@ -27,8 +27,13 @@ OP = "dense_decode"
 H200 = DeviceInfo(platform="gpu", kind="NVIDIA H200", sm=90, sms=132)
 
 
-def judge_decode(state, case):
-    judge(state, case, [(q, k, k[:, :512], seen) for q, k, seen in case.parts])
+def judge_decode(state, case, **allowed):
+    judge(state, case, [(q, k, k[:, :512], seen) for q, k, seen in case.parts], **allowed)
+
+
+def steep(case, factor):
+    """Scores further apart: maxima rise by more and by less than a maximum may lag."""
+    return dataclasses.replace(case, scale=factor * case.scale)
 
 
 def attend(case, tuning=None, interpret=None):
@@ -49,6 +54,7 @@ INTERPRETED = {
 FP8 = {"format": "fp8_e4m3", "cache_scale": 0.37}
 INTERPRETED |= {f"{name}_fp8": case | FP8 for name, case in INTERPRETED.items()}
 INTERPRETED["one_block_each_fp8"] |= {"dtype": "float16"}
+INTERPRETED["rising_maxima"] = {"seq_lens": [450], "page": 64}
 
 
 @pytest.mark.slow
@@ -58,6 +64,7 @@ def test_interpreted_with_race_detection(name, defer, rng, capsys):
     """Control flow, barriers and races on a CPU; not asynchrony of products, nor registers."""
     dims = dataclasses.replace(V2_LITE, heads=8)
     case = decode_case(rng, dims=dims, **INTERPRETED[name])
+    case = steep(case, 6.0) if name == "rising_maxima" else case
     found = mosaic.heuristic(8, case.args[3].max_query_len)
     tuning = dataclasses.replace(found, workers=2, defer=defer, prefetch=defer)
     params = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=4)
@@ -196,6 +203,15 @@ def test_heads_and_queries(heads, queries, rng):
         rng, dims=dims, seq_lens=lens, query_lens=counts, page=64, max_query_len=queries
     )
     judge_decode(attend(case), case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("factor", [0.01, 2.0, 6.0, 40.0])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_maxima_that_rise_by_little_and_by_much(heads, factor, rng):
+    dims = dataclasses.replace(V3, heads=heads)
+    case = steep(decode_case(rng, dims=dims, seq_lens=[5000, 300], page=64), factor)
+    judge_decode(attend(case), case, lse_rounding=2.0**-21)
 
 
 @pytest.mark.gpu

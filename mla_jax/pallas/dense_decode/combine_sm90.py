@@ -48,7 +48,7 @@ FEW = (2, 4, 8)
 CHAINS = 8
 """More pieces than that are summed in interleaved chains. Loads reach over as many slots."""
 
-IN_FLIGHT = {128: (4, 17), 512: (2,)}
+IN_FLIGHT = {128: (4, 9, 17), 512: (2,)}
 """Pieces of every chain that are loaded at once, by the columns of a step."""
 
 SEARCHED = 8

@@ -53,6 +53,7 @@ TAIL = 64  # latent columns of Q that stay in shared memory, beside the rotary o
 SLOTS = 3
 REGISTERS = (184, 160)  # of a thread: scores, halves; with less, products are serialised
 LOWEST = -1.0e30  # first running maximum: finite, so that exp2(-inf - LOWEST) = 0
+LAG = 8.0  # powers of two that a maximum may lag behind: sums are rescaled less often
 ALPHA, INVERSE, LSE = 0, SLOTS, SLOTS + 2  # rows of the statistics buffer
 
 I32 = jnp.int32
@@ -91,7 +92,6 @@ def scratch(dtype, copies: int, simulate: bool, quantised: bool = False) -> dict
         "p_ready": barrier(count=SLOTS),  # scores -> left, right: P and its factor
         "go": barrier(count=SLOTS),  # scores -> left, right: QK of the next block is done
         "left_done": barrier(count=SLOTS),  # left -> right: P was read
-        "rope_sent": barrier(count=SLOTS),  # right -> left: rope is in the queue
         "inverse_ready": barrier(count=2),  # scores -> left, right: 1 / sum of a piece
     }
     if quantised:
@@ -170,7 +170,7 @@ def _body(
     *, sizes, scale, defer, prefetch, early_launch, simulate, quantised,
     left, right, k_rope, q_tail, stats,
     left_full, right_full, rope_full, tail_full,
-    q_taken, p_ready, go, left_done, rope_sent, inverse_ready,
+    q_taken, p_ready, go, left_done, inverse_ready,
     left_raw=None, right_raw=None, left_bytes=None, right_bytes=None, q_spill=None,
 ):  # fmt: skip
     wg, worker, tile = (lax.axis_index(n) for n in ("wg", "worker", "tile"))
@@ -209,33 +209,55 @@ def _body(
         q = p + (after >= 0).astype(I32) + third.astype(I32)
         return q, jnp.where(after < 0, x, jnp.where(third, 0, after))
 
-    def locate(p, j):
-        """Where block ``j`` of a piece is."""
-        return place_of(work_g[p, wp.REQUEST], work_g[p, wp.FIRST] + j)
-
-    def place_of(request, block):
-        """Page ids of a block, and its first row in a page of several blocks."""
+    def ids_of(request, block):
+        """Page ids of a block as the table has them: nothing waits for them yet."""
         if copies > 1:
-            columns, row = [block * copies + i for i in range(copies)], 0
+            columns = [block * copies + i for i in range(copies)]
         else:
-            parts = page // BLOCK
-            columns = [lax.div(block, jnp.int32(parts))]
-            row = (
-                pl.multiple_of(lax.rem(block, jnp.int32(parts)) * BLOCK, BLOCK) if parts > 1 else 0
-            )
-        ids = [table_g[request, jnp.clip(c, 0, width - 1)] for c in columns]
+            columns = [lax.div(block, jnp.int32(page // BLOCK))]
+        return [table_g[request, jnp.clip(c, 0, width - 1)] for c in columns]
+
+    def place_of(block, ids):
+        """Page ids of a block, and its first row in a page of several blocks."""
+        parts, row = page // BLOCK, 0
+        if parts > 1:
+            row = pl.multiple_of(lax.rem(block, jnp.int32(parts)) * BLOCK, BLOCK)
         return [jnp.clip(i, 0, num_pages - 1) for i in ids], row
 
-    def load_block(place, columns, buffer, barrier):
-        ids, row = place
+    def find(p, n, request, first, e):
+        """Element ``e`` behind the queries of piece ``p``: its piece, element, block, page ids."""
+
+        def here():
+            block = first + jnp.maximum(e - 1, 0)
+            return p, e, block, *ids_of(request, block)
+
+        def later():
+            q, i = element(p, n, e)
+            block = work_g[q, wp.FIRST] + jnp.maximum(i - 1, 0)
+            return q, i, block, *ids_of(work_g[q, wp.REQUEST], block)
+
+        return lax.cond(e <= n, here, later)
+
+    def find_block(p, n, x, known):
+        """Block ``x`` behind the first of piece ``p``, as ``find``; ``known`` if it is of ``p``."""
+
+        def later():
+            q, i = block_after(p, n, x)
+            block = work_g[q, wp.FIRST] + i
+            return q, i + 1, block, *ids_of(work_g[q, wp.REQUEST], block)
+
+        return lax.cond(x < n, lambda: known, later)
+
+    def load_block(block, ids, columns, buffer, barrier):
+        ids, row = place_of(block, ids)
         size = BLOCK // copies
         for i, page_id in enumerate(ids):
             src = pages_g.at[page_id, pl.ds(row, size), columns]
             plgpu.copy_gmem_to_smem(src, buffer.at[pl.ds(i * size, size)], barrier)
 
-    def load_bytes(place, columns, group, barrier):
+    def load_bytes(block, ids, columns, group, barrier):
         """As ``load_block``, in groups of keys: ``group(i)`` takes one."""
-        ids, row = place
+        ids, row = place_of(block, ids)
         for i in range(BLOCK // widen.GROUP):
             at = i * widen.GROUP
             page_id, first = (ids[at // page], at % page) if copies > 1 else (ids[0], row + at)
@@ -278,6 +300,7 @@ def _body(
         def piece(p, g0):
             n, first = blocks_of(p), work_g[p, wp.FIRST]
             whole, part = work_g[p, wp.SLOT] < 0, work_g[p, wp.SLOT]
+            row, count = row_of(p), live_rows(p)
             unmasked = work_g[p, wp.LENGTH] - work_g[p, wp.QUERIES] + 1
             plgpu.barrier_wait(left_full.at[slot(g0)])
             plgpu.barrier_wait(right_full.at[slot(g0)])
@@ -303,7 +326,7 @@ def _body(
                     lib.matmul(acc, q_tail.at[0], last, simulate=simulate)
                     plgpu.barrier_wait(rope_full.at[r])
                     lib.matmul(acc, q_tail.at[1], k_rope.at[r].T, simulate=simulate)
-                    if defer:
+                    if defer:  # sooner, and the other products would delay these
                         plgpu.wgmma_wait(1)
                         pl.when(j > 0)(lambda: plgpu.barrier_arrive(go.at[slot(g + 2)]))
                     return acc[...]
@@ -312,7 +335,8 @@ def _body(
                 block = first + j
                 full = (block + 1) * BLOCK <= unmasked
                 x = lax.cond(full, lambda: x, lambda: mask(x, p, block))
-                new_top = jnp.maximum(top, x.max(axis=1) * factor)
+                new_top = x.max(axis=1) * factor
+                new_top = jnp.where(new_top > top + LAG, new_top, top)
                 shrink = jnp.exp2(top - new_top)
                 w = jnp.exp2(x * factor - lib.fill_rows(new_top, BLOCK))
                 stats[ALPHA + s] = shrink
@@ -324,9 +348,9 @@ def _body(
 
             start = lib.row_vector(LOWEST, ROWS), lib.tile(0.0, (ROWS, 8), F32)
             top, total = lax.fori_loop(0, n, step, start)
-            total = total.sum(axis=1)
             if defer:
                 plgpu.barrier_arrive(go.at[slot(g0 + n)])
+            total = total.sum(axis=1)
             i = parity(p - begin)
             stats[INVERSE + i] = jnp.where(total > 0.0, unit / total, 0.0)
             plgpu.barrier_arrive(inverse_ready.at[i])
@@ -337,9 +361,7 @@ def _body(
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 stats[LSE] = lse2 * math.log(2.0)
                 plgpu.commit_smem()
-                lib.store_rows(
-                    stats.at[LSE], lse_g, row_of(p), live_rows(p), rows=ROWS, step=sizes.step
-                )
+                lib.store_rows(stats.at[LSE], lse_g, row, count, rows=ROWS, step=sizes.step)
 
             @pl.when(jnp.logical_not(whole))
             def _():
@@ -357,20 +379,21 @@ def _body(
         columns = pl.ds(HALF if right else 0, HALF)
         rope = pl.ds(RANK, ROPE)
 
-        def load(p, e, place, s):
+        def load(found, s):
+            p, e, block, *ids = found
             pl.when((p < end) & (e == 0))(lambda: load_rows(row_of(p), s))
-            pl.when((p < end) & (e > 0))(lambda: load_keys(place, s))
+            pl.when((p < end) & (e > 0))(lambda: load_keys(block, ids, s))
 
         def load_rows(first, s):
             load_queries(first, columns, keys.at[s], full.at[s])
 
-        def load_keys(place, s):
+        def load_keys(block, ids, s):
             if not quantised:
-                load_block(place, columns, keys.at[s], full.at[s])
+                load_block(block, ids, columns, keys.at[s], full.at[s])
                 return
-            load_bytes(place, columns, lambda i: stored[0].at[s, i, 1], raw.at[s])
+            load_bytes(block, ids, columns, lambda i: stored[0].at[s, i, 1], raw.at[s])
             if right:
-                load_bytes(place, rope, lambda i: stored[1].at[s, i, 0], raw.at[s])
+                load_bytes(block, ids, rope, lambda i: stored[1].at[s, i, 0], raw.at[s])
 
         def convert(p, e, g):
             """Bytes of element ``g`` of the stream, ``e`` of piece ``p``, to keys: a first part."""
@@ -407,17 +430,19 @@ def _body(
             )
             plgpu.copy_gmem_to_smem(qr_g.at[rows], q_tail.at[1, to], tail_full)
 
-        def load_rope(p, place, r):
-            pl.when(p < end)(lambda: load_block(place, rope, k_rope.at[r], rope_full.at[r]))
+        def load_rope(found, r):
+            p, _, block, *ids = found
+            pl.when(p < end)(lambda: load_block(block, ids, rope, k_rope.at[r], rope_full.at[r]))
 
-        def fetch(p, e, place):
+        def fetch(found):
             """Bring a block to the L2 cache; two neighbouring tiles share the work."""
+            p, e, block, *ids = found
             turn = (lax.rem(tile, jnp.int32(2)) == int(right)) if sizes.tiles > 1 else True
 
             @pl.when((p < end) & (e > 0) & turn)
             def _():
-                ids, row = place
-                for page_id in ids:
+                pages, row = place_of(block, ids)
+                for page_id in pages:
                     rows = pl.ds(row, BLOCK // copies)
                     plgpu.async_prefetch(pages_g.at[page_id, rows, columns])
                     if right:
@@ -430,23 +455,25 @@ def _body(
             load_rows(row_at(token), 0)
             if right:
                 load_tail(row_at(token))
-            place = place_of(request, first)
-            load_keys(place, 1)
+            found = begin, 1, first, *ids_of(request, first)
+            load(found, 1)
             if right and not quantised:
-                load_rope(begin, place, 0)
+                load_rope(found, 0)
 
             @pl.when(first + 1 < last)
             def _():
-                place = place_of(request, first + 1)
-                load_keys(place, 2)
+                found = begin, 2, first + 1, *ids_of(request, first + 1)
+                load(found, 2)
                 if right and not quantised:
-                    load_rope(begin, place, 1)
+                    load_rope(found, 1)
 
             @pl.when((first + 1 == last) & (begin + 1 < end))
             def _():
                 load_rows(row_of(begin + 1), 2)
                 if right and not quantised:
-                    load_rope(begin + 1, locate(begin + 1, 0), 1)
+                    block = work_g[begin + 1, wp.FIRST]
+                    ids = ids_of(work_g[begin + 1, wp.REQUEST], block)
+                    load_rope((begin + 1, 1, block, *ids), 1)
 
             convert(begin, 1, jnp.int32(1))
             settle(begin, 1, jnp.int32(1))
@@ -463,33 +490,40 @@ def _body(
 
             plgpu.commit_smem()
 
+        def rescale(o, shrink):
+            """``o`` times a factor of each row; all of a warp's are one in most blocks."""
+
+            def scaled():
+                return o * lib.fill_rows(shrink, HALF)
+
+            if simulate:
+                return scaled()
+            return lax.cond(lib.any_positive(1.0 - shrink), scaled, lambda: o)
+
         def piece(p, g0):
-            n, first = blocks_of(p), work_g[p, wp.FIRST]
+            n, first, request = blocks_of(p), work_g[p, wp.FIRST], work_g[p, wp.REQUEST]
             length = work_g[p, wp.LENGTH]
-            part = work_g[p, wp.SLOT]
-            target, e = element(p, n, jnp.int32(SLOTS))
-            place = locate(target, jnp.maximum(e - 1, 0))
+            part, row, count = work_g[p, wp.SLOT], row_of(p), live_rows(p)  # memory is far: early
+            ahead = functools.partial(find, p, n, request, first)
+            found = ahead(jnp.int32(SLOTS))
             second = element(p, n, jnp.int32(2))
             convert(*second, g0 + 2)
             settle(*second, g0 + 2)
             plgpu.barrier_wait(q_taken.at[slot(g0)])
-            load(target, e, place, slot(g0))
+            load(found, slot(g0))
 
-            def step(j, o):
+            def step(j, carry):
+                o, before, found = carry  # elements: the last step loads one, this one the next
                 g = g0 + 1 + j
                 s, r = slot(g), parity(g - (p - begin) - 1)
-                target, e = element(p, n, j + 1 + SLOTS)
-                place = locate(target, jnp.maximum(e - 1, 0))
+                following = ahead(j + 2 + SLOTS)
                 soon = element(p, n, j + 3)
                 if right and not quantised:
-                    rope_piece, rope_block = block_after(p, n, j + 2)
-                    rope_place = locate(rope_piece, rope_block)
-                if prefetch:
-                    fetch(target, e, place)
+                    next_rope = find_block(p, n, j + 2, before)
                 plgpu.barrier_wait(p_ready.at[s])
                 if right:
                     pl.when((j == n - 1) & (p + 1 < end))(lambda: load_tail(row_of(p + 1)))
-                o = o * lib.fill_rows(plgpu.load(stats.at[ALPHA + s], layout=ROW), HALF)
+                o = rescale(o, plgpu.load(stats.at[ALPHA + s], layout=ROW))
                 valid = length - (first + j) * BLOCK
                 pl.when(valid < BLOCK)(lambda: clear(s, valid))
                 if defer:
@@ -497,30 +531,29 @@ def _body(
 
                 def products(acc):
                     lib.matmul(acc, k_rope.at[r], keys.at[s], simulate=simulate)
+                    if prefetch:
+                        fetch(following)
                     convert(*soon, g + 2)
 
                 o = lib.accumulate(o, products, simulate=simulate)
                 if quantised:
-                    pl.when(j < n - 1)(lambda: load(target, e, place, s))
+                    pl.when(j < n - 1)(lambda: load(found, s))
                     if right:
                         plgpu.barrier_wait(left_done.at[s])
                         settle(*soon, g + 2)
                     else:
                         plgpu.barrier_arrive(left_done.at[s])
-                    return o
-                if right:  # the rope is needed first: its copies go first into the queue
+                    return o, found, following
+                if right:
                     plgpu.barrier_wait(left_done.at[s])
-                    load_rope(rope_piece, rope_place, r)
-                    plgpu.barrier_arrive(rope_sent.at[s])
+                    load_rope(next_rope, r)
                 else:
                     plgpu.barrier_arrive(left_done.at[s])
-                    plgpu.barrier_wait(rope_sent.at[s])
-                pl.when(j < n - 1)(lambda: load(target, e, place, s))
-                return o
+                pl.when(j < n - 1)(lambda: load(found, s))
+                return o, found, following
 
-            final, final_e = element(p, n, n + SLOTS)
-            final_place = locate(final, jnp.maximum(final_e - 1, 0))
-            o = lax.fori_loop(0, n, step, plgpu.layout_cast(jnp.zeros((ROWS, HALF), F32), WGMMA))
+            o = plgpu.layout_cast(jnp.zeros((ROWS, HALF), F32), WGMMA)
+            o, found, _ = lax.fori_loop(0, n, step, (o, found, ahead(jnp.int32(1 + SLOTS))))
             s, i = slot(g0 + n), parity(p - begin)
             plgpu.barrier_wait(inverse_ready.at[i])
             o = o * lib.fill_rows(plgpu.load(stats.at[INVERSE + i], layout=ROW), HALF)
@@ -530,13 +563,13 @@ def _body(
 
             def store(to, row):
                 lib.store_rows(
-                    keys.at[s], to.at[:, columns], row, live_rows(p), rows=ROWS, step=sizes.step
+                    keys.at[s], to.at[:, columns], row, count, rows=ROWS, step=sizes.step
                 )
 
-            pl.when(part < 0)(lambda: store(out_g, row_of(p)))
+            pl.when(part < 0)(lambda: store(out_g, row))
             pl.when(part >= 0)(lambda: store(part_g, (part * sizes.tiles + tile) * ROWS))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            load(final, final_e, final_place, s)
+            load(found, s)
             return g0 + n + 1
 
         lax.fori_loop(begin, end, piece, jnp.int32(0))
