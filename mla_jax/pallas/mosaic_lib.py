@@ -39,7 +39,6 @@ __all__ = [
     "matmul_registers",
     "row_vector",
     "shared_bytes",
-    "store_part",
     "store_rows",
     "swizzled",
     "tile",
@@ -159,22 +158,3 @@ def store_rows(src, dst, start, count, *, rows: int, step: int) -> None:
             plgpu.copy_smem_to_gmem(src.at[part], dst.at[pl.ds(start + first, size)])
 
         size //= 2
-
-
-def store_part(src, first, dst, start, count, *, most: int) -> None:
-    """Send ``count`` rows of ``src`` from row ``first`` on to row ``start`` of ``dst``: one group.
-
-    ``count`` is at most ``most``, a power of two; any other number of rows goes out in powers
-    of two. Rows are contiguous and not swizzled, so every size is one bulk copy.
-    """
-    done, size = 0, most
-    while size:
-
-        @pl.when((count & size) != 0)
-        def _(done=done, size=size):
-            part = src.at[pl.ds(first + done, size)]
-            plgpu.copy_smem_to_gmem(part, dst.at[pl.ds(start + done, size)], commit_group=False)
-
-        done = done + (count & size)
-        size //= 2
-    plgpu.commit_smem_to_gmem_group()
