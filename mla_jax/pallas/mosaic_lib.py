@@ -33,7 +33,7 @@ __all__ = [
     "SHARED_MEMORY",
     "WGMMA",
     "accumulate",
-    "any_positive",
+    "any_below_one",
     "fill_rows",
     "fold_columns",
     "kernel",
@@ -41,7 +41,6 @@ __all__ = [
     "matmul_registers",
     "row_vector",
     "shared_bytes",
-    "store_part",
     "store_rows",
     "swizzled",
     "tile",
@@ -163,27 +162,11 @@ def store_rows(src, dst, start, count, *, rows: int, step: int) -> None:
         size //= 2
 
 
-def store_part(src, first, dst, start, count, *, most: int) -> None:
-    """Send ``count`` rows of ``src`` from row ``first`` on to row ``start`` of ``dst``: one group.
+def any_below_one(x: jax.Array) -> jax.Array:
+    """Whether a value of one of a warp's rows is below one; each warp asks for its own rows.
 
-    ``count`` is at most ``most``, a power of two; any other number of rows goes out in powers
-    of two. Rows are contiguous and not swizzled, so every size is one bulk copy.
+    On the device only: the interpreter has no warps.
     """
-    done, size = 0, most
-    while size:
-
-        @pl.when((count & size) != 0)
-        def _(done=done, size=size):
-            part = src.at[pl.ds(first + done, size)]
-            plgpu.copy_smem_to_gmem(part, dst.at[pl.ds(start + done, size)], commit_group=False)
-
-        done = done + (count & size)
-        size //= 2
-    plgpu.commit_smem_to_gmem_group()
-
-
-def any_positive(x: jax.Array) -> jax.Array:
-    """Whether one of a warp's rows is positive; each warp asks for its own. Not interpreted."""
 
     @plgpu.inline_mgpu(
         arg_types=(ROW,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=WGMMA)
@@ -197,8 +180,8 @@ def any_positive(x: jax.Array) -> jax.Array:
             list(x.registers.flat),
             """{
             .reg .pred p;
-            setp.gt.f32 p, $1, 0f00000000;
-            setp.gt.or.f32 p, $2, 0f00000000, p;
+            setp.lt.f32 p, $1, 0f3F800000;
+            setp.lt.or.f32 p, $2, 0f3F800000, p;
             vote.sync.any.pred p, p, 0xffffffff;
             selp.u32 $0, 1, 0, p;
             }""",

@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from mla_jax.cache import FORMATS, LatentCache
 from mla_jax.config import MLADims
 from mla_jax.ops import explain, gather_latent, write_latent
-from mla_jax.pallas.cache_io import gather_sm90, mosaic, write_sm90
+from mla_jax.pallas.cache_io import mosaic, units_sm90, write_sm90
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.mosaic_lib import SHARED_MEMORY, shared_bytes
 from tests import aot
@@ -94,16 +94,13 @@ GATHERED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("part", "stages"), [(8, 1), (16, 1), (16, 3)])
 @pytest.mark.parametrize("name", GATHERED)
-def test_interpreted_gather(name, part, stages, rng):
-    """Every part of the walk on a CPU, with race detection."""
+def test_interpreted_gather(name, rng):
+    """Where every row lies, on a CPU, with race detection."""
     lens, first, take, more = GATHERED[name]
     args, kwargs, want = gather_case(rng, lens, first, take, dims=SMALL, **more)
     params = plgpu.InterpretGPUParams(detect_races=True)
-    tuning = mosaic.GatherTuning(part=part, stages=stages, workers=3)
-    got = gather(args, kwargs, tuning=tuning, interpret=params)
-    np.testing.assert_array_equal(bits(got), bits(want))
+    np.testing.assert_array_equal(bits(gather(args, kwargs, interpret=params)), bits(want))
     assert not get_races().races_found
 
 
@@ -129,14 +126,44 @@ def test_interpreted_write(name, stages, rng):
 
 
 @given(
-    lens=st.lists(st.integers(0, 5), min_size=1, max_size=300),
-    lead=st.integers(0, 3),
-    row=st.integers(-1, 800),
+    width=st.sampled_from([128, 192, 256, 320, 576, 640, 1088, 1152]),
+    rows=st.integers(1, 40),
 )
-def test_the_search_finds_the_first_owner(lens, lead, row):
-    ends = starts(lens) + lead
-    found = gather_sm90.owner(jnp.asarray(ends, jnp.int32), jnp.int32(row), len(lens))
-    assert int(found) == np.searchsorted(ends[1:], row, side="right")
+def test_every_unit_has_one_thread(width, rows):
+    """All units once, in order; a warp has one row, or one and the next."""
+    block, thread = np.indices((units_sm90.blocks(rows, width), units_sm90.THREADS))
+    found = []
+    for i in range(units_sm90.EACH):
+        row, unit = units_sm90.spot(block, thread, i, width)
+        found.append(np.stack([row, unit], -1))
+        warps = np.asarray(row).reshape(-1, 32)
+        np.testing.assert_array_equal(np.ptp(warps, axis=1) <= 1, True)
+        np.testing.assert_array_equal(warps[:, [0, -1]].T, [warps.min(1), warps.max(1)])
+    found = np.stack(found, 1).reshape(-1, 2)
+    units = width // units_sm90.UNIT
+    np.testing.assert_array_equal(found @ [units, 1], np.arange(len(found)))
+    assert rows * units <= len(found) < rows * units + units_sm90.THREADS * units_sm90.EACH
+    assert (found[:, 1] < units).all()
+
+
+def test_no_number_of_a_spot_passes_32_bits():
+    block = 2**30 - 1  # 4.4 terabytes of rows of 1152 elements
+    row, unit = units_sm90.spot(jnp.int32(block), jnp.int32(127), 1, 1152)
+    assert (int(row), int(unit)) == divmod(block * 256 + 255, 144)
+
+
+@pytest.mark.parametrize("requests", [1, 2, 31, 32, 33, 34, 65, 1088, 1089, 1200])
+def test_the_search_finds_the_owner(requests, rng):
+    """The rounds of ``units_sm90.owner`` in numpy, for every row."""
+    ends = starts(rng.integers(0, 3, requests)) + 2
+    row = np.arange(ends[-1] + 2)
+    low = np.zeros_like(row)
+    for step in units_sm90.steps(requests):
+        at = low[:, None] + step * np.arange(1, 33)
+        low += step * np.sum(
+            (at <= requests) & (ends[np.minimum(at, requests)] <= row[:, None]), axis=1
+        )
+    np.testing.assert_array_equal(low, np.searchsorted(ends[1:], row, side="right"))
 
 
 @pytest.mark.parametrize("digits", [8, 11])  # of bfloat16 and float16
@@ -156,11 +183,8 @@ def test_one_correction_decides_every_tie(digits):
 @pytest.mark.parametrize("rank", [64, 512, 1024])
 @pytest.mark.parametrize("rope", [64, 128])
 @FORMAT
-def test_shared_memory_fits(rank, rope, format):
-    fmt, dtype, row = FORMATS[format], DTYPE[format], rank + rope
-    g = mosaic.gather_tuning(rows=10**6, dequantise=fmt.quantised)
-    out = gather_sm90.scratch(fmt.dtype, dtype, part=g.part, row=row, stages=g.stages)
-    assert shared_bytes(out) <= SHARED_MEMORY
+def test_shared_memory_of_a_write_fits(rank, rope, format):
+    fmt, dtype = FORMATS[format], DTYPE[format]
     w = mosaic.write_tuning(tokens=10**6, quantise=fmt.quantised)
     out = write_sm90.scratch(
         (dtype, "float32" if fmt.quantised else dtype), fmt.dtype, tile=w.tile,
@@ -190,7 +214,7 @@ def test_gather_compiles_for_sm90(format, page):
     args = *page_specs(format, page), int32((200, 40)), int32((200,)), int32((201,))
     compiled, (report,) = aot.compile_sm90(fn, *args)
     assert report.spilled == 0, report.log
-    assert report.shared <= SHARED_MEMORY
+    assert report.registers <= 32, "less than 2048 threads of a multiprocessor"
     assert compiled.memory_analysis().temp_size_in_bytes < 10**6
 
 
@@ -243,16 +267,29 @@ def test_gather_on_device(format, page, rng):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tuning", [(8, 1, 999), (16, 2, 1), (32, 3, 132), (16, 12, 2000)])
 @FORMAT
-def test_gather_at_any_tuning(tuning, format, rng):
-    lens, first, take = [900, 0, 65, 3000], [100, 0, 1, 999], [800, 0, 64, 2001]
-    args, kwargs, want = gather_case(rng, lens, first, take, rows=3000, format=format)
-    part, stages, workers = tuning
-    if FORMATS[format].quantised:
-        stages = min(stages, 6)
-    chosen = mosaic.GatherTuning(part=part, stages=stages, workers=workers)
-    np.testing.assert_array_equal(bits(gather(args, kwargs, tuning=chosen)), bits(want))
+def test_gather_of_many_requests(format, rng):
+    """Three rounds of the search, over requests of which most are empty."""
+    lens = [*(rng.integers(0, 9, 1200) * (rng.random(1200) < 0.4))]
+    case = lens, [n // 2 for n in lens], [n - n // 2 for n in lens]
+    args, kwargs, want = gather_case(rng, *case, rows=sum(case[2]) + 3, page=16, format=format)
+    np.testing.assert_array_equal(bits(gather(args, kwargs)), bits(want))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rank", "rope"), [(64, 64), (128, 64), (1024, 128)])
+@FORMAT
+def test_rows_of_any_width_on_device(rank, rope, format, rng):
+    """Threads of a warp on two rows, of a block on many."""
+    dims = MLADims(heads=1, rank=rank, nope=8, rope=rope, v=8, q_rank=None)
+    lens = [90, 0, 3, 1, 1, 40]
+    args, kwargs, want = gather_case(
+        rng, lens, [0] * 6, lens, rows=150, lead=2, dims=dims, page=16, format=format
+    )
+    np.testing.assert_array_equal(bits(gather(args, kwargs)), bits(want))
+    slots = rng.permutation(96)[:61]
+    args, want = write_case(rng, slots, dims=dims, page=16, format=format)
+    np.testing.assert_array_equal(bits(write(args)), bits(want))
 
 
 @pytest.mark.gpu

@@ -10,15 +10,13 @@ from jax.typing import DTypeLike
 
 from mla_jax.cache import CacheFormat
 from mla_jax.pallas.registry import OneOf, Requirement, Within
-from mla_jax.types import Array, Float, Int, cdiv, round_up
+from mla_jax.types import Array, Float, Int, cdiv
 
 __all__ = [
     "GATHER",
     "WRITE",
-    "GatherTuning",
     "WriteTuning",
     "gather_latent",
-    "gather_tuning",
     "write_latent",
     "write_tuning",
 ]
@@ -51,19 +49,6 @@ WRITE = Requirement(
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatherTuning:
-    """What may change the speed of a gather; no result depends on it."""
-
-    part: int  # rows of one copy, a power of two from 8 on that divides the page
-    stages: int  # slots of the ring: one is on its way out, the others on their way in
-    workers: int  # thread blocks
-
-    def __post_init__(self):
-        assert self.part & (self.part - 1) == 0 < self.part // 8, "a power of two from 8 on"
-        assert min(self.stages, self.workers) >= 1, "one slot, one thread block"
-
-
-@dataclass(frozen=True, kw_only=True)
 class WriteTuning:
     """What may change the speed of a write; no result depends on it."""
 
@@ -74,12 +59,6 @@ class WriteTuning:
     def __post_init__(self):
         assert self.tile % 8 == 0 < self.tile, "a multiple of 8"
         assert min(self.stages, self.workers) >= 1, "one slot, one thread block"
-
-
-def gather_tuning(*, rows: int, dequantise: bool) -> GatherTuning:
-    """One small part for each thread block: of many blocks side by side, some always load."""
-    part = 16 if dequantise else 8
-    return GatherTuning(part=part, stages=1, workers=cdiv(rows, part))
 
 
 def write_tuning(*, tokens: int, quantise: bool) -> WriteTuning:
@@ -101,7 +80,6 @@ def gather_latent(
     rows: int,
     dtype: DTypeLike,
     format: CacheFormat,
-    tuning: GatherTuning | None = None,
     interpret: object = None,
 ) -> Float[Array, "{rows} row"]:
     """``ref.gather_latent``, bit for bit; ``interpret`` runs on a CPU."""
@@ -110,7 +88,6 @@ def gather_latent(
     del format  # dtypes say it all
     if not (rows and page_table.shape[0] and page_table.shape[1]):
         return jnp.zeros((rows, pages.shape[2]), dtype)
-    tuning = tuning or gather_tuning(rows=rows, dequantise=pages.dtype != jnp.dtype(dtype))
     return gather_sm90.gather(
         pages,
         scale,
@@ -119,9 +96,6 @@ def gather_latent(
         row_starts,
         rows=rows,
         dtype=dtype,
-        part=tuning.part,
-        stages=tuning.stages,
-        share=round_up(cdiv(rows, tuning.workers), tuning.part),
         interpret=interpret,
     )
 

@@ -237,4 +237,4 @@ def _body(
 
     @plgpu.warp_map
     def _(_):
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the rows arrive before the next kernel

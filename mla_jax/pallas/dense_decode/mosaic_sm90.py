@@ -498,7 +498,7 @@ def _body(
 
             if simulate:
                 return scaled()
-            return lax.cond(lib.any_positive(1.0 - shrink), scaled, lambda: o)
+            return lax.cond(lib.any_below_one(shrink), scaled, lambda: o)
 
         def piece(p, g0):
             n, first, request = blocks_of(p), work_g[p, wp.FIRST], work_g[p, wp.REQUEST]
