@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from mla_jax.pallas.dense_prefill import schedule as sc
-from mla_jax.pallas.registry import OneOf, Requirement
+from mla_jax.pallas.registry import OneOf, Requirement, Within
 from mla_jax.types import Array, AttnState, Float, Int
 
 __all__ = ["REQUIREMENT", "Tuning", "dense_prefill", "heuristic", "make_schedule"]
@@ -20,9 +20,9 @@ REQUIREMENT = Requirement(
         "dtype+out": OneOf(
             "bfloat16+bfloat16", "bfloat16+float32", "float16+float16", "float16+float32"
         ),
-        "nope": OneOf(128),
+        "nope": Within(low=64, high=192, multiple=64),
         "rope": OneOf(64),
-        "v": OneOf(128),
+        "v": Within(low=64, high=256, multiple=64),
     },
 )
 
@@ -32,13 +32,19 @@ MULTIPROCESSORS = 132
 L2 = 10 << 20
 """Bytes of keys and values that tiles may share in the L2 cache, which has two halves of 25 MB."""
 
+SHARED = 226 << 10
+"""Bytes of shared memory for queries, keys and values; barriers and facts of tiles have the rest."""
+
+REGISTERS = 176
+"""Of the 240 of a thread for sums, scores and weights; the rest hold maxima and addresses."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
     """What may change the speed of a result, and only ``block`` its bits."""
 
     heads_together: int  # heads whose tiles run side by side
-    block: int = 128  # keys of one step
+    block: int  # keys of one step
     stages: int = 2  # blocks in shared memory
     dynamic: bool = True  # a thread block takes its next tile when it is free
     workers: int = MULTIPROCESSORS  # thread blocks
@@ -49,10 +55,18 @@ class Tuning:
         assert self.stages & (self.stages - 1) == 0, "stages are a power of two"
 
 
-def heuristic(keys: int, heads: int, columns: int) -> Tuning:
-    """As many heads side by side as have their keys, of ``columns`` columns, in the L2 cache."""
-    fit = L2 // max(2 * columns * keys, 1)
-    return Tuning(heads_together=min(max(fit, 1), heads))
+def heuristic(keys: int, heads: int, *, nope: int, rope: int, v: int) -> Tuning:
+    """As many heads side by side as have their keys in the L2 cache; as many keys as fit."""
+    together = L2 // max(2 * (nope + v) * keys, 1)
+    block = next(n for n in (128, 64) if _fits(n, nope + rope, v))
+    return Tuning(heads_together=min(max(together, 1), heads), block=block)
+
+
+def _fits(block: int, qk: int, v: int, stages: int = 2) -> bool:
+    """Whether blocks of so many keys fit into shared memory, and their products into registers."""
+    shared = 2 * (sc.ROWS * qk + stages * block * (qk + v))
+    registers = v // 2 + block // 2 + block // 4  # sums, scores, weights of half a row
+    return shared <= SHARED and registers <= REGISTERS
 
 
 def make_schedule(
@@ -103,7 +117,7 @@ def dense_prefill(
             out=jnp.zeros((tokens, heads, v), out_dtype),
             lse=jnp.full((tokens, heads), -jnp.inf, jnp.float32),
         )
-    tuning = tuning or heuristic(keys, heads, nope_v)
+    tuning = tuning or heuristic(keys, heads, nope=nope, rope=k_rope.shape[1], v=v)
     if schedule is None:
         schedule = make_schedule(
             query_starts, key_starts, tokens=tokens, keys=keys, causal=causal, tuning=tuning
