@@ -33,7 +33,7 @@ L2 = 10 << 20
 """Bytes of keys and values that tiles may share in the L2 cache, which has two halves of 25 MB."""
 
 SHARED = 226 << 10
-"""Bytes of shared memory for queries, keys and values; barriers and facts of tiles have the rest."""
+"""Bytes of shared memory for queries, keys and values; barriers and facts have the rest."""
 
 REGISTERS = 176
 """Of the 240 of a thread for sums, scores and weights; the rest hold maxima and addresses."""
