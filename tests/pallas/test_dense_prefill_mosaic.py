@@ -182,8 +182,8 @@ def test_every_width_has_a_block_that_fits(nope, v):
     tuning = mosaic.heuristic(1, 1, nope=nope, rope=64, v=v)
     assert tuning.block == (128 if v <= 128 and nope + v <= 256 else 64)
     sizes = sm90.Sizes(
-        nope=nope, rope=64, v=v, block=tuning.block, stages=tuning.stages, heads_together=1,
-        workers=1, dynamic=True,
+        nope=nope, rope=64, v=v, block=tuning.block, stages=tuning.stages, held=tuning.held,
+        heads_together=1, workers=1, dynamic=True,
     )  # fmt: skip
     buffers = sm90.scratch(sizes, jnp.bfloat16, jnp.bfloat16, simulate=False)
     assert shared_bytes(buffers) <= SHARED_MEMORY
