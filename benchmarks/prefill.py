@@ -136,7 +136,7 @@ def line(row: dict) -> str:
 def tuning(case: Case) -> mosaic.Tuning:
     """What the backend would choose."""
     widths = {"nope": case.nope, "rope": case.rope, "v": case.v}
-    return mosaic.heuristic(sum(case.key_lens), case.heads, **widths)
+    return mosaic.heuristic(sum(case.key_lens), case.heads, **widths, causal=case.causal)
 
 
 def _attend(case: Case, q, kv, k_rope, query_starts, key_starts, schedule):

@@ -56,14 +56,15 @@ def steep(case, factor):
 @pytest.mark.parametrize("name", INTERPRETED)
 def test_interpreted_with_race_detection(name, rng):
     """Control flow, barriers and races on a CPU; not asynchrony of products, nor registers."""
-    dims = INTERPRETED[name].get("dims", V2_LITE)
+    dims, causal = (INTERPRETED[name].get(k, x) for k, x in (("dims", V2_LITE), ("causal", True)))
     case = prefill_case(rng, **{**INTERPRETED[name], "dims": dataclasses.replace(dims, heads=1)})
     tuning = dataclasses.replace(
-        mosaic.heuristic(1, 1, nope=dims.nope, rope=dims.rope, v=dims.v), workers=2, dynamic=False
+        mosaic.heuristic(1, 1, nope=dims.nope, rope=dims.rope, v=dims.v, causal=causal),
+        workers=2,
+        dynamic=False,
     )
     case = steep(case, 6.0) if name == "rising_maxima" else case
     params = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=4)
-    causal = INTERPRETED[name].get("causal", True)
     state = attend(case, causal=causal, tuning=tuning, interpret=params)
     judge(state, case, case.parts)
     assert not get_races().races_found
@@ -170,7 +171,7 @@ def test_explain_names_the_missing_capability():
 
 
 def test_heuristic_keeps_keys_in_the_cache():
-    widths = {"nope": 128, "rope": 64, "v": 128}
+    widths = {"nope": 128, "rope": 64, "v": 128, "causal": True}
     assert mosaic.heuristic(8192, 128, **widths).heads_together == 2
     assert mosaic.heuristic(100, 16, **widths).heads_together == 16
     assert mosaic.heuristic(10**6, 16, **widths).heads_together == 1
@@ -179,12 +180,9 @@ def test_heuristic_keeps_keys_in_the_cache():
 @pytest.mark.parametrize("nope", [64, 128, 192])
 @pytest.mark.parametrize("v", [64, 128, 192, 256])
 def test_every_width_has_a_block_that_fits(nope, v):
-    tuning = mosaic.heuristic(1, 1, nope=nope, rope=64, v=v)
+    tuning = mosaic.heuristic(1, 1, nope=nope, rope=64, v=v, causal=True)
     assert tuning.block == (128 if v <= 128 and nope + v <= 256 else 64)
-    sizes = sm90.Sizes(
-        nope=nope, rope=64, v=v, block=tuning.block, stages=tuning.stages, held=tuning.held,
-        heads_together=1, workers=1, dynamic=True,
-    )  # fmt: skip
+    sizes = sm90.Sizes(nope=nope, rope=64, v=v, **dataclasses.asdict(tuning))
     buffers = sm90.scratch(sizes, jnp.bfloat16, jnp.bfloat16, simulate=False)
     assert shared_bytes(buffers) <= SHARED_MEMORY
 

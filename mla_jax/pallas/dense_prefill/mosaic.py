@@ -3,7 +3,7 @@
 The kernel is imported where it runs: Mosaic GPU takes more than a second to import.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -35,10 +35,6 @@ L2 = 10 << 20
 SHARED = 226 << 10
 """Bytes of shared memory for queries, keys and values; barriers and facts have the rest."""
 
-HELD = 2
-"""Chunks of the queries in registers: products that find both operands in shared memory read 96 of
-the 128 bytes a cycle that it has."""
-
 REGISTERS = 176
 """Of the 240 of a thread for sums, scores and weights; the rest hold maxima and addresses."""
 
@@ -49,7 +45,8 @@ class Tuning:
 
     heads_together: int  # heads whose tiles run side by side
     block: int  # keys of one step
-    held: int  # chunks of 64 columns of the queries that stay in registers
+    held: int = 0  # chunks of 64 columns of the queries that stay in registers
+    hardware: bool = False  # buffers are freed by hardware barriers
     stages: int = 2  # blocks in shared memory
     dynamic: bool = True  # a thread block takes its next tile when it is free
     workers: int = MULTIPROCESSORS  # thread blocks
@@ -60,11 +57,18 @@ class Tuning:
         assert self.stages in (1, 2, 4), "stages are a power of two; hardware barriers allow four"
 
 
-def heuristic(keys: int, heads: int, *, nope: int, rope: int, v: int) -> Tuning:
-    """As many heads side by side as have their keys in the L2 cache; as many keys as fit."""
+def heuristic(keys: int, heads: int, *, nope: int, rope: int, v: int, causal: bool) -> Tuning:
+    """As many heads side by side as have their keys in the L2 cache; as many keys as fit.
+
+    Queries in registers relieve shared memory. They and hardware barriers are faster in blocks of
+    64 keys and where all keys are seen, but slower in causal blocks of 128: that is measured only.
+    """
     together = L2 // max(2 * (nope + v) * keys, 1)
     block = next(n for n in (128, 64) if _fits(n, nope + rope, v))
-    return Tuning(heads_together=min(max(together, 1), heads), block=block, held=HELD)
+    held = 0 if causal and block == 128 else min(2, (nope + rope) // 64 - 1)
+    return Tuning(
+        heads_together=min(max(together, 1), heads), block=block, held=held, hardware=held > 0
+    )
 
 
 def _fits(block: int, qk: int, v: int, stages: int = 2) -> bool:
@@ -122,7 +126,7 @@ def dense_prefill(
             out=jnp.zeros((tokens, heads, v), out_dtype),
             lse=jnp.full((tokens, heads), -jnp.inf, jnp.float32),
         )
-    tuning = tuning or heuristic(keys, heads, nope=nope, rope=k_rope.shape[1], v=v)
+    tuning = tuning or heuristic(keys, heads, nope=nope, rope=k_rope.shape[1], v=v, causal=causal)
     if schedule is None:
         schedule = make_schedule(
             query_starts, key_starts, tokens=tokens, keys=keys, causal=causal, tuning=tuning
@@ -134,11 +138,7 @@ def dense_prefill(
         _rows(kv, tuning.block),
         _rows(k_rope, tuning.block),
         schedule,
-        sizes=sm90.Sizes(
-            nope=nope, rope=k_rope.shape[1], v=v, block=tuning.block, stages=tuning.stages,
-            held=tuning.held, heads_together=tuning.heads_together, workers=tuning.workers,
-            dynamic=tuning.dynamic,
-        ),
+        sizes=sm90.Sizes(nope=nope, rope=k_rope.shape[1], v=v, **asdict(tuning)),
         scale=scale,
         causal=causal,
         out_dtype=out_dtype,

@@ -77,6 +77,7 @@ class Sizes:
     heads_together: int  # heads whose tiles are interleaved: their keys share the L2 cache
     workers: int
     held: int  # chunks of 64 columns of the queries that stay in registers
+    hardware: bool  # buffers are freed by hardware barriers, not by those in shared memory
     dynamic: bool  # a thread block takes the next tile when it is free; else every 132nd
 
     @property
@@ -126,10 +127,11 @@ def scratch(sizes: Sizes, dtype: DTypeLike, out_dtype: DTypeLike, simulate: bool
         "wanted": barrier(),  # loader -> warp that draws
         "drawn": barrier(2),  # warp that draws, and all -> all: the number of the next tile
     }
-    if simulate:  # on the device these three are hardware barriers
+    if simulate or not sizes.hardware:
         buffers["q_free"] = barrier(count=2)  # one warpgroup -> loader: its last scores are there
         buffers["k_free"] = barrier(2, stages)  # both -> loader
         buffers["v_free"] = barrier(2, stages)  # both -> loader
+    if simulate:
         buffers["o"] = plgpu.SMEM((2, HALF, sizes.v), out_dtype)
         buffers["small"] = plgpu.SMEM((2, HALF), F32)
         buffers["spill"] = plgpu.SMEM((2, HALF, sizes.block), dtype)
@@ -205,18 +207,18 @@ def _body(
     def free(what, i):
         """Products that read buffer ``i`` are complete."""
         barriers, first, threads = frees[what]
-        if simulate:
-            plgpu.barrier_arrive(barriers.at[i])
-        else:
+        if barriers is None:
             inline.arrive(first + i, threads)
+        else:
+            plgpu.barrier_arrive(barriers.at[i])
 
     def await_free(what, i):
         """Once for each ``free`` of each warpgroup: none can run ahead, for it awaits a refill."""
         barriers, first, threads = frees[what]
-        if simulate:
-            plgpu.barrier_wait(barriers.at[i])
-        else:
+        if barriers is None:
             inline.sync(first + i, threads)
+        else:
+            plgpu.barrier_wait(barriers.at[i])
 
     def step_slot(t):
         return t & (STEPS - 1)
@@ -433,6 +435,8 @@ def _body(
             """Columns of the queries of a tile for registers, in a tuple that may be empty."""
             chunks = range(k_chunks - sizes.held, k_chunks)
             parts = [plgpu.load(q_m.at[wg, c], layout=WGMMA) for c in chunks]
+            if parts:
+                plgpu.commit_smem()  # before the copy engine writes there
             return (jnp.concatenate(parts, axis=1),) if parts and not simulate else ()
 
         def nothing():
