@@ -244,12 +244,24 @@ def test_ragged_against_the_reference(heads):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("lens", [[512] * 16, [1, 17, 512, 130, 0, 700]])
-def test_short_requests_again_and_again(lens, rng):
+@pytest.mark.parametrize(
+    ("dims", "lens", "causal"),
+    [
+        (V2_LITE, [512] * 16, True),
+        (V2_LITE, [1, 17, 512, 130, 0, 700], True),
+        (V2_LITE, [1, 17, 512, 130, 0, 700], False),
+        (GLM, [1, 17, 512, 130, 0, 700], True),
+    ],
+)
+def test_short_requests_again_and_again(dims, lens, causal, rng):
     """Thousands of calls end, with the same bits: tiles of few blocks are hardest on barriers."""
-    case = prefill_case(rng, dims=V2_LITE, query_lens=lens, pad=0)
+    case = prefill_case(rng, dims=dims, query_lens=lens, pad=0)
     q, kv, k_rope, meta = case.args
-    run = jax.jit(lambda *args: attend(dataclasses.replace(case, args=(*args, meta))))
+
+    @jax.jit
+    def run(*args):
+        return attend(dataclasses.replace(case, args=(*args, meta)), causal=causal)
+
     first, differs = run(q, kv, k_rope), jnp.zeros((), bool)
     for _ in range(2000):
         differs |= jnp.any(run(q, kv, k_rope).out != first.out)
@@ -277,9 +289,10 @@ def test_float32_states(rng):
 
 
 @pytest.mark.gpu
-def test_permuting_requests_permutes_bits(rng):
+@pytest.mark.parametrize("dims", [V2_LITE, GLM], ids=["v2_lite", "glm"])
+def test_permuting_requests_permutes_bits(dims, rng):
     lens = [300, 17, 129, 500]
-    case = prefill_case(rng, dims=V2_LITE, query_lens=lens, pad=0)
+    case = prefill_case(rng, dims=dims, query_lens=lens, pad=0)
     state, ends = attend(case), np.cumsum(lens)
     for order in ([2, 0, 3, 1], [3, 2, 1, 0]):
         at = np.concatenate([np.arange(ends[r] - lens[r], ends[r]) for r in order])

@@ -111,8 +111,9 @@ def give_turn(wg) -> None:
 
 
 def arrive(number, threads: int) -> None:
-    """At a hardware barrier: one instruction of a warp, and it wakes others sooner than one in
-    shared memory."""
+    """At a hardware barrier of so many threads: one instruction of a warp, and waiting ones wake
+    sooner than at a barrier in shared memory.
+    """
     _barrier("arrive", number, threads)
 
 

@@ -36,7 +36,7 @@ SHARED = 226 << 10
 """Bytes of shared memory for queries, keys and values; barriers and facts have the rest."""
 
 REGISTERS = 176
-"""Of the 240 of a thread for sums, scores and weights; the rest hold maxima and addresses."""
+"""Of the 240 of a thread for sums, scores and weights; the rest is for queries and scalars."""
 
 
 @dataclass(frozen=True, kw_only=True)

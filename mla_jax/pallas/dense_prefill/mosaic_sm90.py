@@ -12,6 +12,7 @@ The two warpgroups take turns in issuing products: without, they drift into step
 cores wait while both are in their softmax. A row's weights are relative to a maximum that may lag
 behind by a factor of 2**LAG, so that O is seldom rescaled. The first scores of a tile are issued
 behind the last values of the tile before, whose result goes from registers to memory under them.
+Some columns of the queries may stay in registers, which relieves shared memory.
 
 Tiles begin at the first query of their request, and blocks at its first key: a view of shared
 memory tiled by single rows lets the copy engine start anywhere. So the bits of a request do not
