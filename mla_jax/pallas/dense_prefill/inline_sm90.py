@@ -11,6 +11,7 @@ the device only: the interpreter has other forms.
 # pyright: reportArgumentType=false
 # pyright: reportCallIssue=false
 # pyright: reportAbstractUsage=false
+# pyright: reportReturnType=false
 
 import jax
 import jax.numpy as jnp
