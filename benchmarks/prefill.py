@@ -18,8 +18,6 @@ from mla_jax.pallas.dense_prefill import schedule as sc
 
 __all__ = ["CASES", "Case", "run"]
 
-NOPE, ROPE, V = 128, 64, 128
-SCALE = (NOPE + ROPE) ** -0.5
 FLOPS, BYTES = 800e12, 4.25e12  # ceilings of the floor: bf16 product, copy
 CHAIN = 8  # calls of one program when back to back
 NONE = Isolated(sum=math.nan, span=math.nan, kernels={})
@@ -32,12 +30,25 @@ class Case:
     heads: int
     queries: tuple[int, ...]
     keys: int = 0
+    nope: int = 128
+    rope: int = 64
+    v: int = 128
 
     @property
     def name(self) -> str:
         one = len(set(self.queries)) == 1
         queries = f"{len(self.queries)}x{self.queries[0]}" if one else "ragged"
-        return f"h{self.heads}_q{queries}" + (f"_k{self.keys}_full" if self.keys else "_causal")
+        widths = "" if self.qk == 192 else f"_d{self.qk}"
+        seen = f"_k{self.keys}_full" if self.keys else "_causal"
+        return f"h{self.heads}{widths}_q{queries}{seen}"
+
+    @property
+    def qk(self) -> int:
+        return self.nope + self.rope
+
+    @property
+    def scale(self) -> float:
+        return self.qk**-0.5
 
     @property
     def causal(self) -> bool:
@@ -54,13 +65,14 @@ class Case:
             n * (n + 1) / 2 if self.causal else n * m
             for n, m in zip(self.queries, self.key_lens, strict=True)
         )
-        return 2.0 * self.heads * pairs * (NOPE + ROPE + V)
+        return 2.0 * self.heads * pairs * (self.qk + self.v)
 
     @property
     def bytes(self) -> float:
         """Queries, results, keys and values of every head once."""
-        per_head = sum(self.queries) * (NOPE + ROPE + V) + sum(self.key_lens) * (NOPE + V)
-        return 2.0 * (self.heads * per_head + sum(self.key_lens) * ROPE)
+        keys = sum(self.key_lens)
+        per_head = sum(self.queries) * (self.qk + self.v) + keys * (self.nope + self.v)
+        return 2.0 * (self.heads * per_head + keys * self.rope)
 
     @property
     def floor_us(self) -> float:
@@ -76,6 +88,7 @@ CASES = (
     Case(16, (4096,) * 4),
     Case(128, (2048,), 16384),
     Case(16, (2048,), 32768),
+    Case(20, (8192,), nope=192, v=256),
 )
 
 METHOD = (
@@ -122,12 +135,13 @@ def line(row: dict) -> str:
 
 def tuning(case: Case) -> mosaic.Tuning:
     """What the backend would choose."""
-    return mosaic.heuristic(sum(case.key_lens), case.heads, NOPE + V)
+    widths = {"nope": case.nope, "rope": case.rope, "v": case.v}
+    return mosaic.heuristic(sum(case.key_lens), case.heads, **widths, causal=case.causal)
 
 
 def _attend(case: Case, q, kv, k_rope, query_starts, key_starts, schedule):
     return mosaic.dense_prefill(
-        q, kv, k_rope, query_starts, key_starts, scale=SCALE, causal=case.causal,
+        q, kv, k_rope, query_starts, key_starts, scale=case.scale, causal=case.causal,
         out_dtype=q.dtype, tuning=tuning(case), schedule=schedule,
     )  # fmt: skip
 
@@ -143,9 +157,9 @@ def _specs(case: Case) -> tuple:
     tokens, keys, starts = sum(case.queries), sum(case.key_lens), len(case.queries) + 1
     spec = jax.ShapeDtypeStruct
     return (
-        spec((tokens, case.heads, NOPE + ROPE), jnp.bfloat16),
-        spec((keys, case.heads, NOPE + V), jnp.bfloat16),
-        spec((keys, ROPE), jnp.bfloat16),
+        spec((tokens, case.heads, case.qk), jnp.bfloat16),
+        spec((keys, case.heads, case.nope + case.v), jnp.bfloat16),
+        spec((keys, case.rope), jnp.bfloat16),
         spec((starts,), jnp.int32),
         spec((starts,), jnp.int32),
     )
@@ -164,7 +178,7 @@ def _compile(case: Case) -> dict:
     def truth(q, kv, k_rope, query_starts, key_starts):
         return ref.dense_prefill(
             q, kv, k_rope, query_starts, key_starts,
-            scale=SCALE, causal=case.causal, out_dtype=jnp.float32,
+            scale=case.scale, causal=case.causal, out_dtype=jnp.float32,
         )  # fmt: skip
 
     def random():
@@ -217,7 +231,11 @@ def _row(case: Case, programs: dict, make_peer, args: tuple, plan: sc.Schedule) 
         longest = max(case.queries), max(case.key_lens)
         for name in ("peer", "concat"):
             peer = make_peer(
-                *args, longest=longest, scale=SCALE, causal=case.causal, concat=name == "concat"
+                *args,
+                longest=longest,
+                scale=case.scale,
+                causal=case.causal,
+                concat=name == "concat",
             )
             once[name], many[name] = peer.once, lambda n, peer=peer: peer.many(n * CHAIN)
     isolated = isolated_us(once)

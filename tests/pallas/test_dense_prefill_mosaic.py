@@ -18,9 +18,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from mla_jax.metadata.mla import PrefillMetadata
 from mla_jax.ops import explain, mla_prefill
 from mla_jax.pallas.dense_prefill import mosaic, ref
+from mla_jax.pallas.dense_prefill import mosaic_sm90 as sm90
 from mla_jax.pallas.dense_prefill import schedule as sc
 from mla_jax.pallas.device import DeviceInfo
-from mla_jax.pallas.mosaic_lib import SHARED_MEMORY
+from mla_jax.pallas.mosaic_lib import SHARED_MEMORY, shared_bytes
 from tests import aot
 from tests.cases import GLM, V2_LITE, V3, prefill_case, starts
 from tests.compare import judge, same_bits
@@ -42,6 +43,7 @@ INTERPRETED = {
     "other_keys": {"query_lens": [5, 70, 0, 61, 30], "key_lens": [133, 70, 9, 200, 10]},
     "full": {"query_lens": [40, 33], "key_lens": [20, 150], "causal": False},
     "rising_maxima": {"query_lens": [30], "key_lens": [500], "causal": False},
+    "wide": {"dims": GLM, "query_lens": [5, 70, 0, 130], "key_lens": [133, 70, 9, 180]},
 }
 
 
@@ -54,11 +56,15 @@ def steep(case, factor):
 @pytest.mark.parametrize("name", INTERPRETED)
 def test_interpreted_with_race_detection(name, rng):
     """Control flow, barriers and races on a CPU; not asynchrony of products, nor registers."""
-    case = prefill_case(rng, dims=dataclasses.replace(V2_LITE, heads=1), **INTERPRETED[name])
-    tuning = mosaic.Tuning(heads_together=1, workers=2, dynamic=False)
+    dims, causal = (INTERPRETED[name].get(k, x) for k, x in (("dims", V2_LITE), ("causal", True)))
+    case = prefill_case(rng, **{**INTERPRETED[name], "dims": dataclasses.replace(dims, heads=1)})
+    tuning = dataclasses.replace(
+        mosaic.heuristic(1, 1, nope=dims.nope, rope=dims.rope, v=dims.v, causal=causal),
+        workers=2,
+        dynamic=False,
+    )
     case = steep(case, 6.0) if name == "rising_maxima" else case
     params = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=4)
-    causal = INTERPRETED[name].get("causal", True)
     state = attend(case, causal=causal, tuning=tuning, interpret=params)
     judge(state, case, case.parts)
     assert not get_races().races_found
@@ -104,12 +110,12 @@ def test_schedule_covers_every_query_once(lens, pad, causal):
     assert not any(found[t][1] for t in range(int(qs[-1]), tokens))
 
 
-def specs(heads, dtype, tokens=1024):
+def specs(dims, dtype, tokens=1024):
     spec = jax.ShapeDtypeStruct
     return (
-        spec((tokens, heads, 192), dtype),
-        spec((tokens, heads, 256), dtype),
-        spec((tokens, 64), dtype),
+        spec((tokens, dims.heads, dims.qk), dtype),
+        spec((tokens, dims.heads, dims.nope + dims.v), dtype),
+        spec((tokens, dims.rope), dtype),
         spec((5,), jnp.int32),
         spec((5,), jnp.int32),
     )
@@ -122,15 +128,21 @@ SPILLS = 300
 @pytest.mark.slow
 @pytest.mark.skipif(bool(aot.available()), reason=aot.available() or "available")
 @pytest.mark.parametrize(
-    ("dtype", "out_dtype", "causal"),
-    [("bfloat16", "bfloat16", True), ("float16", "float16", True), ("bfloat16", "float32", False)],
+    ("dims", "dtype", "out_dtype", "causal"),
+    [
+        (V2_LITE, "bfloat16", "bfloat16", True),
+        (V2_LITE, "float16", "float16", True),
+        (V2_LITE, "bfloat16", "float32", False),
+        (GLM, "bfloat16", "bfloat16", True),
+        (dataclasses.replace(GLM, nope=64, v=192), "bfloat16", "float32", False),
+    ],
 )
-def test_compiles_for_sm90(dtype, out_dtype, causal):
+def test_compiles_for_sm90(dims, dtype, out_dtype, causal):
     """Products stay asynchronous, the register division holds, next to nothing spills."""
     fn = functools.partial(
         mosaic.dense_prefill, scale=0.1, causal=causal, out_dtype=jnp.dtype(out_dtype)
     )
-    _, reports = aot.compile_sm90(fn, *specs(16, jnp.dtype(dtype)))
+    _, reports = aot.compile_sm90(fn, *specs(dims, jnp.dtype(dtype)))
     (main,) = reports
     assert not main.serialized, main.log
     assert not main.register_limits_ignored, main.log
@@ -152,14 +164,27 @@ def test_explain_names_the_missing_capability():
 
     assert "runs mosaic" in text(V3, jnp.bfloat16)
     assert "runs mosaic" in text(V2_LITE, jnp.float16, out_dtype=jnp.float32)
-    assert "nope=192 not in {128}" in text(GLM, jnp.bfloat16)
+    assert "runs mosaic" in text(GLM, jnp.bfloat16)
+    wider = dataclasses.replace(GLM, nope=256)
+    assert "nope=256 not in [64, 192] multiples of 64" in text(wider, jnp.bfloat16)
     assert "dtype+out=float32+float32 not in" in text(V3, jnp.float32)
 
 
 def test_heuristic_keeps_keys_in_the_cache():
-    assert mosaic.heuristic(8192, 128, 256).heads_together == 2
-    assert mosaic.heuristic(100, 16, 256).heads_together == 16
-    assert mosaic.heuristic(10**6, 16, 256).heads_together == 1
+    widths = {"nope": 128, "rope": 64, "v": 128, "causal": True}
+    assert mosaic.heuristic(8192, 128, **widths).heads_together == 2
+    assert mosaic.heuristic(100, 16, **widths).heads_together == 16
+    assert mosaic.heuristic(10**6, 16, **widths).heads_together == 1
+
+
+@pytest.mark.parametrize("nope", [64, 128, 192])
+@pytest.mark.parametrize("v", [64, 128, 192, 256])
+def test_every_width_has_a_block_that_fits(nope, v):
+    tuning = mosaic.heuristic(1, 1, nope=nope, rope=64, v=v, causal=True)
+    assert tuning.block == (128 if v <= 128 and nope + v <= 256 else 64)
+    sizes = sm90.Sizes(nope=nope, rope=64, v=v, **dataclasses.asdict(tuning))
+    buffers = sm90.scratch(sizes, jnp.bfloat16, jnp.bfloat16, simulate=False)
+    assert shared_bytes(buffers) <= SHARED_MEMORY
 
 
 ON_DEVICE = {
@@ -171,6 +196,12 @@ ON_DEVICE = {
              "causal": False},
     "fp16": {"dims": V2_LITE, "query_lens": [500, 80], "dtype": "float16"},
     "one_token": {"dims": V3, "query_lens": [1], "pad": 0},
+    "glm": {"dims": GLM, "query_lens": [1000, 17, 0, 700], "pad": 300},
+    "glm_other_keys": {"dims": GLM, "query_lens": [5, 700, 0, 61],
+                       "key_lens": [133, 700, 9, 900], "dtype": "float16"},
+    "glm_full": {"dims": GLM, "query_lens": [40, 333, 9], "key_lens": [900, 190, 0],
+                 "causal": False},
+    "narrow": {"dims": dataclasses.replace(V2_LITE, nope=64, v=192), "query_lens": [300, 77]},
 }  # fmt: skip
 
 
@@ -213,12 +244,24 @@ def test_ragged_against_the_reference(heads):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("lens", [[512] * 16, [1, 17, 512, 130, 0, 700]])
-def test_short_requests_again_and_again(lens, rng):
+@pytest.mark.parametrize(
+    ("dims", "lens", "causal"),
+    [
+        (V2_LITE, [512] * 16, True),
+        (V2_LITE, [1, 17, 512, 130, 0, 700], True),
+        (V2_LITE, [1, 17, 512, 130, 0, 700], False),
+        (GLM, [1, 17, 512, 130, 0, 700], True),
+    ],
+)
+def test_short_requests_again_and_again(dims, lens, causal, rng):
     """Thousands of calls end, with the same bits: tiles of few blocks are hardest on barriers."""
-    case = prefill_case(rng, dims=V2_LITE, query_lens=lens, pad=0)
+    case = prefill_case(rng, dims=dims, query_lens=lens, pad=0)
     q, kv, k_rope, meta = case.args
-    run = jax.jit(lambda *args: attend(dataclasses.replace(case, args=(*args, meta))))
+
+    @jax.jit
+    def run(*args):
+        return attend(dataclasses.replace(case, args=(*args, meta)), causal=causal)
+
     first, differs = run(q, kv, k_rope), jnp.zeros((), bool)
     for _ in range(2000):
         differs |= jnp.any(run(q, kv, k_rope).out != first.out)
@@ -246,9 +289,10 @@ def test_float32_states(rng):
 
 
 @pytest.mark.gpu
-def test_permuting_requests_permutes_bits(rng):
+@pytest.mark.parametrize("dims", [V2_LITE, GLM], ids=["v2_lite", "glm"])
+def test_permuting_requests_permutes_bits(dims, rng):
     lens = [300, 17, 129, 500]
-    case = prefill_case(rng, dims=V2_LITE, query_lens=lens, pad=0)
+    case = prefill_case(rng, dims=dims, query_lens=lens, pad=0)
     state, ends = attend(case), np.cumsum(lens)
     for order in ([2, 0, 3, 1], [3, 2, 1, 0]):
         at = np.concatenate([np.arange(ends[r] - lens[r], ends[r]) for r in order])

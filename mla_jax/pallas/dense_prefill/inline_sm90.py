@@ -11,6 +11,7 @@ the device only: the interpreter has other forms.
 # pyright: reportArgumentType=false
 # pyright: reportCallIssue=false
 # pyright: reportAbstractUsage=false
+# pyright: reportReturnType=false
 
 import jax
 import jax.numpy as jnp
@@ -21,32 +22,39 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from mla_jax.pallas.mosaic_lib import ROW, WGMMA
 
 __all__ = [
-    "add_values", "any_below_one", "clear_rows", "draw", "give_turn", "landed", "scores",
-    "store_rows", "take_turn",
+    "add_values", "any_below_one", "arrive", "clear_rows", "draw", "give_turn", "landed", "scores",
+    "store_rows", "sync", "take_turn",
 ]  # fmt: skip
 
 _TILES = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 _SCALAR = WGMMA  # a scalar has no layout, but the interface wants one
-_NAMED = 8  # the first of two hardware barriers that nothing else uses
+_TURNS = 8  # the first of their two hardware barriers
 
 
-def scores(q, k) -> jax.Array:
+def scores(q, k, *held: jax.Array) -> jax.Array:
     """``q k^T`` [64, keys], in flight. ``q`` [chunks, 64, 64] and ``k`` [chunks, keys, 64].
 
-    One group of instructions for all columns, not one for every 64.
+    One group of instructions for all columns, not one for every 64. ``held`` [64, 64 n] are the
+    last ``n`` chunks of ``q`` in registers: a product with those reads only ``k``.
     """
-    shape = 64, k.shape[1]
+    shape, chunks = (64, k.shape[1]), q.shape[0]
+    rest = chunks - sum(x.shape[1] // 64 for x in held)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(_TILES), plgpu.RefType(_TILES)),
+        arg_types=(plgpu.RefType(_TILES), plgpu.RefType(_TILES), *(WGMMA for _ in held)),
         return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=WGMMA),
     )
-    def issue(_, q, k):
-        q = mgpu.utils.memref_transpose(_squeeze(q), (1, 0, 2, 3))
-        k = mgpu.utils.memref_transpose(_squeeze(k), (0, 1, 3, 2))
-        return _group(mgpu.WGMMAAccumulator.zero(*shape), q, k)
+    def issue(_, q, k, *held):
+        def some(x, first, last, order):
+            part = mgpu.utils.memref_slice(_squeeze(x), (slice(first, last),))
+            return mgpu.utils.memref_transpose(part, order)
 
-    return issue(q, k)
+        acc = mgpu.WGMMAAccumulator.zero(*shape)
+        for x in held:
+            acc = mgpu.wgmma(acc, x, some(k, rest, chunks, (0, 1, 3, 2)))
+        return _group(acc, some(q, 0, rest, (1, 0, 2, 3)), some(k, 0, rest, (0, 1, 3, 2)))
+
+    return issue(q, k, *held)
 
 
 def add_values(values: jax.Array, p: jax.Array, v) -> jax.Array:
@@ -95,17 +103,27 @@ def landed(x: jax.Array, later: int) -> jax.Array:
 
 def take_turn(wg) -> None:
     """Wait until the other of warpgroups 0 and 1 has given its turn to ``wg``."""
-    _barrier("sync", _NAMED + wg)
+    sync(_TURNS + wg, 256)
 
 
 def give_turn(wg) -> None:
     """Let the other of warpgroups 0 and 1 take its turn. It must, before it is given another."""
-    _barrier("arrive", _NAMED + 1 - wg)
+    arrive(_TURNS + 1 - wg, 256)
 
 
-def _barrier(verb: str, number) -> None:
-    """A hardware barrier wakes a warpgroup sooner than one in shared memory."""
+def arrive(number, threads: int) -> None:
+    """At a hardware barrier of so many threads: one instruction of a warp, and waiting ones wake
+    sooner than at a barrier in shared memory.
+    """
+    _barrier("arrive", number, threads)
 
+
+def sync(number, threads: int) -> None:
+    """Arrive at a hardware barrier and wait until so many threads have."""
+    _barrier("sync", number, threads)
+
+
+def _barrier(verb: str, number, threads: int) -> None:
     @plgpu.inline_mgpu(arg_types=(_SCALAR,))
     def issue(_, number):
         from jax._src.lib.mlir import ir
@@ -114,7 +132,7 @@ def _barrier(verb: str, number) -> None:
         llvm.inline_asm(
             ir.Type.parse("!llvm.void"),
             [number.registers.item()],
-            f"barrier.cta.{verb} $0, 256;",
+            f"barrier.cta.{verb} $0, {threads};",
             "r,~{memory}",
             has_side_effects=True,
         )

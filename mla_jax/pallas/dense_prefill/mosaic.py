@@ -3,13 +3,13 @@
 The kernel is imported where it runs: Mosaic GPU takes more than a second to import.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from mla_jax.pallas.dense_prefill import schedule as sc
-from mla_jax.pallas.registry import OneOf, Requirement
+from mla_jax.pallas.registry import OneOf, Requirement, Within
 from mla_jax.types import Array, AttnState, Float, Int
 
 __all__ = ["REQUIREMENT", "Tuning", "dense_prefill", "heuristic", "make_schedule"]
@@ -20,9 +20,9 @@ REQUIREMENT = Requirement(
         "dtype+out": OneOf(
             "bfloat16+bfloat16", "bfloat16+float32", "float16+float16", "float16+float32"
         ),
-        "nope": OneOf(128),
+        "nope": Within(low=64, high=192, multiple=64),
         "rope": OneOf(64),
-        "v": OneOf(128),
+        "v": Within(low=64, high=256, multiple=64),
     },
 )
 
@@ -32,13 +32,21 @@ MULTIPROCESSORS = 132
 L2 = 10 << 20
 """Bytes of keys and values that tiles may share in the L2 cache, which has two halves of 25 MB."""
 
+SHARED = 226 << 10
+"""Bytes of shared memory for queries, keys and values; barriers and facts have the rest."""
+
+REGISTERS = 176
+"""Of the 240 of a thread for sums, scores and weights; the rest is for queries and scalars."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """What may change the speed of a result, and only ``block`` its bits."""
+    """What may change the speed of a result; ``block`` and ``held`` also change its rounding."""
 
     heads_together: int  # heads whose tiles run side by side
-    block: int = 128  # keys of one step
+    block: int  # keys of one step
+    held: int = 0  # chunks of 64 columns of the queries that stay in registers
+    hardware: bool = False  # buffers are freed by hardware barriers
     stages: int = 2  # blocks in shared memory
     dynamic: bool = True  # a thread block takes its next tile when it is free
     workers: int = MULTIPROCESSORS  # thread blocks
@@ -46,13 +54,28 @@ class Tuning:
     def __post_init__(self):
         assert self.block % 64 == 0, "products need multiples of 64 keys"
         assert min(self.heads_together, self.stages, self.workers) >= 1, "at least one"
-        assert self.stages & (self.stages - 1) == 0, "stages are a power of two"
+        assert self.stages in (1, 2, 4), "stages are a power of two; hardware barriers allow four"
 
 
-def heuristic(keys: int, heads: int, columns: int) -> Tuning:
-    """As many heads side by side as have their keys, of ``columns`` columns, in the L2 cache."""
-    fit = L2 // max(2 * columns * keys, 1)
-    return Tuning(heads_together=min(max(fit, 1), heads))
+def heuristic(keys: int, heads: int, *, nope: int, rope: int, v: int, causal: bool) -> Tuning:
+    """As many heads side by side as have their keys in the L2 cache; as many keys as fit.
+
+    Queries in registers relieve shared memory. They and hardware barriers are faster in blocks of
+    64 keys and where all keys are seen, but slower in causal blocks of 128: that is measured only.
+    """
+    together = L2 // max(2 * (nope + v) * keys, 1)
+    block = next(n for n in (128, 64) if _fits(n, nope + rope, v))
+    held = 0 if causal and block == 128 else min(2, (nope + rope) // 64 - 1)
+    return Tuning(
+        heads_together=min(max(together, 1), heads), block=block, held=held, hardware=held > 0
+    )
+
+
+def _fits(block: int, qk: int, v: int, stages: int = 2) -> bool:
+    """Whether blocks of so many keys fit into shared memory, and their products into registers."""
+    shared = 2 * (sc.ROWS * qk + stages * block * (qk + v))
+    registers = v // 2 + block // 2 + block // 4  # sums, scores, weights of half a row
+    return shared <= SHARED and registers <= REGISTERS
 
 
 def make_schedule(
@@ -103,7 +126,7 @@ def dense_prefill(
             out=jnp.zeros((tokens, heads, v), out_dtype),
             lse=jnp.full((tokens, heads), -jnp.inf, jnp.float32),
         )
-    tuning = tuning or heuristic(keys, heads, nope_v)
+    tuning = tuning or heuristic(keys, heads, nope=nope, rope=k_rope.shape[1], v=v, causal=causal)
     if schedule is None:
         schedule = make_schedule(
             query_starts, key_starts, tokens=tokens, keys=keys, causal=causal, tuning=tuning
@@ -115,10 +138,7 @@ def dense_prefill(
         _rows(kv, tuning.block),
         _rows(k_rope, tuning.block),
         schedule,
-        sizes=sm90.Sizes(
-            nope=nope, rope=k_rope.shape[1], v=v, block=tuning.block, stages=tuning.stages,
-            heads_together=tuning.heads_together, workers=tuning.workers, dynamic=tuning.dynamic,
-        ),
+        sizes=sm90.Sizes(nope=nope, rope=k_rope.shape[1], v=v, **asdict(tuning)),
         scale=scale,
         causal=causal,
         out_dtype=out_dtype,

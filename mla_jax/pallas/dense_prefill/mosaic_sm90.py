@@ -12,6 +12,7 @@ The two warpgroups take turns in issuing products: without, they drift into step
 cores wait while both are in their softmax. A row's weights are relative to a maximum that may lag
 behind by a factor of 2**LAG, so that O is seldom rescaled. The first scores of a tile are issued
 behind the last values of the tile before, whose result goes from registers to memory under them.
+Some columns of the queries may stay in registers, which relieves shared memory.
 
 Tiles begin at the first query of their request, and blocks at its first key: a view of shared
 memory tiled by single rows lets the copy engine start anywhere. So the bits of a request do not
@@ -59,6 +60,9 @@ PARTS = 8  # partial sums of a row: two in each of the four threads that share i
 I32 = jnp.int32
 F32 = jnp.float32
 
+K_FREE, Q_FREE, V_FREE = 4, 10, 12  # first hardware barriers; turns have 8 and 9, Mosaic 0 to 3
+BOTH, ONE = 2 * 128 + 32, 128 + 32  # threads at such a barrier: warpgroups, and the loading warp
+
 ITEM_HEAD = sc.FIELDS - 1  # column of a tile's facts in shared memory that holds its head
 
 
@@ -73,6 +77,8 @@ class Sizes:
     stages: int  # blocks in shared memory, a power of two
     heads_together: int  # heads whose tiles are interleaved: their keys share the L2 cache
     workers: int
+    held: int  # chunks of 64 columns of the queries that stay in registers
+    hardware: bool  # buffers are freed by hardware barriers, not by those in shared memory
     dynamic: bool  # a thread block takes the next tile when it is free; else every 132nd
 
     @property
@@ -114,17 +120,18 @@ def scratch(sizes: Sizes, dtype: DTypeLike, out_dtype: DTypeLike, simulate: bool
         "v": buffer(stages, sizes.v_chunks, sizes.block),
         "facts": plgpu.SMEM((STEPS + DRAWS, sc.FIELDS), I32),
         "q_full": barrier(sizes.k_chunks, 2),  # copy engine -> one warpgroup
-        "q_free": barrier(count=2),  # one warpgroup -> loader: its last scores are there
         "k_full": barrier(sizes.k_chunks, stages),  # copy engine -> both
         "v_full": barrier(sizes.v_chunks, stages),  # copy engine, or loader -> both
         "v_partial": barrier(sizes.v_chunks),  # copy engine -> loader: rows to clear
-        "k_free": barrier(2, stages),  # both -> loader
-        "v_free": barrier(2, stages),  # both -> loader
         "facts_full": barrier(count=STEPS),  # loader -> both
         "facts_free": barrier(2, STEPS),  # both -> loader
         "wanted": barrier(),  # loader -> warp that draws
         "drawn": barrier(2),  # warp that draws, and all -> all: the number of the next tile
     }
+    if simulate or not sizes.hardware:
+        buffers["q_free"] = barrier(count=2)  # one warpgroup -> loader: its last scores are there
+        buffers["k_free"] = barrier(2, stages)  # both -> loader
+        buffers["v_free"] = barrier(2, stages)  # both -> loader
     if simulate:
         buffers["o"] = plgpu.SMEM((2, HALF, sizes.v), out_dtype)
         buffers["small"] = plgpu.SMEM((2, HALF), F32)
@@ -177,8 +184,8 @@ def _body(
     out_g, lse_g,
     *, sizes, scale, causal, simulate,
     q, k, v, facts,
-    q_full, q_free, k_full, v_full, v_partial, k_free, v_free,
-    facts_full, facts_free, wanted, drawn, o=None, small=None, spill=None,
+    q_full, k_full, v_full, v_partial, facts_full, facts_free, wanted, drawn,
+    q_free=None, k_free=None, v_free=None, o=None, small=None, spill=None,
 ):  # fmt: skip
     wg, worker = lax.axis_index("wg"), lax.axis_index("worker")
     # Views for products and registers, and for the copy engine.
@@ -195,6 +202,24 @@ def _body(
 
     def slot(g):
         return g & (stages - 1)
+
+    frees = {"q": (q_free, Q_FREE, ONE), "k": (k_free, K_FREE, BOTH), "v": (v_free, V_FREE, BOTH)}
+
+    def free(what, i):
+        """Products that read buffer ``i`` are complete."""
+        barriers, first, threads = frees[what]
+        if barriers is None:
+            inline.arrive(first + i, threads)
+        else:
+            plgpu.barrier_arrive(barriers.at[i])
+
+    def await_free(what, i):
+        """Once for each ``free`` of each warpgroup: none can run ahead, for it awaits a refill."""
+        barriers, first, threads = frees[what]
+        if barriers is None:
+            inline.sync(first + i, threads)
+        else:
+            plgpu.barrier_wait(barriers.at[i])
 
     def step_slot(t):
         return t & (STEPS - 1)
@@ -283,7 +308,7 @@ def _body(
         def load_values(g, row, head, valid):
             """Values of block ``g``, ``valid`` of whose keys are the request's."""
             s = slot(g)
-            pl.when(g >= stages)(lambda: plgpu.barrier_wait(v_free.at[s]))
+            pl.when(g >= stages)(lambda: await_free("v", s))
 
             @pl.when(valid >= block)
             def _():
@@ -316,7 +341,7 @@ def _body(
                 def block_body(j, carry):
                     last_row, last_head, last_valid = carry
                     s, here = slot(g + j), first + j * block
-                    pl.when(g + j >= stages)(lambda: plgpu.barrier_wait(k_free.at[s]))
+                    pl.when(g + j >= stages)(lambda: await_free("k", s))
                     load_k(here, head, s)
                     pl.when(g + j > 0)(
                         lambda: load_values(g + j - 1, last_row, last_head, last_valid)
@@ -325,7 +350,7 @@ def _body(
                     @pl.when(j == 0)
                     def _():
                         for w in range(2):
-                            pl.when(t > 0)(lambda w=w: plgpu.barrier_wait(q_free.at[w]))
+                            pl.when(t > 0)(lambda w=w: await_free("q", w))
                             load_queries(row, head, w)
 
                     # Late: who draws early holds a tile that others, who are free sooner, lack.
@@ -359,8 +384,8 @@ def _body(
             # Await what was never reused.
             @pl.loop(jnp.maximum(g - stages, 0), g)
             def _(i):
-                plgpu.barrier_wait(k_free.at[slot(i)])
-                plgpu.barrier_wait(v_free.at[slot(i)])
+                await_free("k", slot(i))
+                await_free("v", slot(i))
 
             @pl.loop(jnp.maximum(t - 1, 0), t + 1)
             def _(i):
@@ -369,7 +394,7 @@ def _body(
             @pl.when(t > 0)
             def _():
                 for w in range(2):
-                    plgpu.barrier_wait(q_free.at[w])
+                    await_free("q", w)
 
         by_warps(end)
 
@@ -407,11 +432,25 @@ def _body(
         def await_k(g):
             plgpu.barrier_wait(k_full.at[slot(g)])
 
-        def scores(g, width=block):
+        def hold():
+            """Columns of the queries of a tile for registers, in a tuple that may be empty."""
+            chunks = range(k_chunks - sizes.held, k_chunks)
+            parts = [plgpu.load(q_m.at[wg, c], layout=WGMMA) for c in chunks]
+            if parts:
+                plgpu.commit_smem()  # before the copy engine writes there
+            return (jnp.concatenate(parts, axis=1),) if parts and not simulate else ()
+
+        def nothing():
+            """Scores and registers of no tile."""
+            shape = HALF, sizes.held * CHUNK
+            held = () if simulate or not sizes.held else (lib.tile(0, shape, dtype),)
+            return lib.tile(0.0, (HALF, block), F32), held
+
+        def scores(g, held, width=block):
             """Scores of the first keys of block ``g``, in flight."""
             k_ref = k_m.at[slot(g), :, pl.ds(0, width)]
             if not simulate:
-                return inline.scores(q_m.at[wg], k_ref)
+                return inline.scores(q_m.at[wg], k_ref, *held)
 
             def f(acc):
                 for c in range(k_chunks):
@@ -438,13 +477,13 @@ def _body(
             return x if simulate else inline.landed(x, later)
 
         def free_k(g):
-            plgpu.barrier_arrive(k_free.at[slot(g)])
+            free("k", slot(g))
 
         def free_v(g):
-            plgpu.barrier_arrive(v_free.at[slot(g)])
+            free("v", slot(g))
 
         def free_queries():
-            plgpu.barrier_arrive(q_free.at[wg])
+            free("q", wg)
 
         def soften(x, j, keys, offset, top):
             """Weights of block ``j``, the new maximum, the old weights' factor, sums of columns."""
@@ -477,7 +516,7 @@ def _body(
             return lax.cond(inline.any_below_one(shrink), scaled, lambda: values)
 
         def tile_body(carry):
-            t, g, x, _ = carry
+            t, g, x, held, _ = carry
             n, keys, offset = (fact(t, i) for i in (sc.BLOCKS, sc.KEYS, sc.OFFSET))
             pl.when(n == 1)(free_queries)
             w, top, shrink, total = soften(x, 0, keys, offset, lib.row_vector(LOWEST, HALF))
@@ -487,7 +526,7 @@ def _body(
             def block_body(j, carry, width=block):
                 values, p, top, shrink, total = carry
                 take_turn()
-                x = scores(g + j + 1, width)
+                x = scores(g + j + 1, held, width)
                 values = rescale(values, shrink)  # under the scores
                 values = add_values(values, p, g + j)
                 give_turn()
@@ -534,27 +573,28 @@ def _body(
                 done = add_last()
                 give_turn()
                 plgpu.barrier_wait(q_full.at[wg])
+                held = hold()
                 await_k(g + n)
-                x = scores(g + n)
+                x = scores(g + n, held)
                 done = landed(done, 1)
                 free_v(g + n - 1)
                 finish(done)
                 x = landed(x)
                 free_k(g + n)
-                return x
+                return x, held
 
             def without():
                 done = landed(add_last())
                 pl.when(wg == 0)(give_turn)  # nobody would await the last one
                 free_v(g + n - 1)
                 finish(done)
-                return plgpu.layout_cast(jnp.zeros((HALF, block), F32), WGMMA)
+                return nothing()
 
             plgpu.barrier_wait(facts_full.at[step_slot(t + 1)])
             more = fact(t + 1, sc.BLOCKS) > 0
-            x = lax.cond(more, with_next, without)
+            x, held = lax.cond(more, with_next, without)
             plgpu.barrier_arrive(facts_free.at[step_slot(t)])
-            return t + 1, g + n, x, more
+            return t + 1, g + n, x, held, more
 
         plgpu.barrier_wait(facts_full.at[0])
         some = fact(jnp.int32(0), sc.BLOCKS) > 0
@@ -562,19 +602,18 @@ def _body(
         def first():
             pl.when(wg == 1)(give_turn)  # the first one is that of warpgroup 0
             plgpu.barrier_wait(q_full.at[wg])
-            await_k(jnp.int32(0))
+            held = hold()
+            await_k(zero)
             take_turn()
-            x = scores(jnp.int32(0))
+            x = scores(zero, held)
             give_turn()
             x = landed(x)
-            free_k(jnp.int32(0))
-            return x
+            free_k(zero)
+            return x, held
 
-        def nothing():
-            return plgpu.layout_cast(jnp.zeros((HALF, block), F32), WGMMA)
-
+        zero = jnp.int32(0)
         start = lax.cond(some, first, nothing)
-        t, *_ = lax.while_loop(lambda c: c[3], tile_body, (jnp.int32(0), jnp.int32(0), start, some))
+        t, *_ = lax.while_loop(lambda c: c[-1], tile_body, (zero, zero, *start, some))
         plgpu.barrier_arrive(facts_free.at[step_slot(t)])
 
         # Tiles without keys.
