@@ -1,6 +1,6 @@
 """What the prefill kernel needs and Pallas has no words for.
 
-Products that are one group of instructions, waits for them, turns between two warpgroups, a vote,
+Products that are one group of instructions, waits for them, hardware barriers and turns,
 stores of some rows straight from registers, rows of zeros, and an atomic addition. They exist on
 the device only: the interpreter has other forms.
 """
@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from mla_jax.pallas.mosaic_lib import ROW, WGMMA
 
 __all__ = [
-    "add_values", "any_below_one", "arrive", "clear_rows", "draw", "give_turn", "landed", "scores",
+    "add_values", "arrive", "clear_rows", "draw", "give_turn", "landed", "scores",
     "store_rows", "sync", "take_turn",
 ]  # fmt: skip
 
@@ -138,34 +138,6 @@ def _barrier(verb: str, number, threads: int) -> None:
         )
 
     issue(number)
-
-
-def any_below_one(x: jax.Array) -> jax.Array:
-    """Whether one of the rows of a warp is below one; each of the four warps asks for its own."""
-
-    @plgpu.inline_mgpu(
-        arg_types=(ROW,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=WGMMA)
-    )
-    def vote(_, x):
-        from jax._src.lib.mlir import ir
-        from jax._src.lib.mlir.dialects import llvm
-
-        found = llvm.inline_asm(
-            ir.IntegerType.get_signless(32),
-            list(x.registers.flat),
-            """{
-            .reg .pred p;
-            setp.lt.f32 p, $1, 0f3F800000;
-            setp.lt.or.f32 p, $2, 0f3F800000, p;
-            vote.sync.any.pred p, p, 0xffffffff;
-            selp.u32 $0, 1, 0, p;
-            }""",
-            "=r,f,f",
-            has_side_effects=True,
-        )
-        return mgpu.FragmentedArray.splat(found, (), is_signed=True)
-
-    return vote(x) != 0
 
 
 def store_rows(x: jax.Array, lse: jax.Array, out, lse_out, row, live, head) -> None:

@@ -513,7 +513,7 @@ def _body(
 
             if simulate:
                 return scaled()
-            return lax.cond(inline.any_below_one(shrink), scaled, lambda: values)
+            return lax.cond(lib.any_below_one(shrink), scaled, lambda: values)
 
         def tile_body(carry):
             t, g, x, held, _ = carry
