@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -68,7 +69,9 @@ def main() -> None:
     for row in rows:  # what was measured so far survives a kill
         record["rows"].append(row)
         record["rows"].sort(key=lambda r: chosen.index(r["case"]))
-        out.write_text(json.dumps(record, indent=1) + "\n")
+        half = out.with_suffix(".part")
+        half.write_text(json.dumps(record, indent=1) + "\n")
+        half.replace(out)  # nobody reads half of it
     if given.jobs > 1 or not given.turn:
         _summarise(record)
 
@@ -114,7 +117,7 @@ def turn(path: Path | None, everyone: int = 1):
     return nullcontext() if path is None else _Turn(path, everyone)
 
 
-def _spread(given: argparse.Namespace, chosen: list[str]) -> list[dict]:
+def _spread(given: argparse.Namespace, chosen: list[str]) -> Iterator[dict]:
     """Rows of several processes: they compile side by side and time one after the other."""
     end = time.monotonic() + given.limit
     with tempfile.TemporaryDirectory() as folder:
@@ -128,17 +131,27 @@ def _spread(given: argparse.Namespace, chosen: list[str]) -> list[dict]:
             command += ["--cases", *chosen[i :: len(parts)]]
             command += ["--peers", str(given.peers)] if given.peers else []
             running.append(subprocess.Popen(command))
+        seen: set[str] = set()
         while (alive := [p for p in running if p.poll() is None]) and time.monotonic() < end:
             for process in set(running) - set(alive):
                 _compiled(path, process.pid)
+            yield from _new_rows(parts, seen)
             time.sleep(0.2)
         for process in alive:
             process.terminate()
         failed = sum(p.wait() != 0 for p in running)
-        rows = [r for p in parts if p.exists() for r in json.loads(p.read_text())["rows"]]
+        yield from _new_rows(parts, seen)
     if failed:
         print(f"{failed} of {len(running)} processes did not finish", file=sys.stderr)
-    return rows
+
+
+def _new_rows(parts: list[Path], seen: set[str]) -> Iterator[dict]:
+    """Rows that were written since the last call; ``seen`` are their cases."""
+    for part in parts:
+        for row in json.loads(part.read_text())["rows"] if part.exists() else []:
+            if row["case"] not in seen:
+                seen.add(row["case"])
+                yield row
 
 
 def _versions() -> dict[str, str]:
