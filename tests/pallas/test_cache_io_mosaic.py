@@ -272,7 +272,8 @@ def test_gather_of_many_requests(format, rng):
     """Three rounds of the search, over requests of which most are empty."""
     lens = [*(rng.integers(0, 9, 1200) * (rng.random(1200) < 0.4))]
     case = lens, [n // 2 for n in lens], [n - n // 2 for n in lens]
-    args, kwargs, want = gather_case(rng, *case, rows=sum(case[2]) + 3, page=16, format=format)
+    rows = int(sum(case[2])) + 3
+    args, kwargs, want = gather_case(rng, *case, rows=rows, page=16, format=format)
     np.testing.assert_array_equal(bits(gather(args, kwargs)), bits(want))
 
 

@@ -209,9 +209,12 @@ def test_heads_and_queries(heads, queries, rng):
 @pytest.mark.parametrize("factor", [0.01, 2.0, 6.0, 40.0])
 @pytest.mark.parametrize("heads", [16, 128])
 def test_maxima_that_rise_by_little_and_by_much(heads, factor, rng):
+    """Tensor cores truncate each of the 36 additions of a score of 576 columns: a model of that
+    on a CPU misses the largest lse, 319, by 2**-20.1 of it, rounding to nearest by 2**-22.4.
+    """
     dims = dataclasses.replace(V3, heads=heads)
     case = steep(decode_case(rng, dims=dims, seq_lens=[5000, 300], page=64), factor)
-    judge_decode(attend(case), case, lse_rounding=2.0**-21)
+    judge_decode(attend(case), case, lse_rounding=2.0**-20)
 
 
 @pytest.mark.gpu
