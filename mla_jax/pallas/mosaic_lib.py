@@ -26,6 +26,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
+from mla_jax.pallas import mosaic_inline as inline
 from mla_jax.types import round_up
 
 __all__ = [
@@ -172,12 +173,7 @@ def any_below_one(x: jax.Array) -> jax.Array:
         arg_types=(ROW,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=WGMMA)
     )
     def vote(_, x):
-        from jax._src.lib.mlir import ir
-        from jax._src.lib.mlir.dialects import llvm
-
-        found = llvm.inline_asm(
-            ir.IntegerType.get_signless(32),
-            list(x.registers.flat),
+        found = inline.asm(
             """{
             .reg .pred p;
             setp.lt.f32 p, $1, 0f3F800000;
@@ -185,8 +181,9 @@ def any_below_one(x: jax.Array) -> jax.Array:
             vote.sync.any.pred p, p, 0xffffffff;
             selp.u32 $0, 1, 0, p;
             }""",
+            list(x.registers.flat),
             "=r,f,f",
-            has_side_effects=True,
+            result="i32",
         )
         return mgpu.FragmentedArray.splat(found, (), is_signed=True)
 

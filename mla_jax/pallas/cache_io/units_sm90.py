@@ -22,6 +22,7 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from mla_jax.pallas import mosaic_inline as inline
 from mla_jax.types import cdiv
 
 __all__ = [
@@ -122,22 +123,17 @@ def store(x: jax.Array, rows, place, unit) -> None:
 
 def _of_lane(x, lane: int):
     """``x`` of another thread of the warp."""
-    from jax._src.lib.mlir import ir
-
-    return _asm(
-        ir.IntegerType.get_signless(32), [x],
-        f"shfl.sync.idx.b32 $0, $1, {lane}, 31, 0xffffffff;", "=r,r",
-    )  # fmt: skip
+    code = f"shfl.sync.idx.b32 $0, $1, {lane}, 31, 0xffffffff;"
+    return inline.asm(code, [x], "=r,r", result="i32")
 
 
 def _search(starts, row):
     """``owner`` of a row of the whole warp."""
     from jax._src.lib.mlir import ir
 
-    last, low = ir.MemRefType(starts.type).shape[0] - 1, _int(0)
+    last, low = ir.MemRefType(starts.type).shape[0] - 1, inline.constant(0)
     for step in steps(last):
-        low = _asm(
-            ir.IntegerType.get_signless(32), [low, row, mgpu.utils.memref_ptr(starts)],
+        low = inline.asm(
             f"""{{
             .reg .pred p;
             .reg .u32 at, x;
@@ -154,23 +150,24 @@ def _search(starts, row):
             popc.b32 x, x;
             mad.lo.u32 $0, x, {step}, $1;
             }}""",
+            [low, row, mgpu.utils.memref_ptr(starts)],
             "=r,r,r,l",
-        )  # fmt: skip
+            result="i32",
+        )
     return low
 
 
 def _address(rows, place, unit):
     from jax._src.lib.mlir import ir
-    from jax._src.lib.mlir.dialects import arith, llvm
+    from jax._src.lib.mlir.dialects import arith
 
-    i64 = ir.IntegerType.get_signless(64)
     kind = ir.MemRefType(rows.type)
     size = mgpu.utils.bitwidth(kind.element_type) // 8
     offset = arith.addi(
-        arith.muli(arith.extsi(i64, place), _int(kind.shape[-1] * size, 64)),
-        arith.extsi(i64, arith.muli(unit, _int(UNIT * size))),
+        arith.muli(inline.wide(place), inline.constant(kind.shape[-1] * size, 64)),
+        inline.wide(arith.muli(unit, inline.constant(UNIT * size))),
     )
-    return arith.addi(llvm.ptrtoint(i64, mgpu.utils.memref_ptr(rows)), offset)
+    return inline.address(rows, offset)
 
 
 def _read(address, place, n: int):
@@ -180,51 +177,35 @@ def _read(address, place, n: int):
 
     i32 = ir.IntegerType.get_signless(32)
     names = [f"${k}" for k in range(n)]
-    found = _asm(
-        ir.Type.parse(f"!llvm.struct<({', '.join(['i32'] * n)})>"), [address, place],
+    found = inline.asm(
         f"""{{
         .reg .pred p;
         setp.ge.s32 p, ${n + 1}, 0;
         {"".join(f"mov.b32 {x}, 0; " for x in names)}
         @p ld.global.L1::no_allocate.v{n}.b32 {{{", ".join(names)}}}, [${n}];
         }}""",
+        [address, place],
         "=&r," * n + "l,r",
-    )  # fmt: skip
+        result=f"struct<({', '.join(['i32'] * n)})>",
+    )
     one = ir.VectorType.get((1,), i32)
     words = [llvm.extractvalue(i32, found, [k]) for k in range(n)]
     return mgpu.utils.vector_concat([vector.broadcast(one, w) for w in words])
 
 
 def _write(address, register) -> None:
-    from jax._src.lib.mlir import ir
-    from jax._src.lib.mlir.dialects import vector
-
-    n = mgpu.utils.bitwidth(register.type) // 32
-    words = mgpu.utils.bitcast(register, ir.VectorType.get((n,), ir.IntegerType.get_signless(32)))
-    words = [vector.extract(words, dynamic_position=[], static_position=[k]) for k in range(n)]
-    names = ", ".join(f"${1 + k}" for k in range(n))
-    _asm(
-        ir.Type.parse("!llvm.void"), [address, *words],
+    words = inline.words(register)
+    names = ", ".join(f"${1 + k}" for k in range(len(words)))
+    inline.asm(
         f"""{{
         .reg .b64 policy;
         createpolicy.fractional.L2::evict_first.b64 policy, 1.0;
-        st.global.L2::cache_hint.v{n}.b32 [$0], {{{names}}}, policy;
+        st.global.L2::cache_hint.v{len(words)}.b32 [$0], {{{names}}}, policy;
         }}""",
-        "l," + "r," * n + "~{memory}",
-    )  # fmt: skip
-
-
-def _asm(result, operands: list, text: str, constraints: str):
-    from jax._src.lib.mlir.dialects import llvm
-
-    return llvm.inline_asm(result, operands, text, constraints, has_side_effects=True)
+        [address, *words],
+        "l," + "r," * len(words) + "~{memory}",
+    )
 
 
 def _scalar(x):
     return mgpu.FragmentedArray.splat(x, (), is_signed=True)
-
-
-def _int(n: int, bits: int = 32):
-    from jax._src.lib.mlir import ir
-
-    return mgpu.utils.c(n, ir.IntegerType.get_signless(bits))

@@ -26,6 +26,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from mla_jax.pallas import mosaic_inline as inline
+
 __all__ = ["GROUP", "STORED", "keys", "raw", "raw_rope", "rest"]
 
 GROUP = 16
@@ -163,15 +165,7 @@ def _assemble(lines: list[str], *refs) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(swizzled),) * len(refs))
     def issue(_, *places):
-        from jax._src.lib.mlir import ir
-        from jax._src.lib.mlir.dialects import llvm
-
-        llvm.inline_asm(
-            ir.Type.parse("!llvm.void"),
-            [mgpu.utils.memref_ptr(place) for place in places],
-            text,
-            "r," * len(places) + "~{memory}",
-            has_side_effects=True,
-        )
+        at = [mgpu.utils.memref_ptr(place) for place in places]
+        inline.asm(text, at, "r," * len(places) + "~{memory}")
 
     issue(*refs)

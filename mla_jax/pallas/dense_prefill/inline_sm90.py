@@ -19,6 +19,7 @@ import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from mla_jax.pallas import mosaic_inline as inline
 from mla_jax.pallas.mosaic_lib import ROW, WGMMA
 
 __all__ = [
@@ -126,16 +127,8 @@ def sync(number, threads: int) -> None:
 def _barrier(verb: str, number, threads: int) -> None:
     @plgpu.inline_mgpu(arg_types=(_SCALAR,))
     def issue(_, number):
-        from jax._src.lib.mlir import ir
-        from jax._src.lib.mlir.dialects import llvm
-
-        llvm.inline_asm(
-            ir.Type.parse("!llvm.void"),
-            [number.registers.item()],
-            f"barrier.cta.{verb} $0, {threads};",
-            "r,~{memory}",
-            has_side_effects=True,
-        )
+        code = f"barrier.cta.{verb} $0, {threads};"
+        inline.asm(code, [number.registers.item()], "r,~{memory}")
 
     issue(number)
 
@@ -160,63 +153,32 @@ def _store(x, lse, out, lse_out, row, live, head) -> None:
     utils, less, equal = mgpu.utils, arith.CmpIPredicate.slt, arith.CmpIPredicate.eq
     _, heads, v = ir.MemRefType(out.type).shape
     size = utils.bytewidth(x.mlir_dtype)
+
+    number, wide = inline.constant, inline.wide
+
+    def place(ref, element, size):
+        return inline.address(ref, arith.muli(element, number(size, 64)))
+
     tid = utils.thread_idx()
-    lane, warp = arith.andi(tid, _int(31)), arith.andi(arith.shrui(tid, _int(5)), _int(3))
-    quad, odd = arith.andi(lane, _int(3)), arith.andi(lane, _int(1))
-    r = arith.addi(arith.muli(warp, _int(16)), arith.shrui(lane, _int(2)))
-    exists = [arith.cmpi(less, arith.addi(r, _int(8 * i)), live) for i in range(2)]
-    vector = arith.addi(
-        arith.muli(_wide(arith.addi(row, r)), _int(heads, 64)), _wide(head)
-    )  # number of the pair of token and head
+    lane = arith.andi(tid, number(31))
+    warp = arith.andi(arith.shrui(tid, number(5)), number(3))
+    quad, odd = arith.andi(lane, number(3)), arith.andi(lane, number(1))
+    r = arith.addi(arith.muli(warp, number(16)), arith.shrui(lane, number(2)))
+    exists = [arith.cmpi(less, arith.addi(r, number(8 * i)), live) for i in range(2)]
+    vector = arith.muli(wide(arith.addi(row, r)), number(heads, 64))
+    vector = arith.addi(vector, wide(head))  # number of the pair of token and head
     if size == 4:
-        column, pieces = arith.shli(quad, _int(1)), _registers(x)
+        column, pieces = arith.shli(quad, number(1)), _registers(x)
     else:
-        high = arith.shrui(quad, _int(1))
-        column = arith.addi(arith.muli(odd, _int(8)), arith.muli(high, _int(4)))
-        pieces = _paired(_registers(x), arith.cmpi(equal, odd, _int(1)))
-    where = _address(out, arith.addi(arith.muli(vector, _int(v, 64)), _wide(column)), size)
+        high = arith.shrui(quad, number(1))
+        column = arith.addi(arith.muli(odd, number(8)), arith.muli(high, number(4)))
+        pieces = _paired(_registers(x), arith.cmpi(equal, odd, number(1)))
+    where = place(out, arith.addi(arith.muli(vector, number(v, 64)), wide(column)), size)
     for (j, i), words in pieces.items():
         _send(where, 8 * (j + i * heads * v) * size, words, exists[i])
-    where, first = _address(lse_out, vector, 4), arith.cmpi(equal, quad, _int(0))
+    where, first = place(lse_out, vector, 4), arith.cmpi(equal, quad, number(0))
     for i, register in enumerate(lse.registers.flat):
-        _send(where, 8 * i * heads * 4, _words(register), arith.andi(first, exists[i]))
-
-
-def _int(n: int, bits: int = 32):
-    from jax._src.lib.mlir import ir
-    from jax._src.lib.mlir.dialects import arith
-
-    kind = ir.IntegerType.get_signless(bits)
-    return arith.constant(kind, ir.IntegerAttr.get(kind, n))
-
-
-def _wide(x):
-    from jax._src.lib.mlir import ir
-    from jax._src.lib.mlir.dialects import arith
-
-    return arith.extsi(ir.IntegerType.get_signless(64), x)
-
-
-def _address(ref, element, size: int):
-    """Of an element of 64-bit number in an array."""
-    from jax._src.lib.mlir import ir
-    from jax._src.lib.mlir.dialects import arith, llvm
-
-    base = llvm.ptrtoint(ir.IntegerType.get_signless(64), mgpu.utils.memref_ptr(ref))
-    return arith.addi(base, arith.muli(element, _int(size, 64)))
-
-
-def _words(register) -> list:
-    """A register of some vector type as words of 32 bits."""
-    from jax._src.lib.mlir import ir
-    from jax._src.lib.mlir.dialects import arith, vector
-
-    i32 = ir.IntegerType.get_signless(32)
-    if not isinstance(register.type, ir.VectorType):
-        return [arith.bitcast(i32, register)]
-    n = mgpu.utils.bitwidth(register.type) // 32
-    words = vector.bitcast(ir.VectorType.get((n,), i32), register)
-    return [vector.extract(words, dynamic_position=[], static_position=[k]) for k in range(n)]
+        _send(where, 8 * i * heads * 4, inline.words(register), arith.andi(first, exists[i]))
 
 
 def _registers(x) -> dict[tuple[int, int], list]:
@@ -224,7 +186,7 @@ def _registers(x) -> dict[tuple[int, int], list]:
     found = {}
     for place in np.ndindex(x.registers.shape):
         numbers = [k for k, n in zip(place, x.registers.shape, strict=True) if n > 1]
-        found[tuple(numbers)] = _words(x.registers[place])
+        found[tuple(numbers)] = inline.words(x.registers[place])
     assert set(found) == {(j, i) for j in range(x.shape[1] // 8) for i in range(2)}
     return found
 
@@ -247,20 +209,18 @@ def _paired(registers: dict, odd) -> dict[tuple[int, int], list]:
 def _send(where, offset: int, words: list, predicate) -> None:
     """Store one or two words if ``predicate`` holds."""
     from jax._src.lib.mlir import ir
-    from jax._src.lib.mlir.dialects import arith, llvm
+    from jax._src.lib.mlir.dialects import arith
 
     kind = {1: "b32", 2: "v2.b32"}[len(words)]
     names = ", ".join(f"${2 + i}" for i in range(len(words)))
-    llvm.inline_asm(
-        ir.Type.parse("!llvm.void"),
-        [where, arith.extui(ir.IntegerType.get_signless(32), predicate), *words],
+    inline.asm(
         f"""{{
         .reg .pred p;
         setp.ne.u32 p, $1, 0;
         @p st.global.{kind} [$0+{offset}], {{{names}}};
         }}""",
+        [where, arith.extui(ir.IntegerType.get_signless(32), predicate), *words],
         "l,r," + ",".join("r" * len(words)) + ",~{memory}",
-        has_side_effects=True,
     )
 
 
@@ -269,12 +229,7 @@ def draw(counter, place) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
     def add(_, counter, place):
-        from jax._src.lib.mlir import ir
-        from jax._src.lib.mlir.dialects import llvm
-
-        llvm.inline_asm(
-            ir.Type.parse("!llvm.void"),
-            [mgpu.utils.memref_ptr(counter), mgpu.utils.memref_ptr(place)],
+        inline.asm(
             """{
             .reg .pred p;
             .reg .u32 x;
@@ -284,8 +239,8 @@ def draw(counter, place) -> None:
             @p st.shared.u32 [$1], x;
             bar.warp.sync 0xffffffff;
             }""",
+            [mgpu.utils.memref_ptr(counter), mgpu.utils.memref_ptr(place)],
             "l,r,~{memory}",
-            has_side_effects=True,
         )
 
     add(counter, place)
@@ -297,12 +252,9 @@ def clear_rows(x, first) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(_TILES), _SCALAR))
     def clear(_, x, first):
         from jax._src.lib.mlir import ir
-        from jax._src.lib.mlir.dialects import llvm
 
         tiles, _, rows, _ = ir.MemRefType(x.type).shape
-        llvm.inline_asm(
-            ir.Type.parse("!llvm.void"),
-            [mgpu.utils.memref_ptr(x), first.registers.item()],
+        inline.asm(
             f"""{{
             .reg .pred p;
             .reg .u32 at, end, lane, zero;
@@ -325,8 +277,8 @@ def clear_rows(x, first) -> None:
             fence.proxy.async.shared::cta;
             bar.warp.sync 0xffffffff;
             }}""",
+            [mgpu.utils.memref_ptr(x), first.registers.item()],
             "l,r,~{memory}",
-            has_side_effects=True,
         )
 
     clear(x, first)

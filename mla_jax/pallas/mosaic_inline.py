@@ -1,0 +1,61 @@
+"""Instructions inside ``plgpu.inline_mgpu``: assembly, constants, addresses, registers as words.
+
+Values are those of the code that Mosaic generates, not arrays.
+"""
+
+# Mosaic GPU states its types in part only.
+# pyright: reportPrivateImportUsage=false
+# pyright: reportArgumentType=false
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.experimental.mosaic import gpu as mgpu
+
+__all__ = ["address", "asm", "constant", "wide", "words"]
+
+
+def asm(text: str, operands: Sequence[Any], constraints: str, *, result: str = "void") -> Any:
+    """Assembly that is neither moved nor dropped. ``result``: ``i32``, a struct in LLVM's words."""
+    from jax._src.lib.mlir import ir
+    from jax._src.lib.mlir.dialects import llvm
+
+    kind = ir.Type.parse(result if result.startswith("i") else f"!llvm.{result}")
+    return llvm.inline_asm(kind, operands, text, constraints, has_side_effects=True)
+
+
+def constant(n: int, bits: int = 32) -> Any:
+    """The number ``n``."""
+    from jax._src.lib.mlir import ir
+
+    return mgpu.utils.c(n, ir.IntegerType.get_signless(bits))
+
+
+def wide(x: Any) -> Any:
+    """A number of 32 bits in 64."""
+    from jax._src.lib.mlir import ir
+    from jax._src.lib.mlir.dialects import arith
+
+    return arith.extsi(ir.IntegerType.get_signless(64), x)
+
+
+def address(ref: Any, offset: Any) -> Any:
+    """Of the byte ``offset``, a number of 64 bits, in an array."""
+    from jax._src.lib.mlir import ir
+    from jax._src.lib.mlir.dialects import arith, llvm
+
+    base = llvm.ptrtoint(ir.IntegerType.get_signless(64), mgpu.utils.memref_ptr(ref))
+    return arith.addi(base, offset)
+
+
+def words(register: Any) -> list[Any]:
+    """A register of some vector type as words of 32 bits."""
+    from jax._src.lib.mlir import ir
+    from jax._src.lib.mlir.dialects import arith, vector
+
+    i32 = ir.IntegerType.get_signless(32)
+    if not isinstance(register.type, ir.VectorType):
+        return [arith.bitcast(i32, register)]
+    n = mgpu.utils.bitwidth(register.type) // 32
+    found = vector.bitcast(ir.VectorType.get((n,), i32), register)
+    return [vector.extract(found, dynamic_position=[], static_position=[k]) for k in range(n)]
