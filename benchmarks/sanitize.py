@@ -1,8 +1,8 @@
 """``tools/sanitize.sh -m benchmarks.sanitize [PART...]``: small cases of every kernel.
 
-Each case is compared with the reference, on the CPU: under a sanitizer XLA compiles for a GPU so
-slowly that its alarm goes off, and the alarm does not survive the sanitizer. Parts: decode,
-prefill, cache.
+Each case is compared with the reference. Those of decode and prefill run on the CPU: under a
+sanitizer XLA compiles them for a GPU so slowly that its alarm goes off, and the process with it.
+Parts: decode, prefill, cache.
 """
 
 import functools

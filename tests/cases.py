@@ -1,7 +1,7 @@
 """Inputs with the dimensions of real models and few tokens, and everything unused poisoned."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -126,6 +126,11 @@ class Prefill:
     dtype: str
     parts: list  # per request: q [n, heads, qk], k [m, heads, qk], v [m, heads, v], seen [n, m]
     dims: MLADims
+
+
+def steep(case: Decode | Prefill, factor: float) -> Decode | Prefill:
+    """Scores further apart: maxima rise by more and by less than a maximum may lag."""
+    return replace(case, scale=factor * case.scale)
 
 
 def prefill_case(

@@ -10,9 +10,17 @@ Values are those of the code that Mosaic generates, not arrays.
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-__all__ = ["address", "asm", "constant", "wide", "words"]
+__all__ = ["NUMBER", "SCALAR", "address", "asm", "constant", "number", "wide", "words"]
+
+SCALAR = plgpu.Layout.WGMMA
+"""Of an argument that is a scalar: it has no layout, but the interface wants one."""
+
+NUMBER = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
+"""Type of a result that is one int32; ``number`` makes it."""
 
 
 def asm(text: str, operands: Sequence[Any], constraints: str, *, result: str = "void") -> Any:
@@ -29,6 +37,11 @@ def constant(n: int, bits: int = 32) -> Any:
     from jax._src.lib.mlir import ir
 
     return mgpu.utils.c(n, ir.IntegerType.get_signless(bits))
+
+
+def number(x: Any) -> Any:
+    """A result of type ``NUMBER``."""
+    return mgpu.FragmentedArray.splat(x, (), is_signed=True)
 
 
 def wide(x: Any) -> Any:

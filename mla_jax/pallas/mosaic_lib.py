@@ -22,7 +22,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
@@ -37,6 +36,7 @@ __all__ = [
     "any_below_one",
     "fill_rows",
     "fold_columns",
+    "in_place",
     "kernel",
     "matmul",
     "matmul_registers",
@@ -58,7 +58,7 @@ SHARED_MEMORY = 232448
 
 
 def kernel(body: Callable, **options: Any) -> Callable:
-    """``plgpu.kernel`` whose arrays begin where an allocation does; refs are passed as they are.
+    """``plgpu.kernel`` whose arrays begin where an allocation does; for refs see ``in_place``.
 
     XLA hands a kernel a slice of an array in place, and lets it write its result into one,
     wherever that begins; Mosaic refuses what is not aligned to 256 bytes.
@@ -70,6 +70,15 @@ def kernel(body: Callable, **options: Any) -> Callable:
         return jax.tree.map(lax.optimization_barrier, run(*whole))
 
     return call
+
+
+def in_place(
+    kernel: Callable, operands: Sequence[jax.Array], arrays: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """``arrays`` as ``kernel`` leaves them, which gets refs to them behind its operands."""
+    refs = [jax.new_ref(lax.optimization_barrier(x)) for x in arrays]
+    kernel(*operands, *refs)
+    return [lax.optimization_barrier(jax.freeze(ref)) for ref in refs]
 
 
 def swizzled(shape: Sequence[int], dtype: DTypeLike) -> plgpu.SMEM:
@@ -169,9 +178,7 @@ def any_below_one(x: jax.Array) -> jax.Array:
     On the device only: the interpreter has no warps.
     """
 
-    @plgpu.inline_mgpu(
-        arg_types=(ROW,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=WGMMA)
-    )
+    @plgpu.inline_mgpu(arg_types=(ROW,), return_type=inline.NUMBER)
     def vote(_, x):
         found = inline.asm(
             """{
@@ -185,6 +192,6 @@ def any_below_one(x: jax.Array) -> jax.Array:
             "=r,f,f",
             result="i32",
         )
-        return mgpu.FragmentedArray.splat(found, (), is_signed=True)
+        return inline.number(found)
 
     return vote(x) != 0

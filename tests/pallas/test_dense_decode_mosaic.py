@@ -20,7 +20,7 @@ from mla_jax.pallas.dense_decode import mosaic, mosaic_sm90
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.mosaic_lib import SHARED_MEMORY, shared_bytes
 from tests import aot
-from tests.cases import GLM, V2_LITE, V3, decode_case
+from tests.cases import GLM, V2_LITE, V3, decode_case, steep
 from tests.compare import judge, same_bits
 
 OP = "dense_decode"
@@ -29,11 +29,6 @@ H200 = DeviceInfo(platform="gpu", kind="NVIDIA H200", sm=90, sms=132)
 
 def judge_decode(state, case, **allowed):
     judge(state, case, [(q, k, k[:, :512], seen) for q, k, seen in case.parts], **allowed)
-
-
-def steep(case, factor):
-    """Scores further apart: maxima rise by more and by less than a maximum may lag."""
-    return dataclasses.replace(case, scale=factor * case.scale)
 
 
 def attend(case, tuning=None, interpret=None):

@@ -23,7 +23,7 @@ from mla_jax.pallas.dense_prefill import schedule as sc
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.mosaic_lib import SHARED_MEMORY, shared_bytes
 from tests import aot
-from tests.cases import GLM, V2_LITE, V3, prefill_case, starts
+from tests.cases import GLM, V2_LITE, V3, prefill_case, starts, steep
 from tests.compare import judge, same_bits
 
 OP = "dense_prefill"
@@ -45,11 +45,6 @@ INTERPRETED = {
     "rising_maxima": {"query_lens": [30], "key_lens": [500], "causal": False},
     "wide": {"dims": GLM, "query_lens": [5, 70, 0, 130], "key_lens": [133, 70, 9, 180]},
 }
-
-
-def steep(case, factor):
-    """Scores further apart: maxima rise by more and by less than a maximum may lag."""
-    return dataclasses.replace(case, scale=factor * case.scale)
 
 
 @pytest.mark.slow

@@ -35,9 +35,6 @@ EACH = 2  # units of a thread: fewer lie closer together, more hide the search
 _PIECE = plgpu.Layout.WG_STRIDED((THREADS * UNIT,), vec_size=UNIT)
 """Registers of one unit of each thread."""
 
-_SCALAR = plgpu.Layout.WGMMA  # a scalar has no layout, but the interface wants one
-_NUMBER = plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR)
-
 
 def blocks(rows: int, width: int) -> int:
     """Thread blocks for ``rows`` of ``width`` elements."""
@@ -68,9 +65,9 @@ def steps(count: int) -> Iterator[int]:
 def thread() -> jax.Array:
     """The number of this thread in its block."""
 
-    @plgpu.inline_mgpu(return_type=_NUMBER)
+    @plgpu.inline_mgpu(return_type=inline.NUMBER)
     def number(_):
-        return _scalar(mgpu.utils.thread_idx())
+        return inline.number(mgpu.utils.thread_idx())
 
     return number()
 
@@ -78,14 +75,14 @@ def thread() -> jax.Array:
 def owner(starts, row) -> jax.Array:
     """How many of ``starts[1:]`` are at most ``row``, one of at most two rows of this warp."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR), return_type=_NUMBER)
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), inline.SCALAR), return_type=inline.NUMBER)
     def search(_, starts, row):
         from jax._src.lib.mlir.dialects import arith
 
         row = row.registers.item()
         first, last = (_of_lane(row, lane) for lane in (0, 31))
         is_first = arith.cmpi(arith.CmpIPredicate.eq, row, first)
-        return _scalar(arith.select(is_first, _search(starts, first), _search(starts, last)))
+        return inline.number(arith.select(is_first, _search(starts, first), _search(starts, last)))
 
     return search(starts, row)
 
@@ -94,7 +91,7 @@ def load(rows, place, unit) -> jax.Array:
     """A unit of row ``place``; zeros where there is no place."""
     piece = plgpu.ShapeDtypeStruct((THREADS * UNIT,), rows.dtype, layout=_PIECE)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR, _SCALAR), return_type=piece)
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), inline.SCALAR, inline.SCALAR), return_type=piece)
     def read(_, rows, place, unit):
         from jax._src.lib.mlir import ir
 
@@ -113,7 +110,7 @@ def load(rows, place, unit) -> jax.Array:
 def store(x: jax.Array, rows, place, unit) -> None:
     """``x`` to a unit of row ``place``, which exists; the first that leaves the L2 cache."""
 
-    @plgpu.inline_mgpu(arg_types=(_PIECE, plgpu.RefType(), _SCALAR, _SCALAR))
+    @plgpu.inline_mgpu(arg_types=(_PIECE, plgpu.RefType(), inline.SCALAR, inline.SCALAR))
     def write(_, x, rows, place, unit):
         address = _address(rows, place.registers.item(), unit.registers.item())
         _write(address, x.registers.item())
@@ -205,7 +202,3 @@ def _write(address, register) -> None:
         [address, *words],
         "l," + "r," * len(words) + "~{memory}",
     )
-
-
-def _scalar(x):
-    return mgpu.FragmentedArray.splat(x, (), is_signed=True)

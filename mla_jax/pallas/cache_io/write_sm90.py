@@ -92,9 +92,9 @@ def write(
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )
-    rows = jax.new_ref(lax.optimization_barrier(pages.reshape(-1, pages.shape[2])))
-    kernel(kv_latent, k_rope, slots, scale.reshape(1), rows)
-    return lax.optimization_barrier(jax.freeze(rows)).reshape(pages.shape)
+    operands = kv_latent, k_rope, slots, scale.reshape(1)
+    (rows,) = lib.in_place(kernel, operands, [pages.reshape(-1, pages.shape[2])])
+    return rows.reshape(pages.shape)
 
 
 def _encode(src, scale, dst, *, simulate: bool) -> None:

@@ -21,7 +21,6 @@ order of summation depends on the number of pieces alone.
 import functools
 import math
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -116,9 +115,8 @@ def combine(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
     )
-    out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
-    kernel(part, part_lse, merges, out_ref, lse_ref)
-    return lax.optimization_barrier((jax.freeze(out_ref), jax.freeze(lse_ref)))
+    out, lse = lib.in_place(kernel, (part, part_lse, merges), (out, lse))
+    return out, lse
 
 
 def _body(

@@ -28,7 +28,6 @@ __all__ = [
 ]  # fmt: skip
 
 _TILES = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-_SCALAR = WGMMA  # a scalar has no layout, but the interface wants one
 _TURNS = 8  # the first of their two hardware barriers
 
 
@@ -125,7 +124,7 @@ def sync(number, threads: int) -> None:
 
 
 def _barrier(verb: str, number, threads: int) -> None:
-    @plgpu.inline_mgpu(arg_types=(_SCALAR,))
+    @plgpu.inline_mgpu(arg_types=(inline.SCALAR,))
     def issue(_, number):
         code = f"barrier.cta.{verb} $0, {threads};"
         inline.asm(code, [number.registers.item()], "r,~{memory}")
@@ -137,7 +136,15 @@ def store_rows(x: jax.Array, lse: jax.Array, out, lse_out, row, live, head) -> N
     """``out[row:row + live, head] = x``, the same of ``lse``; other rows are not touched."""
 
     @plgpu.inline_mgpu(
-        arg_types=(WGMMA, ROW, plgpu.RefType(), plgpu.RefType(), _SCALAR, _SCALAR, _SCALAR)
+        arg_types=(
+            WGMMA,
+            ROW,
+            plgpu.RefType(),
+            plgpu.RefType(),
+            inline.SCALAR,
+            inline.SCALAR,
+            inline.SCALAR,
+        )
     )
     def store(_, x, lse, out, lse_out, row, live, head):
         _store(x, lse, out, lse_out, *(a.registers.item() for a in (row, live, head)))
@@ -153,7 +160,6 @@ def _store(x, lse, out, lse_out, row, live, head) -> None:
     utils, less, equal = mgpu.utils, arith.CmpIPredicate.slt, arith.CmpIPredicate.eq
     _, heads, v = ir.MemRefType(out.type).shape
     size = utils.bytewidth(x.mlir_dtype)
-
     number, wide = inline.constant, inline.wide
 
     def place(ref, element, size):
@@ -249,7 +255,7 @@ def draw(counter, place) -> None:
 def clear_rows(x, first) -> None:
     """Zeros from row ``first`` on in a buffer of rows of 128 bytes, by one warp."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(_TILES), _SCALAR))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(_TILES), inline.SCALAR))
     def clear(_, x, first):
         from jax._src.lib.mlir import ir
 
