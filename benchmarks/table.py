@@ -74,6 +74,7 @@ METADATA: Columns = {
     "target": ("target_us", 0),
     "host µs": ("host_us", 0),
     "host, least": ("least_us", 0),
+    "in a row": ("row_us", 0),
     "of it decide": ("decide_us", 0),
     "of it call": ("call_us", 0),
     "decide, warm": ("warm_us", 0),

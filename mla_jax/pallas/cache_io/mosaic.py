@@ -24,7 +24,6 @@ __all__ = [
 _SIZES = {
     "rank": Within(low=64, high=1024, multiple=64),
     "rope": Within(low=64, high=128, multiple=64),
-    "page": Within(multiple=16),
 }
 
 GATHER = Requirement(
