@@ -21,6 +21,7 @@ from mla_jax.metadata.common import (
     token_positions,
     token_to_request,
 )
+from mla_jax.metadata.counts import SplitCounts
 from mla_jax.metadata.indexer_chunks import (
     NO_CHUNK,
     DeepseekV32IndexerPrefillChunkMetadata,
@@ -101,32 +102,16 @@ class DeepseekV32IndexerPrefillMetadata:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class DeepseekV32IndexerMetadata:
+class DeepseekV32IndexerMetadata(SplitCounts):
     """One step of the indexer."""
 
     bucket: IndexerBucket = field(metadata={"static": True})
     seq_lens: Int[Array, "requests"]  # in tokens, not compressed
     max_seq_len: Int[Array, ""]
     slot_mapping: Int[Array, "tokens"]  # key row each token writes; -1 = none
-    counts: Int[Array, "5"]  # one array, so that counts cost no kernels: see the properties
+    counts: Int[Array, "5"]  # those of the split; chunks
     prefill: DeepseekV32IndexerPrefillMetadata | None  # None iff the bucket has no chunks
     decode: DeepSeekV32IndexerDecodeMetadata | None  # None iff the bucket has no decode rows
-
-    @property
-    def num_decodes(self) -> Int[Array, ""]:
-        return self.counts[0]
-
-    @property
-    def num_prefills(self) -> Int[Array, ""]:
-        return self.counts[1]
-
-    @property
-    def num_decode_tokens(self) -> Int[Array, ""]:
-        return self.counts[2]
-
-    @property
-    def num_prefill_tokens(self) -> Int[Array, ""]:
-        return self.counts[3]
 
 
 @jax.tree_util.register_dataclass

@@ -20,6 +20,7 @@ from mla_jax.metadata.common import (
     token_positions,
     token_to_request,
 )
+from mla_jax.metadata.counts import SplitCounts
 from mla_jax.metadata.plan import (
     OVERHEAD,
     WorkPlan,
@@ -71,7 +72,7 @@ class SWADecision:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class DeepseekSparseSWAMetadata:
+class DeepseekSparseSWAMetadata(SplitCounts):
     """One step. Table, slots and indices address the window's cache."""
 
     bucket: SWABucket = field(metadata={"static": True})
@@ -83,7 +84,7 @@ class DeepseekSparseSWAMetadata:
     query_start_loc: Int[Array, "starts"]
     is_valid_token: Bool[Array, "tokens"]  # has a slot
     token_to_req_indices: Int[Array, "tokens"]  # 0 on padding
-    counts: Int[Array, "counts"]  # one array, so that counts cost no kernels: see the properties
+    counts: Int[Array, "counts"]  # those of the split; chunks of each layer type
     decode_swa_indices: Int[Array, "decode_tokens 1 window"]  # cache rows, oldest first; then -1
     decode_swa_lens: Int[Array, "decode_tokens"]
     prefill_swa_indices: Int[Array, "prefill_tokens window"]  # row i is token num_decode_tokens+i
@@ -94,22 +95,6 @@ class DeepseekSparseSWAMetadata:
     tile_sched_swaonly: WorkPlan | None  # None: no such layer, or no decode tokens
     tile_sched_c4a: WorkPlan | None
     tile_sched_c128a: WorkPlan | None
-
-    @property
-    def num_decodes(self) -> Int[Array, ""]:
-        return self.counts[0]
-
-    @property
-    def num_prefills(self) -> Int[Array, ""]:
-        return self.counts[1]
-
-    @property
-    def num_decode_tokens(self) -> Int[Array, ""]:
-        return self.counts[2]
-
-    @property
-    def num_prefill_tokens(self) -> Int[Array, ""]:
-        return self.counts[3]
 
     def chunks_of(self, name: str) -> tuple[Int[Array, "chunks 4"], Int[Array, ""]]:
         """Workspace chunks of a layer type, a ``WindowChunk`` per row, and how many there are."""
