@@ -373,7 +373,8 @@ COLUMNS = (
 
 def line(row: dict) -> str:
     """A row as text."""
-    return " ".join(f"{'-' if row[c] is None else row[c]!s:>11}" for c in COLUMNS)
+    found = (row.get(c) for c in COLUMNS)
+    return " ".join(f"{'-' if x is None else x!s:>11}" for x in found)
 
 
 def main() -> None:
@@ -383,6 +384,7 @@ def main() -> None:
     parser.add_argument("--max-len", type=int, default=131_072, help="longest request, tokens")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--cases", nargs="*", help="names of the first column; default all")
+    parser.add_argument("--host", action="store_true", help="host times only")
     given = parser.parse_args()
 
     chosen = [
@@ -397,8 +399,9 @@ def main() -> None:
     rows = [host_times(*each, rounds=given.rounds) for each in chosen]
     print(" ".join(f"{c:>11}" for c in COLUMNS))
     for row, (name, batch, program) in zip(rows, chosen, strict=True):
-        chained = name in TARGETS and batch.requests == given.requests[0]
-        row |= device_times(name, batch, program, rounds=given.rounds, chained=chained)
+        if not given.host:
+            chained = name in TARGETS and batch.requests == given.requests[0]
+            row |= device_times(name, batch, program, rounds=given.rounds, chained=chained)
         print(line(row), flush=True)
     record = {
         "device": jax.devices()[0].device_kind,
