@@ -13,8 +13,12 @@ from mla_jax.model import weights
 from mla_jax.model.weight_table import expected_shapes
 from tests import imports
 
-README = (imports.ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"^```python\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+BLOCKS, METADATA = (
+    re.findall(
+        r"^```python\n(.*?)^```", (imports.ROOT / name).read_text(), re.MULTILINE | re.DOTALL
+    )
+    for name in ("README.md", "docs/metadata.md")
+)
 
 TINY = ModelConfig(
     family="deepseek_v2",
@@ -51,7 +55,16 @@ def test_readme_examples_run(source, tmp_path, monkeypatch, capsys):
     }
     weights.save(tmp_path / "DeepSeek-V2-Lite", TINY, leaves)
     monkeypatch.chdir(tmp_path)
-    exec(compile(source, "README.md", "exec"), {"__name__": "readme"})
+    check_prints(source, capsys)
+
+
+def test_the_example_of_metadata_runs(capsys):
+    check_prints(*METADATA, capsys)
+
+
+def check_prints(source, capsys):
+    """Run a block: it prints what the comments behind its prints say."""
+    exec(compile(source, "example", "exec"), {"__name__": "example"})
     printed = capsys.readouterr().out.strip().splitlines()
     promised = re.findall(r"^print\(.*\)  # (.*)$", source, flags=re.MULTILINE)
     assert printed
