@@ -21,7 +21,16 @@ from mla_jax.model.deepseek_v3 import DeepseekV3
 from mla_jax.model.sampling import SamplingBatch, sample
 from mla_jax.types import Array, Float, Int
 
-__all__ = ["Step", "StepBatch", "StepOutput"]
+__all__ = ["LOOPS_IN_GRAPHS", "Step", "StepBatch", "StepOutput"]
+
+LOOPS_IN_GRAPHS = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,"
+    "DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
+}
+"""``jax.jit(…, compiler_options=…)`` on a GPU: XLA's CUDA graphs hold whole loops too.
+
+By itself XLA leaves loops out, and the host reads a loop's condition at every turn.
+"""
 
 
 @jax.tree_util.register_dataclass
@@ -95,10 +104,12 @@ class Step:
             )
             return out, caches
 
-        return cls(
-            leaves=leaves,
-            run=staged(run, at=2, static_argnames=("bucket", "want_logits"), donate_argnums=(1,)),
+        options = LOOPS_IN_GRAPHS if jax.default_backend() == "gpu" else None
+        static = ("bucket", "want_logits")
+        step = staged(
+            run, at=2, static_argnames=static, donate_argnums=(1,), compiler_options=options
         )
+        return cls(leaves=leaves, run=step)
 
     def compiled_programs(self) -> int:
         """Programs traced so far: one per bucket used (and per kind of output)."""

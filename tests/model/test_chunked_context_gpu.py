@@ -15,6 +15,7 @@ from mla_jax.metadata.mla import ContextMetadata, PrefillMetadata, query_runs
 from mla_jax.model.linear import contract
 from mla_jax.model.mla import MLA
 from mla_jax.model.presets import V3
+from mla_jax.model.step import LOOPS_IN_GRAPHS
 from mla_jax.types import AttnState, cdiv
 from tests.cases import starts
 from tests.compare import same_bits
@@ -35,10 +36,10 @@ def layer():
 
 
 @functools.cache
-def chunked(rows: int, backend: str):
+def chunked(rows: int, backend: str, options=None):
     graph, state = layer()
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=dict(options or ()))
     def run(q, latent, k_rope, cache, table, query_starts, context_starts):
         new = PrefillMetadata(query_starts=query_starts, key_starts=query_starts)
         context = ContextMetadata(
@@ -91,6 +92,16 @@ def test_the_kernels_equal_the_reference(rows):
     state = chunked(rows, "mosaic")(*args)
     close(state, chunked(4096, "xla")(*args), lse=5e-3)
     assert np.isneginf(np.asarray(state.lse)[sum(QUERIES) :]).all()
+
+
+def test_a_loop_within_a_graph_takes_as_many_turns():
+    """One program, several contexts one after the other: none, some chunks, all, some again."""
+    *args, contexts = case()
+    graphs = chunked(512, "mosaic", tuple(LOOPS_IN_GRAPHS.items()))
+    for longest in (0, 600, 4000, 77):
+        lens = np.minimum(CONTEXTS, longest)
+        given = *args, jnp.asarray(starts(lens), contexts.dtype)
+        same_bits(graphs(*given), chunked(512, "mosaic")(*given))
 
 
 def test_permuted_requests_keep_their_bits():
