@@ -1,11 +1,11 @@
 """Paged rows to contiguous rows on Hopper: Pallas Mosaic GPU, one small unit a thread.
 
-Computes ``ref.gather_latent``. A thread has two units of 8 elements of the result, 128 units
-apart, and finds on its own where they lie in the cache::
+Computes ``ref.gather_latent``. A warp has 64 neighbouring units of 8 elements of the result, two
+a thread, and each of its lanes finds the place of one row in the cache::
 
-  row -> search in row_starts, by the warp -> first -> page table -> load -> [dequantise] -> store
+  row -> search in row_starts -> first -> page table -> shuffle -> load -> [dequantise] -> store
 
-No thread waits for another, nor for its stores; no work list is made. Rows that nobody fills
+No warp waits for another, nor for its stores; no work list is made. Rows that nobody fills
 are zeros. The bound is the copy bandwidth of the chip: ``docs/kernels/cache_io.md``.
 """
 
@@ -59,6 +59,7 @@ def gather(
 def _body(cache_g, scale_g, table_g, first_g, starts_g, out_g, *, page, simulate):
     rows, width = out_g.shape
     requests, columns = table_g.shape
+    scale = scale_g[0]
 
     def place_of(row, r):
         """Where ``row`` of the result is stored; ``r`` requests end before it."""
@@ -73,7 +74,7 @@ def _body(cache_g, scale_g, table_g, first_g, starts_g, out_g, *, page, simulate
     def decode(x):
         if x.dtype == out_g.dtype:
             return x
-        x = x.astype(jnp.float16).astype(jnp.float32) * scale_g[0]  # no e4m3 -> bfloat16
+        x = x.astype(jnp.float16).astype(jnp.float32) * scale  # no e4m3 -> bfloat16
         return x.astype(out_g.dtype)
 
     if simulate:
@@ -86,9 +87,13 @@ def _body(cache_g, scale_g, table_g, first_g, starts_g, out_g, *, page, simulate
             out_g[row] = jnp.where(place >= 0, x, 0).astype(x.dtype)
 
         return
+    units.keep(table_g, first_g, starts_g)
     block, thread = lax.axis_index("block"), units.thread()
     spots = [units.spot(block, thread, i, width) for i in range(units.EACH)]
-    places = [place_of(row, units.owner(starts_g, row)) for row, _ in spots]
+    top = units.of_lane(spots[0][0], jnp.int32(0))  # first row of the warp
+    mine = top + (thread & 31)
+    place = place_of(mine, units.owner(starts_g, mine))
+    places = [units.of_lane(place, row - top) for row, _ in spots]
     pieces = [
         units.load(cache_g, place, unit) for place, (_, unit) in zip(places, spots, strict=True)
     ]

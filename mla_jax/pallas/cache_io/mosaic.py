@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from mla_jax.cache import CacheFormat
 from mla_jax.pallas.registry import OneOf, Requirement, Within
-from mla_jax.types import Array, Float, Int, cdiv
+from mla_jax.types import Array, Float, Int
 
 __all__ = [
     "GATHER",
@@ -51,22 +51,15 @@ WRITE = Requirement(
 class WriteTuning:
     """What may change the speed of a write; no result depends on it."""
 
-    tile: int  # tokens of one copy, a multiple of 8
-    stages: int  # slots of the ring: one is on its way out, the others on their way in
-    workers: int  # thread blocks, at most
+    tile: int  # tokens of a thread block, a multiple of 8
 
     def __post_init__(self):
         assert self.tile % 8 == 0 < self.tile, "a multiple of 8"
-        assert min(self.stages, self.workers) >= 1, "one slot, one thread block"
 
 
-def write_tuning(*, tokens: int, quantise: bool) -> WriteTuning:
-    """One tile for each thread block, small where there are few tokens.
-
-    In a plain write the second slot stays empty: fewer thread blocks side by side are faster.
-    """
-    tile = 16 if tokens > 2048 else 8
-    return WriteTuning(tile=tile, stages=1 if quantise else 2, workers=cdiv(tokens, tile))
+def write_tuning(*, tokens: int) -> WriteTuning:
+    """Small tiles where there are few tokens."""
+    return WriteTuning(tile=16 if tokens > 2048 else 8)
 
 
 def gather_latent(
@@ -120,7 +113,7 @@ def write_latent(
 
     if not slots.shape[0]:
         return pages
-    tuning = tuning or write_tuning(tokens=slots.shape[0], quantise=format.quantised)
+    tuning = tuning or write_tuning(tokens=slots.shape[0])
     return write_sm90.write(
         pages,
         scale,
@@ -129,7 +122,5 @@ def write_latent(
         slots,
         quantised=format.quantised,
         tile=tuning.tile,
-        stages=tuning.stages,
-        workers=tuning.workers,
         interpret=interpret,
     )

@@ -1,4 +1,4 @@
-"""A copy of rows in units of 8 elements: what a thread takes, and what Pallas has no words for.
+"""Rows in units of 8 elements: what a thread takes, and what Pallas has no words for.
 
 Thread blocks that run side by side take neighbouring units, so that what is on its way at any
 moment lies together in memory. A row lies at a *place*, its number in an array; -1 is nowhere.
@@ -13,7 +13,6 @@ device only.
 # pyright: reportCallIssue=false
 
 import math
-from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -26,14 +25,16 @@ from mla_jax.pallas import mosaic_inline as inline
 from mla_jax.types import cdiv
 
 __all__ = [
-    "EACH", "THREADS", "UNIT", "blocks", "load", "owner", "spot", "steps", "store", "thread",
+    "EACH", "PIECE", "THREADS", "UNIT", "blocks", "keep", "load", "of_lane", "owner", "publish",
+    "spot", "store", "thread",
 ]  # fmt: skip
 
 UNIT = 8  # elements
 THREADS = 128  # of a block
 EACH = 2  # units of a thread: fewer lie closer together, more hide the search
-_PIECE = plgpu.Layout.WG_STRIDED((THREADS * UNIT,), vec_size=UNIT)
-"""Registers of one unit of each thread."""
+SMALL = 2**18  # bytes that may stay in the L2 cache
+PIECE = plgpu.Layout.WG_STRIDED((THREADS * UNIT,), vec_size=UNIT)
+"""Registers of one unit of each thread, whichever it is."""
 
 
 def blocks(rows: int, width: int) -> int:
@@ -44,22 +45,27 @@ def blocks(rows: int, width: int) -> int:
 def spot(block, thread, i: int, width: int):
     """``(row, unit of the row)``: the ``i``-th of a thread. No number passes 32 bits.
 
-    A warp has units of one row, or of one and the next.
+    The units of a warp are neighbours.
     """
     units, step = width // UNIT, THREADS * EACH
     period = units // math.gcd(step, units)  # blocks until a row and a block begin together
     turn = lax.div(block, jnp.int32(period))
-    unit = (block - turn * period) * step + i * THREADS + thread
+    warp = lax.div(thread, jnp.int32(32))
+    unit = (block - turn * period) * step + (warp * (EACH - 1) + i) * 32 + thread
     row = lax.div(unit, jnp.int32(units))
     return turn * (step * period // units) + row, unit - row * units
 
 
-def steps(count: int) -> Iterator[int]:
-    """Of a search among ``count`` numbers by 32 lanes: each round they look that far apart."""
-    while count:
-        step = cdiv(count + 1, 33)
-        yield step
-        count = step - 1
+def owner(starts, row) -> jax.Array:
+    """How many of ``starts[1:]`` are at most ``row``, which may differ from thread to thread."""
+    last, low = starts.shape[0] - 1, jnp.int32(0)
+    step = 1 << (last.bit_length() - 1)
+    while step:
+        at = low + step
+        passed = (at <= last) & (starts[jnp.minimum(at, last)] <= row)
+        low = jnp.where(passed, at, low)
+        step //= 2
+    return low
 
 
 def thread() -> jax.Array:
@@ -72,89 +78,103 @@ def thread() -> jax.Array:
     return number()
 
 
-def owner(starts, row) -> jax.Array:
-    """How many of ``starts[1:]`` are at most ``row``, one of at most two rows of this warp."""
+def of_lane(x, lane) -> jax.Array:
+    """``x`` of another thread of the warp."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), inline.SCALAR), return_type=inline.NUMBER)
-    def search(_, starts, row):
-        from jax._src.lib.mlir.dialects import arith
+    @plgpu.inline_mgpu(arg_types=(inline.SCALAR, inline.SCALAR), return_type=inline.NUMBER)
+    def shuffle(_, x, lane):
+        code = "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;"
+        values = [x.registers.item(), lane.registers.item()]
+        return inline.number(inline.asm(code, values, "=r,r,r", result="i32"))
 
-        row = row.registers.item()
-        first, last = (_of_lane(row, lane) for lane in (0, 31))
-        is_first = arith.cmpi(arith.CmpIPredicate.eq, row, first)
-        return inline.number(arith.select(is_first, _search(starts, first), _search(starts, last)))
-
-    return search(starts, row)
+    return shuffle(x, lane)
 
 
 def load(rows, place, unit) -> jax.Array:
-    """A unit of row ``place``; zeros where there is no place."""
-    piece = plgpu.ShapeDtypeStruct((THREADS * UNIT,), rows.dtype, layout=_PIECE)
+    """A unit of row ``place`` of an array in any memory; zeros where there is no place."""
+    piece = plgpu.ShapeDtypeStruct((THREADS * UNIT,), rows.dtype, layout=PIECE)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), inline.SCALAR, inline.SCALAR), return_type=piece)
     def read(_, rows, place, unit):
         from jax._src.lib.mlir import ir
+        from jax._src.lib.mlir.dialects import arith, llvm, vector
 
-        kind = ir.MemRefType(rows.type).element_type
-        place = place.registers.item()
-        address = _address(rows, place, unit.registers.item())
-        words = _read(address, place, mgpu.utils.bitwidth(kind) * UNIT // 32)
-        register = mgpu.utils.bitcast(words, ir.VectorType.get((UNIT,), kind))
+        place, zero = place.registers.item(), inline.constant(0)
+        kind = ir.VectorType.get((UNIT,), ir.MemRefType(rows.type).element_type)
+        size = mgpu.utils.bitwidth(kind) // 8
+        words = ir.VectorType.get((size // 4,), zero.type)
+        pointer = _pointer(rows, arith.maxsi(place, zero), unit)
+        exists = arith.cmpi(arith.CmpIPredicate.sge, place, zero)
+        found = llvm.load(words, pointer, alignment=size)
+        found = arith.select(exists, found, vector.broadcast(words, zero))
+        register = vector.bitcast(kind, found)
         return mgpu.FragmentedArray(
-            _registers=np.array([register], dtype=object), _layout=_PIECE.to_mgpu(), _is_signed=None
+            _registers=np.array([register], dtype=object), _layout=PIECE.to_mgpu(), _is_signed=None
         )
 
     return read(rows, place, unit)
 
 
 def store(x: jax.Array, rows, place, unit) -> None:
-    """``x`` to a unit of row ``place``, which exists; the first that leaves the L2 cache."""
+    """``x`` to a unit of row ``place`` of an array in any memory, which exists."""
 
-    @plgpu.inline_mgpu(arg_types=(_PIECE, plgpu.RefType(), inline.SCALAR, inline.SCALAR))
+    @plgpu.inline_mgpu(arg_types=(PIECE, plgpu.RefType(), inline.SCALAR, inline.SCALAR))
     def write(_, x, rows, place, unit):
-        address = _address(rows, place.registers.item(), unit.registers.item())
-        _write(address, x.registers.item())
+        from jax._src.lib.mlir import ir
+        from jax._src.lib.mlir.dialects import llvm, vector
+
+        register = x.registers.item()
+        size = mgpu.utils.bitwidth(register.type) // 8
+        words = ir.VectorType.get((size // 4,), ir.IntegerType.get_signless(32))
+        pointer = _pointer(rows, place.registers.item(), unit)
+        llvm.store(vector.bitcast(words, register), pointer, alignment=size)
 
     write(x, rows, place, unit)
 
 
-def _of_lane(x, lane: int):
-    """``x`` of another thread of the warp."""
-    code = f"shfl.sync.idx.b32 $0, $1, {lane}, 31, 0xffffffff;"
-    return inline.asm(code, [x], "=r,r", result="i32")
+def publish() -> None:
+    """What this warp stored to shared memory is seen by the copies that it starts now."""
+
+    @plgpu.inline_mgpu()
+    def fence(_):
+        code = "fence.proxy.async.shared::cta; bar.warp.sync 0xffffffff;"
+        inline.asm(code, [], "~{memory}")
+
+    fence()
 
 
-def _search(starts, row):
-    """``owner`` of a row of the whole warp."""
-    from jax._src.lib.mlir import ir
+def keep(*arrays) -> None:
+    """Ask for small arrays at once; they leave the L2 cache last, also for the next kernel."""
 
-    last, low = ir.MemRefType(starts.type).shape[0] - 1, inline.constant(0)
-    for step in steps(last):
-        low = inline.asm(
-            f"""{{
-            .reg .pred p;
-            .reg .u32 at, x;
-            .reg .u64 where;
-            mov.u32 at, %laneid;
-            mad.lo.u32 at, at, {step}, {step};
-            add.u32 at, at, $1;
-            min.u32 x, at, {last};
-            mad.wide.u32 where, x, 4, $3;
-            ld.global.u32 x, [where];
-            setp.le.u32 p, at, {last};
-            setp.le.and.s32 p, x, $2, p;
-            vote.sync.ballot.b32 x, p, 0xffffffff;
-            popc.b32 x, x;
-            mad.lo.u32 $0, x, {step}, $1;
-            }}""",
-            [low, row, mgpu.utils.memref_ptr(starts)],
-            "=r,r,r,l",
-            result="i32",
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(arrays))
+    def prefetch(_, *arrays):
+        from jax._src.lib.mlir import ir
+        from jax._src.lib.mlir.dialects import arith, gpu
+
+        line = arith.addi(
+            arith.muli(
+                arith.index_cast(ir.IntegerType.get_signless(32), gpu.block_id(gpu.Dimension.x)),
+                inline.constant(THREADS),
+            ),
+            mgpu.utils.thread_idx(),
         )
-    return low
+        for array in arrays:
+            kind = ir.MemRefType(array.type)
+            size = math.prod(kind.shape) * mgpu.utils.bitwidth(kind.element_type) // 8
+            if size > SMALL:
+                continue
+            code = f"""{{
+                .reg .pred p;
+                setp.lt.u32 p, $1, {cdiv(size, 128)};
+                @p prefetch.global.L2::evict_last [$0];
+                }}"""
+            offset = arith.muli(inline.wide(line), inline.constant(128, 64))
+            inline.asm(code, [inline.address(array, offset), line], "l,r")
+
+    prefetch(*arrays)
 
 
-def _address(rows, place, unit):
+def _pointer(rows, place, unit):
     from jax._src.lib.mlir import ir
     from jax._src.lib.mlir.dialects import arith
 
@@ -162,43 +182,7 @@ def _address(rows, place, unit):
     size = mgpu.utils.bitwidth(kind.element_type) // 8
     offset = arith.addi(
         arith.muli(inline.wide(place), inline.constant(kind.shape[-1] * size, 64)),
-        inline.wide(arith.muli(unit, inline.constant(UNIT * size))),
+        inline.wide(arith.muli(unit.registers.item(), inline.constant(UNIT * size))),
     )
-    return inline.address(rows, offset)
-
-
-def _read(address, place, n: int):
-    """``n`` words; zeros if ``place`` is negative."""
-    from jax._src.lib.mlir import ir
-    from jax._src.lib.mlir.dialects import llvm, vector
-
-    i32 = ir.IntegerType.get_signless(32)
-    names = [f"${k}" for k in range(n)]
-    found = inline.asm(
-        f"""{{
-        .reg .pred p;
-        setp.ge.s32 p, ${n + 1}, 0;
-        {"".join(f"mov.b32 {x}, 0; " for x in names)}
-        @p ld.global.L1::no_allocate.v{n}.b32 {{{", ".join(names)}}}, [${n}];
-        }}""",
-        [address, place],
-        "=&r," * n + "l,r",
-        result=f"struct<({', '.join(['i32'] * n)})>",
-    )
-    one = ir.VectorType.get((1,), i32)
-    words = [llvm.extractvalue(i32, found, [k]) for k in range(n)]
-    return mgpu.utils.vector_concat([vector.broadcast(one, w) for w in words])
-
-
-def _write(address, register) -> None:
-    words = inline.words(register)
-    names = ", ".join(f"${1 + k}" for k in range(len(words)))
-    inline.asm(
-        f"""{{
-        .reg .b64 policy;
-        createpolicy.fractional.L2::evict_first.b64 policy, 1.0;
-        st.global.L2::cache_hint.v{len(words)}.b32 [$0], {{{names}}}, policy;
-        }}""",
-        [address, *words],
-        "l," + "r," * len(words) + "~{memory}",
-    )
+    byte = ir.IntegerType.get_signless(8)
+    return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(rows), [offset], byte)

@@ -1,14 +1,13 @@
 """New token records to their slots on Hopper: Pallas Mosaic GPU, in place.
 
-Computes ``ref.write_latent``. Tiles of ``tile`` tokens pass through a ring of ``stages`` slots;
-a tile comes in two bulk copies (latent, rotary part) and leaves row by row, two bulk copies to
-each slot of the cache, one if quantised, issued by four warps side by side::
+Computes ``ref.write_latent``. A thread block has ``tile`` tokens, each of its four warps a
+quarter of them: these come in two bulk copies (latent, rotary part) and leave row by row, two
+bulk copies to each slot of the cache, one if quantised::
 
-  ahead   load(i + stages) -----------------------------.
-  now     wait full -> [quantise] -> copy each row -> slot of i - 1 is free
+  load -> wait -> [quantise] -> copy each row -> end, when shared memory has been read
 
-Blocks take tiles in turn. A last tile that is not full begins early and skips the rows of its
-neighbour. The bound is the copy bandwidth of the chip:
+No warp waits for another. Where there are fewer rows than a warp takes, it begins early and
+skips the rows of its neighbour. The bound is the copy bandwidth of the chip:
 ``docs/kernels/cache_io.md``.
 """
 
@@ -18,20 +17,25 @@ neighbour. The bound is the copy bandwidth of the chip:
 # pyright: reportCallIssue=false
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from mla_jax.pallas import mosaic_lib as lib
+from mla_jax.pallas.cache_io import units_sm90 as units
 from mla_jax.types import Array, Float, Int, cdiv
 
 __all__ = ["scratch", "write"]
 
 WARPS = 4
+RESERVED = 44 * 1024
+"""Bytes of shared memory that a thread block takes at least: five of them side by side are best."""
 SAFE = 60  # scales of 2**-60 to 2**60 are divided by with a reciprocal
 IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS  # makes a contiguous copy a bulk copy
 
@@ -42,17 +46,19 @@ def scratch(
     *,
     tile: int,
     widths: tuple[int, int],
-    stages: int,
     quantised: bool,
 ) -> dict:
     """Shared memory and barriers of one thread block; ``widths`` are rank and rope."""
     buffers = {
-        "latent": plgpu.SMEM((stages, tile, widths[0]), dtypes[0]),
-        "rope": plgpu.SMEM((stages, tile, widths[1]), dtypes[1]),
-        "full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # copy engine -> warpgroup
+        "latent": plgpu.SMEM((tile, widths[0]), dtypes[0]),
+        "rope": plgpu.SMEM((tile, widths[1]), dtypes[1]),
+        "full": plgpu.Barrier(num_arrivals=2, num_barriers=WARPS),  # copy engine -> warp
     }
     if quantised:
-        buffers["codes"] = plgpu.SMEM((min(stages, 2), tile, sum(widths)), stored)  # on its way out
+        buffers["codes"] = plgpu.SMEM((tile, sum(widths)), stored)
+    free = RESERVED - lib.shared_bytes(buffers)
+    if free > 0:
+        buffers["reserved"] = plgpu.SMEM((free,), jnp.int8)
     return buffers
 
 
@@ -65,8 +71,6 @@ def write(
     *,
     quantised: bool,
     tile: int,
-    stages: int,
-    workers: int,
     interpret: object = None,
 ) -> Float[Array, "pages page row"]:
     """``ref.write_latent``; a plain cache has the dtype of the data.
@@ -76,18 +80,12 @@ def write(
     """
     widths = kv_latent.shape[1], k_rope.shape[1]
     dtypes = kv_latent.dtype, k_rope.dtype
-    tiles = cdiv(slots.shape[0], tile)
-    buffers = scratch(
-        dtypes, pages.dtype, tile=tile, widths=widths, stages=stages, quantised=quantised
-    )
     kernel = lib.kernel(
-        functools.partial(
-            _body, tile=tile, stages=stages, tiles=tiles, simulate=interpret is not None
-        ),
+        functools.partial(_body, tile=tile, simulate=interpret is not None),
         out_type=(),
-        scratch_types=buffers,
-        grid=(min(workers, tiles),),
-        grid_names=("worker",),
+        scratch_types=scratch(dtypes, pages.dtype, tile=tile, widths=widths, quantised=quantised),
+        grid=(cdiv(slots.shape[0], tile),),
+        grid_names=("block",),
         kernel_name="mla_write",
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
@@ -97,39 +95,46 @@ def write(
     return rows.reshape(pages.shape)
 
 
-def _encode(src, scale, dst, *, simulate: bool) -> None:
-    """``dst = CacheFormat.encode(src)``: the quotient is rounded once, before the cast.
+def _encode(src, scale, dst, at: int, *, simulate: bool) -> None:
+    """``dst[:, at:] = CacheFormat.encode(src)``: the quotient is rounded once, before the cast.
 
-    A few rows at a time: few registers, hence many thread blocks side by side.
+    Each warp has rows of its own, each thread a unit at a time: few registers, hence many thread
+    blocks side by side.
     """
     tile, width = src.shape
-    step = 8 if width % 128 else 4
-    layout = plgpu.Layout.WG_STRIDED((step, width), vec_size=4)
+    if simulate:
+        codes = jnp.clip(src[...].astype(jnp.float32) / scale, -448.0, 448.0)
+        dst[:, pl.ds(at, width)] = codes.astype(dst.dtype)
+        return
+    per_row = width // units.UNIT
+    mine = tile // WARPS * per_row  # units of a warp
+    steps = cdiv(mine, 32)
+    thread = units.thread()
+    first = lax.div(thread, jnp.int32(32)) * mine
     exact = functools.partial(_quotient, corrections=1 if src.dtype.itemsize == 2 else 2)
 
     def encode(divide):
-        largest = 2.0 * float(jnp.finfo(dst.dtype).max) * scale
-        y = plgpu.layout_cast(jnp.full((step, width), scale), layout)
+        y = jnp.full((units.THREADS * units.UNIT,), scale)
+        y = plgpu.layout_cast(y, units.PIECE)
 
-        @pl.loop(0, tile // step)
+        @pl.loop(0, steps, unroll=math.gcd(steps, 2))
         def _(i):
-            part = pl.ds(i * step, step)
-            x = plgpu.load(src.at[part], layout=layout).astype(jnp.float32)
-            x = jnp.clip(x, -largest, largest)  # no infinity; the cast saturates
-            dst[part] = divide(x, y).astype(dst.dtype)
+            unit = first + lax.rem(i * 32 + (thread & 31), jnp.int32(mine))
+            row = lax.div(unit, jnp.int32(per_row))
+            unit -= row * per_row
+            x = units.load(src, row, unit).astype(jnp.float32)
+            x = _inline(divide, x, y).astype(dst.dtype)
+            units.store(x, dst, row, at // units.UNIT + unit)
 
-    if simulate:
-        encode(lambda x, y: jnp.clip(x / y, -448.0, 448.0))
-        return
     usual = (scale >= 2.0**-SAFE) & (scale <= 2.0**SAFE)
-    pl.when(usual)(lambda: encode(functools.partial(_inline, exact, layout)))
-    pl.when(jnp.logical_not(usual))(lambda: encode(functools.partial(_inline, _division, layout)))
+    pl.when(usual)(lambda: encode(exact))
+    pl.when(jnp.logical_not(usual))(lambda: encode(_division))
 
 
-def _inline(f, layout, x: jax.Array, y: jax.Array) -> jax.Array:
-    """``f`` of two float32 arrays of one layout, in terms of their registers."""
-    result = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout)
-    return plgpu.inline_mgpu(arg_types=(layout, layout), return_type=result)(f)(x, y)
+def _inline(f, x: jax.Array, y: jax.Array) -> jax.Array:
+    """``f`` of two float32 pieces, in terms of their registers."""
+    result = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, units.PIECE)
+    return plgpu.inline_mgpu(arg_types=(units.PIECE,) * 2, return_type=result)(f)(x, y)
 
 
 def _division(_, x, y):
@@ -138,7 +143,7 @@ def _division(_, x, y):
 
 
 def _quotient(_, x, y, *, corrections):
-    """``x / y``, if all elements of ``y`` are equal and nothing under- or overflows.
+    """``x / y``, if all elements of ``y`` are equal and nothing underflows; as large as 896.
 
     The remainder is taken negative, so that of an exact quotient it adds ``-0`` and keeps its sign.
 
@@ -147,11 +152,15 @@ def _quotient(_, x, y, *, corrections):
     of the ties of e4m3 it misses none, as no such quotient lies half a unit beside one.
     """
     fma, negative = (x._lift_fast_instr(name) for name in ("fma.rn.f32", "neg.f32"))
+    times = x._lift_fast_instr("mul.rn.f32")
+    clip = x._lift_fast_instr("min.NaN.xorsign.abs.f32")
     divisor = y.registers.flat[0]
     inverse = x._lift_fast_instr("rcp.rn.f32")(divisor)
+    largest = times(divisor, mgpu.utils.c(896.0, divisor.type))
 
     def one(a):
-        q = x._lift_fast_instr("mul.rn.f32")(a, inverse)
+        a = clip(a, largest)
+        q = times(a, inverse)
         for _ in range(corrections):
             q = fma(fma(q, divisor, negative(a)), negative(inverse), q)
         return q
@@ -161,80 +170,57 @@ def _quotient(_, x, y, *, corrections):
 
 def _body(
     latent_g, rope_g, slots_g, scale_g, rows_g,
-    *, tile, stages, tiles, simulate, latent, rope, full, codes=None,
+    *, tile, simulate, latent, rope, full, codes=None, reserved=None,
 ):  # fmt: skip
     num_rows, rank, tokens = rows_g.shape[0], latent_g.shape[1], slots_g.shape[0]
-    size = min(tile, tokens)
-    worker, workers = lax.axis_index("worker"), lax.axis_size("worker")
-    mine = lax.div(tiles - worker + workers - 1, jnp.int32(workers))
-    late = min(stages - 1, 1)  # groups of copies that may still read their slot
+    each = tile // WARPS
+    size = min(each, tokens)
+    block, factor = lax.axis_index("block"), scale_g[0]
 
-    def slot(i):
-        return lax.rem(i, jnp.int32(stages))
+    def begin(warp):
+        return block * tile + warp * each
 
-    def begin(i):
-        return (worker + i * workers) * tile
+    def start(warp):
+        return jnp.minimum(begin(warp), tokens - size)
 
-    def start(i):
-        return jnp.minimum(begin(i), tokens - size)
+    def place(warp, j):
+        """Of the ``j``-th row; the last rows are those of a neighbour too, which writes them."""
+        j = jnp.int32(j)
+        return jnp.where(start(warp) + j < begin(warp), -1, slots_g[start(warp) + j])
 
-    def load(i):
-        @pl.when(i < mine)
-        def _():
-            for src, dst in ((latent_g, latent), (rope_g, rope)):
-                plgpu.copy_gmem_to_smem(
-                    src.at[pl.ds(start(i), size)],
-                    dst.at[slot(i), pl.ds(0, size)],
-                    full.at[slot(i)],
-                    oob_mode=IN_BOUNDS,
-                )
-
-    def send(places, sources):
-        """Rows of a tile to their places, one group of each warp; sources: buffer, column."""
-        per_warp = tile // WARPS
-
-        @plgpu.warp_map
-        def _(warp):
-            for j in range(per_warp):
-                place = places[j]
-                for w in range(1, WARPS):
-                    place = jnp.where(warp == w, places[w * per_warp + j], place)
-                r = warp * per_warp + j
-
-                @pl.when((place >= 0) & (place < num_rows))
-                def _(place=place, r=r):
-                    for src, at in sources:
-                        src = src.at[r]
-                        dst = rows_g.at[place, pl.ds(at, src.shape[0])]
-                        plgpu.copy_smem_to_gmem(src, dst, commit_group=False)
-
-            plgpu.commit_smem_to_gmem_group()
-            plgpu.wait_smem_to_gmem(late, wait_read_only=True)
-
-        plgpu.commit_smem()  # a barrier: every warp has waited
-
-    def step(i, carry):
-        first, repeated = start(i), begin(i) - start(i)
-        places = [jnp.where(j < repeated, -1, slots_g[first + j]) for j in range(size)]
-        places += [jnp.int32(-1)] * (tile - size)
-        s, o = slot(i), lax.rem(i, jnp.int32(late + 1))
-        plgpu.barrier_wait(full.at[s])
-        if codes is None:
-            send(places, ((latent.at[s], 0), (rope.at[s], rank)))
-            pl.when(i >= late)(lambda: load(i - late + stages))
-        else:
-            for src, at in ((latent.at[s], 0), (rope.at[s], rank)):
-                dst = codes.at[o, :, pl.ds(at, src.shape[1])]
-                _encode(src, scale_g[0], dst, simulate=simulate)
-            plgpu.commit_smem()  # also: every thread has read the slot
-            load(i + stages)
-            send(places, ((codes.at[o], 0),))
-        return carry
-
-    for i in range(stages):
-        load(jnp.int32(i))
-    lax.fori_loop(0, mine, step, ())
+    places = [[place(warp, j) for warp in range(WARPS)] for j in range(size)]
 
     @plgpu.warp_map
-    def _(_):
+    def _(warp):
+        for src, dst in ((latent_g, latent), (rope_g, rope)):
+            plgpu.copy_gmem_to_smem(
+                src.at[pl.ds(start(warp), size)],
+                dst.at[pl.ds(warp * each, size)],
+                full.at[warp],
+                oob_mode=IN_BOUNDS,
+            )
+        plgpu.barrier_wait(full.at[warp])
+
+    sources = (latent, 0), (rope, rank)
+    if codes is not None:
+        for src, at in sources:
+            _encode(src, factor, codes, at, simulate=simulate)
+        plgpu.commit_smem() if simulate else units.publish()
+        sources = ((codes, 0),)
+
+    @plgpu.warp_map
+    def _(warp):
+        for j, of_warp in enumerate(places):
+            place = of_warp[0]
+            for w in range(1, WARPS):
+                place = jnp.where(warp == w, of_warp[w], place)
+
+            @pl.when((place >= 0) & (place < num_rows))
+            def _(place=place, r=warp * each + j):
+                for src, at in sources:
+                    src = src.at[r]
+                    dst = rows_g.at[place, pl.ds(at, src.shape[0])]
+                    plgpu.copy_smem_to_gmem(src, dst, commit_group=False)
+
+        plgpu.commit_smem_to_gmem_group()
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the rows arrive before the next kernel
