@@ -44,6 +44,7 @@ from jax.typing import DTypeLike
 from mla_jax.pallas import mosaic_lib as lib
 from mla_jax.pallas.dense_prefill import inline_sm90 as inline
 from mla_jax.pallas.dense_prefill import schedule as sc
+from mla_jax.pallas.dense_prefill import softmax_sm90 as softmax
 from mla_jax.pallas.mosaic_lib import WGMMA
 
 __all__ = ["Sizes", "attend", "scratch"]
@@ -51,11 +52,8 @@ __all__ = ["Sizes", "attend", "scratch"]
 HALF = sc.ROWS // 2  # queries of a warpgroup
 CHUNK = 64  # columns of one 16-bit buffer in shared memory
 REGISTERS = (240, 24)  # of a thread: products, loader
-LAG = 8.0  # of the maximum that weights are relative to, in powers of two
-LOWEST = -1.0e30  # first running maximum: finite, so that exp2(-inf - LOWEST) = 0
 STEPS = 2  # tiles whose facts are in shared memory
 DRAWS = 2  # numbers drawn: one may be drawn before a slow warp has read what came before
-PARTS = 8  # partial sums of a row: two in each of the four threads that share it
 
 I32 = jnp.int32
 F32 = jnp.float32
@@ -416,7 +414,8 @@ def _body(
 
     def attention():
         plgpu.set_max_registers(REGISTERS[0], action="increase")
-        wide = lib.fill_rows
+        soften = functools.partial(softmax.proceed, scale=scale, simulate=simulate)
+        rescale = functools.partial(softmax.rescale, simulate=simulate)
 
         def take_turn():
             if not simulate:
@@ -485,55 +484,29 @@ def _body(
         def free_queries():
             free("q", wg)
 
-        def soften(x, j, keys, offset, top):
-            """Weights of block ``j``, the new maximum, the old weights' factor, sums of columns."""
-            width = x.shape[1]
-
-            def mask():
-                column = j * block + plgpu.broadcasted_iota(I32, x.shape, 1, layout=WGMMA)
-                seen = keys
-                if causal:
-                    row = plgpu.broadcasted_iota(I32, x.shape, 0, layout=WGMMA)
-                    seen = jnp.minimum(keys, wg * HALF + offset + 1 + row)
-                return jnp.where(column < seen, x, -jnp.inf)
-
-            full = j * block + width <= keys
-            if causal:
-                full = full & (j * block + width <= wg * HALF + offset + 1)
-            x = lax.cond(full, lambda: x, mask)
-            new_top = x.max(axis=1) * scale
-            new_top = jnp.where(new_top > top + LAG, new_top, top)
-            w = jnp.exp2(x * scale - wide(new_top, width))
-            found = w, new_top, jnp.exp2(top - new_top), lib.fold_columns(w, PARTS)
-            return lax.optimization_barrier(found)  # else the assembler moves it behind the values
-
-        def rescale(values, shrink):
-            def scaled():
-                return values * wide(shrink, sizes.v)
-
-            if simulate:
-                return scaled()
-            return lax.cond(lib.any_below_one(shrink), scaled, lambda: values)
+        def mask(x, j, keys, offset):
+            seen = {"seen": wg * HALF + offset + 1} if causal else {}
+            return softmax.mask(x, first=j * block, keys=keys, **seen)
 
         def tile_body(carry):
             t, g, x, held, _ = carry
             n, keys, offset = (fact(t, i) for i in (sc.BLOCKS, sc.KEYS, sc.OFFSET))
             pl.when(n == 1)(free_queries)
-            w, top, shrink, total = soften(x, 0, keys, offset, lib.row_vector(LOWEST, HALF))
+            w, top, sums = softmax.start(mask(x, 0, keys, offset), scale=scale)
             pl.when(n > 1)(lambda: await_k(g + 1))
             values = plgpu.layout_cast(jnp.zeros((HALF, sizes.v), F32), WGMMA)
 
             def block_body(j, carry, width=block):
-                values, p, top, shrink, total = carry
+                values, p, top, shrink, sums, grew = carry
                 take_turn()
                 x = scores(g + j + 1, held, width)
-                values = rescale(values, shrink)  # under the scores
+                values = rescale(values, shrink, grew)  # under the scores
                 values = add_values(values, p, g + j)
                 give_turn()
                 x = landed(x, 1)
                 free_k(g + j + 1)
                 pl.when(j + 2 == n)(free_queries)
-                w, top, shrink, added = soften(x, j + 1, keys, offset, top)
+                w, top, shrink, sums, grew = soften(mask(x, j + 1, keys, offset), top, shrink, sums)
                 # A wait here also keeps the assembler from moving the softmax behind the
                 # products that it is to run under.
                 pl.when(j + 2 < n)(lambda: await_k(g + j + 2))
@@ -543,31 +516,28 @@ def _body(
                 if width < block:
                     rest = plgpu.layout_cast(jnp.zeros((HALF, block - width), dtype), WGMMA)
                     w = jnp.concatenate([w, rest], axis=1)
-                return values, w, top, shrink, total * wide(shrink, PARTS) + added
+                return values, w, top, shrink, sums, grew
 
             # The last block of the upper queries of a causal tile is seen to its middle only.
             seen = jnp.minimum(keys, (wg + 1) * HALF + offset) if causal else keys
             short = (n > 1) & (seen <= (n - 1) * block + block // 2)
             last = n - 1 - short.astype(I32)
-            carry = lax.fori_loop(
-                0, last, block_body, (values, w.astype(dtype), top, shrink, total)
-            )
-            values, p, top, shrink, total = lax.cond(
+            ones, grew = lib.row_vector(1.0, HALF), jnp.bool_(simulate)
+            carry = values, w.astype(dtype), top, ones, sums, grew
+            carry = lax.fori_loop(0, last, block_body, carry)
+            values, p, top, shrink, sums, grew = lax.cond(
                 short, lambda: block_body(n - 2, carry, block // 2), lambda: carry
             )
 
             def finish(values):
-                sums = total.sum(axis=1)
-                empty = sums == 0.0
-                inverse = jnp.where(empty, 0.0, 1.0 / sums)
-                lse = jnp.where(empty, -jnp.inf, (top + jnp.log2(sums)) * math.log(2.0))
+                inverse, lse = softmax.close(top, sums)
                 row = fact(t, sc.ROW) + wg * HALF
                 live = jnp.clip(fact(t, sc.LIVE) - wg * HALF, 0, HALF)
-                store(values * wide(inverse, sizes.v), lse, row, live, fact(t, ITEM_HEAD))
+                store(values * lib.fill_rows(inverse, sizes.v), lse, row, live, fact(t, ITEM_HEAD))
 
             def add_last():
                 take_turn()
-                return add_values(rescale(values, shrink), p, g + n - 1)
+                return add_values(rescale(values, shrink, grew), p, g + n - 1)
 
             def with_next():
                 done = add_last()
