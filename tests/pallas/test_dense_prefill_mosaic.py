@@ -17,8 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mla_jax.metadata.mla import PrefillMetadata
 from mla_jax.ops import explain, mla_prefill
-from mla_jax.pallas.dense_prefill import mosaic, ref
-from mla_jax.pallas.dense_prefill import mosaic_sm90 as sm90
+from mla_jax.pallas.dense_prefill import buffers_sm90, mosaic, ref
 from mla_jax.pallas.dense_prefill import schedule as sc
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.mosaic_lib import SHARED_MEMORY, shared_bytes
@@ -177,8 +176,8 @@ def test_heuristic_keeps_keys_in_the_cache():
 def test_every_width_has_a_block_that_fits(nope, v):
     tuning = mosaic.heuristic(1, 1, nope=nope, rope=64, v=v, causal=True)
     assert tuning.block == (128 if v <= 128 and nope + v <= 256 else 64)
-    sizes = sm90.Sizes(nope=nope, rope=64, v=v, **dataclasses.asdict(tuning))
-    buffers = sm90.scratch(sizes, jnp.bfloat16, jnp.bfloat16, simulate=False)
+    sizes = buffers_sm90.Sizes(nope=nope, rope=64, v=v, **dataclasses.asdict(tuning))
+    buffers = buffers_sm90.scratch(sizes, jnp.bfloat16, jnp.bfloat16, simulate=False)
     assert shared_bytes(buffers) <= SHARED_MEMORY
 
 

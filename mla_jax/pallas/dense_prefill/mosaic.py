@@ -115,7 +115,7 @@ def dense_prefill(
     ``make_schedule`` of the same lengths and tuning, if it is at hand; ``interpret`` runs on a
     CPU.
     """
-    from mla_jax.pallas.dense_prefill import mosaic_sm90 as sm90
+    from mla_jax.pallas.dense_prefill import buffers_sm90, mosaic_sm90
 
     tokens, heads, qk = q.shape
     keys, _, nope_v = kv.shape
@@ -133,12 +133,12 @@ def dense_prefill(
         )
     if scale <= 0:  # the kernel takes the maximum before it scales
         q, scale = q * jnp.asarray(jnp.sign(scale), q.dtype), abs(scale) or 1.0
-    out, lse = sm90.attend(
+    out, lse = mosaic_sm90.attend(
         _rows(q, sc.ROWS),
         _rows(kv, tuning.block),
         _rows(k_rope, tuning.block),
         schedule,
-        sizes=sm90.Sizes(nope=nope, rope=k_rope.shape[1], v=v, **asdict(tuning)),
+        sizes=buffers_sm90.Sizes(nope=nope, rope=k_rope.shape[1], v=v, **asdict(tuning)),
         scale=scale,
         causal=causal,
         out_dtype=out_dtype,
