@@ -40,8 +40,12 @@ class Sizes:
     heads_together: int  # heads whose tiles are interleaved: their keys share the L2 cache
     workers: int
     held: int  # chunks of 64 columns of the queries that stay in registers
-    hardware: bool  # buffers are freed by hardware barriers, not by those in shared memory
     dynamic: bool  # a thread block takes the next tile when it is free; else every 132nd
+
+    @property
+    def hardware(self) -> bool:
+        """Whether buffers are freed by hardware barriers, not by those in shared memory."""
+        return self.held > 0
 
     @property
     def k_chunks(self) -> int:

@@ -46,7 +46,6 @@ class Tuning:
     heads_together: int  # heads whose tiles run side by side
     block: int  # keys of one step
     held: int = 0  # chunks of 64 columns of the queries that stay in registers
-    hardware: bool = False  # buffers are freed by hardware barriers
     stages: int = 2  # blocks in shared memory
     dynamic: bool = True  # a thread block takes its next tile when it is free
     workers: int = MULTIPROCESSORS  # thread blocks
@@ -57,18 +56,22 @@ class Tuning:
         assert self.stages in (1, 2, 4), "stages are a power of two; hardware barriers allow four"
 
 
-def heuristic(keys: int, heads: int, *, nope: int, rope: int, v: int, causal: bool) -> Tuning:
+def heuristic(
+    keys: int, heads: int, *, requests: int, nope: int, rope: int, v: int, causal: bool
+) -> Tuning:
     """As many heads side by side as have their keys in the L2 cache; as many keys as fit.
 
-    Queries in registers relieve shared memory. They and hardware barriers are faster in blocks of
-    64 keys and where all keys are seen, but slower in causal blocks of 128: that is measured only.
+    Queries in registers relieve shared memory. They and the hardware barriers that come with
+    them are faster in blocks of 64 keys and where all keys are seen, but slower in causal blocks
+    of 128: that is measured only. Where one request sees all keys, tiles are equally dear.
     """
     together = L2 // max(2 * (nope + v) * keys, 1)
     block = next(n for n in (128, 64) if _fits(n, nope + rope, v))
     held = 0 if causal and block == 128 else min(2, (nope + rope) // 64 - 1)
     return Tuning(
-        heads_together=min(max(together, 1), heads), block=block, held=held, hardware=held > 0
-    )
+        heads_together=min(max(together, 1), heads), block=block, held=held,
+        dynamic=causal or requests > 1,
+    )  # fmt: skip
 
 
 def _fits(block: int, qk: int, v: int, stages: int = 2) -> bool:
@@ -126,7 +129,10 @@ def dense_prefill(
             out=jnp.zeros((tokens, heads, v), out_dtype),
             lse=jnp.full((tokens, heads), -jnp.inf, jnp.float32),
         )
-    tuning = tuning or heuristic(keys, heads, nope=nope, rope=k_rope.shape[1], v=v, causal=causal)
+    tuning = tuning or heuristic(
+        keys, heads, requests=query_starts.shape[0] - 1,
+        nope=nope, rope=k_rope.shape[1], v=v, causal=causal,
+    )  # fmt: skip
     if schedule is None:
         schedule = make_schedule(
             query_starts, key_starts, tokens=tokens, keys=keys, causal=causal, tuning=tuning

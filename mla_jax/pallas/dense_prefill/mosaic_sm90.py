@@ -216,13 +216,14 @@ def _body(
                 x = landed(x, 1)
                 free_k(g + j + 1)
                 pl.when(j + 2 == n)(free_queries)
-                w, top, shrink, sums, grew = soften(mask(x, j + 1, keys, offset), top, shrink, sums)
+                x = mask(x, j + 1, keys, offset)
+                w, y, top, shrink, sums, grew = soften(x, top, sums)
                 # A wait here also keeps the assembler from moving the softmax behind the
                 # products that it is to run under.
                 pl.when(j + 2 < n)(lambda: await_k(g + j + 2))
                 values = landed(values)
                 free_v(g + j)
-                w = w.astype(dtype)
+                w, sums = softmax.complete(w, y, sums, dtype)
                 if width < block:
                     rest = plgpu.layout_cast(jnp.zeros((HALF, block - width), dtype), WGMMA)
                     w = jnp.concatenate([w, rest], axis=1)

@@ -4,24 +4,29 @@ Scores of a block become exponents relative to the maximum of the blocks before.
 of them is above ``LAG`` does a warp look for the new maximum and correct what it has: weights
 are at most 2**LAG, which 16 bits and float32 sums hold as exactly as 1. A score that is ``J``
 powers of two above all blocks before is rounded to ``J * 2**-24``.
+
+A block is taken in halves for what can run side by side: the exponentials of the first with the
+look at the second, and the exponentials of the second with the rounding of the first.
 """
 
 # Mosaic GPU states its types in part only.
 # pyright: reportPrivateImportUsage=false
 # pyright: reportArgumentType=false
 
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from mla_jax.pallas import mosaic_lib as lib
 from mla_jax.pallas.dense_prefill import inline_sm90 as inline
 from mla_jax.pallas.mosaic_lib import WGMMA
 
-__all__ = ["close", "mask", "proceed", "rescale", "start"]
+__all__ = ["close", "complete", "mask", "proceed", "rescale", "start"]
 
 LAG = 8.0  # of the maximum that weights are relative to, in powers of two
 LOWEST = -1.0e30  # first maximum at least: finite, so that exp2(-inf - LOWEST) = 0
@@ -56,30 +61,52 @@ def start(x: jax.Array, *, scale: float) -> tuple[jax.Array, ...]:
 
 
 def proceed(
-    x: jax.Array, top: jax.Array, shrink: jax.Array, sums: jax.Array, *, scale: float,
-    simulate: bool,
-) -> tuple[jax.Array, ...]:  # fmt: skip
-    """Weights of further scores, maximum, factor of old weights, sums, whether a maximum grew.
+    x: jax.Array, top: jax.Array, sums: jax.Array, *, scale: float, simulate: bool
+) -> tuple[jax.Array, ...]:
+    """Weights of the first half of further scores, exponents of the second, and what follows.
 
-    Where none grew, the factor is one of before.
+    That is the maximum, the factor of what is relative to the old one, the sums with those of
+    the first half, and whether a maximum grew.
     """
-    width = x.shape[1]
-    x = x * scale - lib.fill_rows(top, width)
-    grew = True if simulate else inline.any_above(x, LAG)
+    rows, middle = x.shape[0], x.shape[1] // 2
+    look = functools.partial(_look, simulate=simulate)
+    one = lib.row_vector(1.0, rows)
+    y = x[:, :middle] * scale - lib.fill_rows(top, middle)
+    grew, y, top, shrink, sums = look(y, top, one, sums)
+    w = jnp.exp2(y)
+    sums = sums + lib.fold_columns(w, PARTS)
+    y = x[:, middle:] * scale - lib.fill_rows(top, middle)
+    again, y, top, shrink, sums, w = look(y, top, shrink, sums, w, after=(sums,))
+    # The barrier keeps the assembler from moving it behind the products that it runs under.
+    return *lax.optimization_barrier((w, y, top, shrink, sums)), grew | again
+
+
+def _look(
+    y: jax.Array, top: jax.Array, shrink: jax.Array, *old: jax.Array, simulate: bool,
+    after: tuple[jax.Array, ...] = (),
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    """Whether a maximum grew, and if so everything relative to the new one."""
 
     def follow():
-        rise = x.max(axis=1)
+        rise = y.max(axis=1)
         rise = jnp.where(rise > LAG, rise, 0.0)
-        shrink = jnp.exp2(-rise)
-        more = sums * lib.fill_rows(shrink, PARTS)
-        return x - lib.fill_rows(rise, width), top + rise, shrink, more
+        less = jnp.exp2(-rise)
+        smaller = [a * lib.fill_rows(less, a.shape[1]) for a in old]
+        return y - lib.fill_rows(rise, y.shape[1]), top + rise, shrink * less, *smaller
 
-    same = x, top, shrink, sums
-    x, top, shrink, sums = follow() if simulate else lax.cond(grew, follow, lambda: same)
-    w = jnp.exp2(x)
-    found = w, top, shrink, sums + lib.fold_columns(w, PARTS)
-    # The barrier keeps the assembler from moving it behind the products that it runs under.
-    return *lax.optimization_barrier(found), grew
+    if simulate:
+        return jnp.bool_(True), *follow()
+    grew = inline.any_above(y, LAG, *after)
+    return grew, *lax.cond(grew, follow, lambda: (y, top, shrink, *old))
+
+
+def complete(
+    w: jax.Array, y: jax.Array, sums: jax.Array, dtype: DTypeLike
+) -> tuple[jax.Array, jax.Array]:
+    """All weights of a block, rounded, and the sums with those of its second half."""
+    more = jnp.exp2(y)
+    weights = jnp.concatenate([w.astype(dtype), more.astype(dtype)], axis=1)
+    return weights, sums + lib.fold_columns(more, PARTS)
 
 
 def rescale(values: jax.Array, shrink: jax.Array, grew, *, simulate: bool) -> jax.Array:
