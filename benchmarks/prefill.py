@@ -136,7 +136,7 @@ def line(row: dict) -> str:
 def tuning(case: Case) -> mosaic.Tuning:
     """What the backend would choose."""
     return mosaic.heuristic(
-        sum(case.key_lens), case.heads, requests=len(case.queries),
+        sum(case.queries), sum(case.key_lens), case.heads, requests=len(case.queries),
         nope=case.nope, rope=case.rope, v=case.v, causal=case.causal,
     )  # fmt: skip
 

@@ -53,7 +53,9 @@ def test_interpreted_with_race_detection(name, rng):
     dims, causal = (INTERPRETED[name].get(k, x) for k, x in (("dims", V2_LITE), ("causal", True)))
     case = prefill_case(rng, **{**INTERPRETED[name], "dims": dataclasses.replace(dims, heads=1)})
     tuning = dataclasses.replace(
-        mosaic.heuristic(1, 1, requests=1, nope=dims.nope, rope=dims.rope, v=dims.v, causal=causal),
+        mosaic.heuristic(
+            1, 1, 1, requests=1, nope=dims.nope, rope=dims.rope, v=dims.v, causal=causal
+        ),
         workers=2,
         dynamic=False,
     )
@@ -165,16 +167,23 @@ def test_explain_names_the_missing_capability():
 
 
 def test_heuristic_keeps_keys_in_the_cache():
-    widths = {"requests": 1, "nope": 128, "rope": 64, "v": 128, "causal": True}
-    assert mosaic.heuristic(8192, 128, **widths).heads_together == 2
-    assert mosaic.heuristic(100, 16, **widths).heads_together == 16
-    assert mosaic.heuristic(10**6, 16, **widths).heads_together == 1
+    choose = functools.partial(mosaic.heuristic, requests=2, nope=128, rope=64, v=128, causal=True)
+    assert choose(8192, 8192, 128).heads_together == 2
+    assert choose(100, 100, 16).heads_together == 16
+    assert choose(10**6, 10**6, 16).heads_together == 1
+
+
+def test_heuristic_draws_where_tiles_differ():
+    choose = functools.partial(mosaic.heuristic, 8192, 8192, 20, nope=192, rope=64, v=256)
+    assert not choose(requests=1, causal=False).dynamic
+    for tuning in (choose(requests=2, causal=False), choose(requests=1, causal=True)):
+        assert tuning.dynamic and tuning.heads_together == 2 and tuning.heads_last == 7
 
 
 @pytest.mark.parametrize("nope", [64, 128, 192])
 @pytest.mark.parametrize("v", [64, 128, 192, 256])
 def test_every_width_has_a_block_that_fits(nope, v):
-    tuning = mosaic.heuristic(1, 1, requests=1, nope=nope, rope=64, v=v, causal=True)
+    tuning = mosaic.heuristic(1, 1, 1, requests=1, nope=nope, rope=64, v=v, causal=True)
     assert tuning.block == (128 if v <= 128 and nope + v <= 256 else 64)
     sizes = buffers_sm90.Sizes(nope=nope, rope=64, v=v, **dataclasses.asdict(tuning))
     buffers = buffers_sm90.scratch(sizes, jnp.bfloat16, jnp.bfloat16, simulate=False)

@@ -66,10 +66,12 @@ def load(buffers: Buffers, worker, q_g, kv_g, rope_g, tiles_g, with_keys, drawn_
 
     def locate(number):
         """Tile and head of an item: the dearest tiles of a few heads, then the next heads."""
-        group = with_keys * sizes.heads_together
-        section = lax.div(number, group)
-        first = section * sizes.heads_together
-        width = jnp.minimum(heads - first, sizes.heads_together)
+        together = sizes.heads_together
+        full = max((heads - sizes.heads_last) // together, 0)  # then a wider section
+        group = with_keys * together
+        section = jnp.minimum(lax.div(number, group), full)
+        first = section * together
+        width = jnp.where(section < full, together, heads - full * together)
         rest = number - section * group
         tile = lax.div(rest, width)
         return tile, first + rest - tile * width

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from mla_jax.pallas.dense_prefill import schedule as sc
 from mla_jax.pallas.registry import OneOf, Requirement, Within
-from mla_jax.types import Array, AttnState, Float, Int
+from mla_jax.types import Array, AttnState, Float, Int, cdiv
 
 __all__ = ["REQUIREMENT", "Tuning", "dense_prefill", "heuristic", "make_schedule"]
 
@@ -44,6 +44,7 @@ class Tuning:
     """What may change the speed of a result; ``block`` and ``held`` also change its rounding."""
 
     heads_together: int  # heads whose tiles run side by side
+    heads_last: int = 1  # of the last ones, as many at least
     block: int  # keys of one step
     held: int = 0  # chunks of 64 columns of the queries that stay in registers
     stages: int = 2  # blocks in shared memory
@@ -52,25 +53,34 @@ class Tuning:
 
     def __post_init__(self):
         assert self.block % 64 == 0, "products need multiples of 64 keys"
-        assert min(self.heads_together, self.stages, self.workers) >= 1, "at least one"
+        least = min(self.heads_together, self.heads_last, self.stages, self.workers)
+        assert least >= 1, "at least one"
         assert self.stages in (1, 2, 4), "stages are a power of two; hardware barriers allow four"
 
 
 def heuristic(
-    keys: int, heads: int, *, requests: int, nope: int, rope: int, v: int, causal: bool
-) -> Tuning:
+    tokens: int, keys: int, heads: int, *, requests: int, nope: int, rope: int, v: int,
+    causal: bool,
+) -> Tuning:  # fmt: skip
     """As many heads side by side as have their keys in the L2 cache; as many keys as fit.
+
+    Where tiles differ, heads that run at the same time anyway are together, and the last ones
+    are three tiles for each thread block: it is the dearest of the last that make one late.
+    Where one request sees all keys, they are equal, and nothing needs to be drawn.
 
     Queries in registers relieve shared memory. They and the hardware barriers that come with
     them are faster in blocks of 64 keys and where all keys are seen, but slower in causal blocks
-    of 128: that is measured only. Where one request sees all keys, tiles are equally dear.
+    of 128: that is measured only.
     """
-    together = L2 // max(2 * (nope + v) * keys, 1)
+    equal = not causal and requests == 1
+    tiles, together, last = cdiv(tokens, sc.ROWS), L2 // max(2 * (nope + v) * keys, 1), 1
+    if not equal:
+        together, last = max(together, MULTIPROCESSORS // tiles), cdiv(3 * MULTIPROCESSORS, tiles)
     block = next(n for n in (128, 64) if _fits(n, nope + rope, v))
-    held = 0 if causal and block == 128 else min(2, (nope + rope) // 64 - 1)
     return Tuning(
-        heads_together=min(max(together, 1), heads), block=block, held=held,
-        dynamic=causal or requests > 1,
+        heads_together=min(max(together, 1), heads), heads_last=min(last, heads), block=block,
+        held=0 if causal and block == 128 else min(2, (nope + rope) // 64 - 1),
+        dynamic=not equal,
     )  # fmt: skip
 
 
@@ -130,7 +140,7 @@ def dense_prefill(
             lse=jnp.full((tokens, heads), -jnp.inf, jnp.float32),
         )
     tuning = tuning or heuristic(
-        keys, heads, requests=query_starts.shape[0] - 1,
+        tokens, keys, heads, requests=query_starts.shape[0] - 1,
         nope=nope, rope=k_rope.shape[1], v=v, causal=causal,
     )  # fmt: skip
     if schedule is None:
