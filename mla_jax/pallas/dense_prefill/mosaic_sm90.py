@@ -10,14 +10,15 @@ warpgroups owns 64 of them and the third loads. Keys are read where the up-proje
 
 The two warpgroups take turns in issuing products: without, they drift into step, and the tensor
 cores wait while both are in their softmax. A row's weights are relative to a maximum that may lag
-behind by a factor of 2**LAG, so that O is seldom rescaled. The first scores of a tile are issued
-behind the last values of the tile before, whose result goes from registers to memory under them.
-Some columns of the queries may stay in registers, which relieves shared memory.
+behind, so that O is seldom rescaled. The first scores of a tile are issued behind the last values
+of the tile before, whose result goes from registers to memory under them. Some columns of the
+queries may stay in registers, which relieves shared memory.
 
 Tiles begin at the first query of their request, and blocks at its first key: a view of shared
 memory tiled by single rows lets the copy engine start anywhere. So the bits of a request do not
 depend on its neighbours. The bound: 2560 tensor-core cycles for 128 keys. ``schedule`` orders
-the tiles, ``inline_sm90`` holds the instructions that Pallas lacks, and
+the tiles, ``loader_sm90`` brings what they need into the ``buffers_sm90``, ``softmax_sm90`` is
+between the products, ``inline_sm90`` holds the instructions that Pallas lacks, and
 ``docs/kernels/dense_prefill.md`` the measurements.
 """
 
