@@ -177,7 +177,14 @@ def test_heuristic_draws_where_tiles_differ():
     choose = functools.partial(mosaic.heuristic, 8192, 8192, 20, nope=192, rope=64, v=256)
     assert not choose(requests=1, causal=False).dynamic
     for tuning in (choose(requests=2, causal=False), choose(requests=1, causal=True)):
-        assert tuning.dynamic and tuning.heads_together == 2 and tuning.heads_last == 7
+        assert tuning.dynamic and tuning.heads_together == 2 and tuning.heads_last == 2
+
+
+def test_heuristic_ends_with_many_tiles():
+    choose = functools.partial(mosaic.heuristic, requests=1, nope=128, rope=64, v=128, causal=True)
+    assert choose(4096, 4096, 16).heads_last == 10
+    assert choose(2048, 2048, 16).heads_last == 16
+    assert choose(10**6, 10**6, 16).heads_last == 1
 
 
 @pytest.mark.parametrize("nope", [64, 128, 192])

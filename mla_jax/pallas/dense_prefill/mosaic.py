@@ -64,18 +64,21 @@ def heuristic(
 ) -> Tuning:  # fmt: skip
     """As many heads side by side as have their keys in the L2 cache; as many keys as fit.
 
-    Where tiles differ, heads that run at the same time anyway are together, and the last ones
-    are three tiles for each thread block: it is the dearest of the last that make one late.
-    Where one request sees all keys, they are equal, and nothing needs to be drawn.
+    Where tiles differ, heads that run at the same time anyway are together, and the last ones are
+    more, up to three tiles for each thread block or twice those keys: a thread block is late that
+    begins a dear tile in the end. Where one request sees all keys, tiles are equal, and nothing
+    needs to be drawn.
 
     Queries in registers relieve shared memory. They and the hardware barriers that come with
     them are faster in blocks of 64 keys and where all keys are seen, but slower in causal blocks
     of 128: that is measured only.
     """
     equal = not causal and requests == 1
-    tiles, together, last = cdiv(tokens, sc.ROWS), L2 // max(2 * (nope + v) * keys, 1), 1
+    size = 2 * (nope + v) * keys  # bytes of a head
+    tiles, together, last = cdiv(tokens, sc.ROWS), L2 // size, 1
     if not equal:
-        together, last = max(together, MULTIPROCESSORS // tiles), cdiv(3 * MULTIPROCESSORS, tiles)
+        together = max(together, MULTIPROCESSORS // tiles)
+        last = min(cdiv(3 * MULTIPROCESSORS, tiles), max(2 * L2 // size, together, 1))
     block = next(n for n in (128, 64) if _fits(n, nope + rope, v))
     return Tuning(
         heads_together=min(max(together, 1), heads), heads_last=min(last, heads), block=block,
