@@ -135,8 +135,10 @@ def line(row: dict) -> str:
 
 def tuning(case: Case) -> mosaic.Tuning:
     """What the backend would choose."""
-    widths = {"nope": case.nope, "rope": case.rope, "v": case.v}
-    return mosaic.heuristic(sum(case.key_lens), case.heads, **widths, causal=case.causal)
+    return mosaic.heuristic(
+        sum(case.queries), sum(case.key_lens), case.heads, requests=len(case.queries),
+        nope=case.nope, rope=case.rope, v=case.v, causal=case.causal,
+    )  # fmt: skip
 
 
 def _attend(case: Case, q, kv, k_rope, query_starts, key_starts, schedule):

@@ -17,8 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mla_jax.metadata.mla import PrefillMetadata
 from mla_jax.ops import explain, mla_prefill
-from mla_jax.pallas.dense_prefill import mosaic, ref
-from mla_jax.pallas.dense_prefill import mosaic_sm90 as sm90
+from mla_jax.pallas.dense_prefill import buffers_sm90, mosaic, ref
 from mla_jax.pallas.dense_prefill import schedule as sc
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.mosaic_lib import SHARED_MEMORY, shared_bytes
@@ -54,7 +53,9 @@ def test_interpreted_with_race_detection(name, rng):
     dims, causal = (INTERPRETED[name].get(k, x) for k, x in (("dims", V2_LITE), ("causal", True)))
     case = prefill_case(rng, **{**INTERPRETED[name], "dims": dataclasses.replace(dims, heads=1)})
     tuning = dataclasses.replace(
-        mosaic.heuristic(1, 1, nope=dims.nope, rope=dims.rope, v=dims.v, causal=causal),
+        mosaic.heuristic(
+            1, 1, 1, requests=1, nope=dims.nope, rope=dims.rope, v=dims.v, causal=causal
+        ),
         workers=2,
         dynamic=False,
     )
@@ -166,19 +167,33 @@ def test_explain_names_the_missing_capability():
 
 
 def test_heuristic_keeps_keys_in_the_cache():
-    widths = {"nope": 128, "rope": 64, "v": 128, "causal": True}
-    assert mosaic.heuristic(8192, 128, **widths).heads_together == 2
-    assert mosaic.heuristic(100, 16, **widths).heads_together == 16
-    assert mosaic.heuristic(10**6, 16, **widths).heads_together == 1
+    choose = functools.partial(mosaic.heuristic, requests=2, nope=128, rope=64, v=128, causal=True)
+    assert choose(8192, 8192, 128).heads_together == 2
+    assert choose(100, 100, 16).heads_together == 16
+    assert choose(10**6, 10**6, 16).heads_together == 1
+
+
+def test_heuristic_draws_where_tiles_differ():
+    choose = functools.partial(mosaic.heuristic, 8192, 8192, 20, nope=192, rope=64, v=256)
+    assert not choose(requests=1, causal=False).dynamic
+    for tuning in (choose(requests=2, causal=False), choose(requests=1, causal=True)):
+        assert tuning.dynamic and tuning.heads_together == 2 and tuning.heads_last == 2
+
+
+def test_heuristic_ends_with_many_tiles():
+    choose = functools.partial(mosaic.heuristic, requests=1, nope=128, rope=64, v=128, causal=True)
+    assert choose(4096, 4096, 16).heads_last == 10
+    assert choose(2048, 2048, 16).heads_last == 16
+    assert choose(10**6, 10**6, 16).heads_last == 1
 
 
 @pytest.mark.parametrize("nope", [64, 128, 192])
 @pytest.mark.parametrize("v", [64, 128, 192, 256])
 def test_every_width_has_a_block_that_fits(nope, v):
-    tuning = mosaic.heuristic(1, 1, nope=nope, rope=64, v=v, causal=True)
+    tuning = mosaic.heuristic(1, 1, 1, requests=1, nope=nope, rope=64, v=v, causal=True)
     assert tuning.block == (128 if v <= 128 and nope + v <= 256 else 64)
-    sizes = sm90.Sizes(nope=nope, rope=64, v=v, **dataclasses.asdict(tuning))
-    buffers = sm90.scratch(sizes, jnp.bfloat16, jnp.bfloat16, simulate=False)
+    sizes = buffers_sm90.Sizes(nope=nope, rope=64, v=v, **dataclasses.asdict(tuning))
+    buffers = buffers_sm90.scratch(sizes, jnp.bfloat16, jnp.bfloat16, simulate=False)
     assert shared_bytes(buffers) <= SHARED_MEMORY
 
 

@@ -13,6 +13,8 @@ the device only: the interpreter has other forms.
 # pyright: reportAbstractUsage=false
 # pyright: reportReturnType=false
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +25,7 @@ from mla_jax.pallas import mosaic_inline as inline
 from mla_jax.pallas.mosaic_lib import ROW, WGMMA
 
 __all__ = [
-    "add_values", "arrive", "clear_rows", "draw", "give_turn", "landed", "scores",
+    "add_values", "any_above", "arrive", "clear_rows", "draw", "give_turn", "landed", "scores",
     "store_rows", "sync", "take_turn",
 ]  # fmt: skip
 
@@ -99,6 +101,45 @@ def landed(x: jax.Array, later: int) -> jax.Array:
         return fragmented_array.optimization_barrier(x)  # no use of it before the wait
 
     return wait(x)
+
+
+def any_above(x: jax.Array, bound: float, *after: jax.Array) -> jax.Array:
+    """Whether a number of a warp's is above a positive ``bound``; each warp asks for its own.
+
+    Such numbers are ordered as their bits are, and the largest of three integers is one
+    instruction. ``after``, whose numbers are not negative, are looked at as well: else the
+    assembler would begin what they come from only when the answer is there.
+    """
+    bits = int(np.float32(bound).view(np.int32))
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA,) * (1 + len(after)), return_type=inline.NUMBER)
+    def vote(_, *arrays):
+        from jax._src.lib.mlir.dialects import arith
+
+        words, *others = (
+            [w for register in a.registers.flat for w in inline.words(register)] for a in arrays
+        )
+        others = [w for found in others for w in found]
+        signs = "".join(f"setp.lt.or.s32 p, ${2 + i}, 0, p;" for i in range(len(others)))
+        tops, rest = words[:4], words[4:]  # four chains, two words a step
+        for i in range(0, len(rest), 2):
+            for w in rest[i : i + 2]:
+                tops[i // 2 % 4] = arith.maxsi(tops[i // 2 % 4], w)
+        found = inline.asm(
+            f"""{{
+            .reg .pred p;
+            setp.gt.s32 p, $1, {bits};
+            {signs}
+            vote.sync.any.pred p, p, 0xffffffff;
+            selp.u32 $0, 1, 0, p;
+            }}""",
+            [functools.reduce(arith.maxsi, tops), *others],
+            "=r,r" + ",r" * len(others),
+            result="i32",
+        )
+        return inline.number(found)
+
+    return vote(x, *after) != 0
 
 
 def take_turn(wg) -> None:

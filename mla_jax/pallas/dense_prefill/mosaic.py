@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from mla_jax.pallas.dense_prefill import schedule as sc
 from mla_jax.pallas.registry import OneOf, Requirement, Within
-from mla_jax.types import Array, AttnState, Float, Int
+from mla_jax.types import Array, AttnState, Float, Int, cdiv
 
 __all__ = ["REQUIREMENT", "Tuning", "dense_prefill", "heuristic", "make_schedule"]
 
@@ -44,31 +44,47 @@ class Tuning:
     """What may change the speed of a result; ``block`` and ``held`` also change its rounding."""
 
     heads_together: int  # heads whose tiles run side by side
+    heads_last: int = 1  # of the last ones, as many at least
     block: int  # keys of one step
     held: int = 0  # chunks of 64 columns of the queries that stay in registers
-    hardware: bool = False  # buffers are freed by hardware barriers
     stages: int = 2  # blocks in shared memory
     dynamic: bool = True  # a thread block takes its next tile when it is free
     workers: int = MULTIPROCESSORS  # thread blocks
 
     def __post_init__(self):
         assert self.block % 64 == 0, "products need multiples of 64 keys"
-        assert min(self.heads_together, self.stages, self.workers) >= 1, "at least one"
+        least = min(self.heads_together, self.heads_last, self.stages, self.workers)
+        assert least >= 1, "at least one"
         assert self.stages in (1, 2, 4), "stages are a power of two; hardware barriers allow four"
 
 
-def heuristic(keys: int, heads: int, *, nope: int, rope: int, v: int, causal: bool) -> Tuning:
+def heuristic(
+    tokens: int, keys: int, heads: int, *, requests: int, nope: int, rope: int, v: int,
+    causal: bool,
+) -> Tuning:  # fmt: skip
     """As many heads side by side as have their keys in the L2 cache; as many keys as fit.
 
-    Queries in registers relieve shared memory. They and hardware barriers are faster in blocks of
-    64 keys and where all keys are seen, but slower in causal blocks of 128: that is measured only.
+    Where tiles differ, heads that run at the same time anyway are together, and the last ones are
+    more, up to three tiles for each thread block or twice those keys: a thread block is late that
+    begins a dear tile in the end. Where one request sees all keys, tiles are equal, and nothing
+    needs to be drawn.
+
+    Queries in registers relieve shared memory. They and the hardware barriers that come with
+    them are faster in blocks of 64 keys and where all keys are seen, but slower in causal blocks
+    of 128: that is measured only.
     """
-    together = L2 // max(2 * (nope + v) * keys, 1)
+    equal = not causal and requests == 1
+    size = 2 * (nope + v) * keys  # bytes of a head
+    tiles, together, last = cdiv(tokens, sc.ROWS), L2 // size, 1
+    if not equal:
+        together = max(together, MULTIPROCESSORS // tiles)
+        last = min(cdiv(3 * MULTIPROCESSORS, tiles), max(2 * L2 // size, together, 1))
     block = next(n for n in (128, 64) if _fits(n, nope + rope, v))
-    held = 0 if causal and block == 128 else min(2, (nope + rope) // 64 - 1)
     return Tuning(
-        heads_together=min(max(together, 1), heads), block=block, held=held, hardware=held > 0
-    )
+        heads_together=min(max(together, 1), heads), heads_last=min(last, heads), block=block,
+        held=0 if causal and block == 128 else min(2, (nope + rope) // 64 - 1),
+        dynamic=not equal,
+    )  # fmt: skip
 
 
 def _fits(block: int, qk: int, v: int, stages: int = 2) -> bool:
@@ -115,7 +131,7 @@ def dense_prefill(
     ``make_schedule`` of the same lengths and tuning, if it is at hand; ``interpret`` runs on a
     CPU.
     """
-    from mla_jax.pallas.dense_prefill import mosaic_sm90 as sm90
+    from mla_jax.pallas.dense_prefill import buffers_sm90, mosaic_sm90
 
     tokens, heads, qk = q.shape
     keys, _, nope_v = kv.shape
@@ -126,19 +142,22 @@ def dense_prefill(
             out=jnp.zeros((tokens, heads, v), out_dtype),
             lse=jnp.full((tokens, heads), -jnp.inf, jnp.float32),
         )
-    tuning = tuning or heuristic(keys, heads, nope=nope, rope=k_rope.shape[1], v=v, causal=causal)
+    tuning = tuning or heuristic(
+        tokens, keys, heads, requests=query_starts.shape[0] - 1,
+        nope=nope, rope=k_rope.shape[1], v=v, causal=causal,
+    )  # fmt: skip
     if schedule is None:
         schedule = make_schedule(
             query_starts, key_starts, tokens=tokens, keys=keys, causal=causal, tuning=tuning
         )
     if scale <= 0:  # the kernel takes the maximum before it scales
         q, scale = q * jnp.asarray(jnp.sign(scale), q.dtype), abs(scale) or 1.0
-    out, lse = sm90.attend(
+    out, lse = mosaic_sm90.attend(
         _rows(q, sc.ROWS),
         _rows(kv, tuning.block),
         _rows(k_rope, tuning.block),
         schedule,
-        sizes=sm90.Sizes(nope=nope, rope=k_rope.shape[1], v=v, **asdict(tuning)),
+        sizes=buffers_sm90.Sizes(nope=nope, rope=k_rope.shape[1], v=v, **asdict(tuning)),
         scale=scale,
         causal=causal,
         out_dtype=out_dtype,
