@@ -55,7 +55,7 @@ class Tuning:
 
     defer: bool  # PV of a block waits for QK of the next one
     prefetch: bool  # blocks go to the L2 cache one step early: only with defer
-    early_launch: bool  # the merge kernel is made ready while the main one ends
+    early_launch: bool  # the merge kernel is launched while the main one ends
     batch_invariant: bool = False  # cut requests by their own length, not by equal shares
     chunk: int = 128  # blocks of 64 keys in a piece of a batch-invariant plan
     workers: int = MULTIPROCESSORS  # thread blocks in all
@@ -182,6 +182,7 @@ def dense_decode(
         scale=scale,
         defer=tuning.defer,
         prefetch=tuning.prefetch,
+        early_launch=tuning.early_launch and interpret is None,
         interpret=interpret,
     )
     out, lse = combine_sm90.combine(

@@ -117,6 +117,7 @@ def attend(
     scale: float,
     defer: bool,
     prefetch: bool,
+    early_launch: bool,
     interpret: object = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """``out`` [tokens * heads, 512] and ``lse`` [tokens * heads] of requests in one piece, and
@@ -135,6 +136,7 @@ def attend(
         scale=scale * math.log2(math.e),
         defer=defer,
         prefetch=prefetch,
+        early_launch=early_launch,
         simulate=simulate,
         quantised=quantised,
     )
@@ -165,7 +167,7 @@ def attend(
 def _body(
     ql_g, qr_g, pages_g, scales_g, table_g, work_g, tasks_g,
     out_g, lse_g, part_g, part_lse_g,
-    *, sizes, scale, defer, prefetch, simulate, quantised,
+    *, sizes, scale, defer, prefetch, early_launch, simulate, quantised,
     left, right, k_rope, q_tail, stats,
     left_full, right_full, rope_full, tail_full,
     q_taken, p_ready, go, left_done, inverse_ready,
@@ -412,11 +414,11 @@ def _body(
             p, _, block, *ids = found
             pl.when(p < end)(lambda: load_block(block, ids, rope, k_rope.at[r], rope_full.at[r]))
 
-        def fetch(found, which):
-            """Bring columns of a block to the L2 cache."""
+        def fetch(found, which, of_tile=0):
+            """Bring columns of a block to the L2 cache: one tile does so for all."""
             p, e, block, *ids = found
 
-            @pl.when((p < end) & (e > 0))
+            @pl.when((p < end) & (e > 0) & (tile == of_tile))
             def _():
                 pages, row = place_of(block, ids)
                 for page_id in pages:
@@ -518,9 +520,8 @@ def _body(
 
                 def products(acc):
                     lib.matmul(acc, k_rope.at[r], keys.at[s], simulate=simulate)
-                    if prefetch:  # two neighbouring tiles share the work
-                        turn = lax.rem(tile, jnp.int32(2)) == int(right)
-                        pl.when(turn | (sizes.tiles == 1))(lambda: fetch(following, columns))
+                    if prefetch:
+                        fetch(following, columns, min(int(right), sizes.tiles - 1))
                     convert(*soon, g + 2)
 
                 o = lib.accumulate(o, products, simulate=simulate)
@@ -555,6 +556,8 @@ def _body(
 
             pl.when(part < 0)(lambda: store(out_g, row))
             pl.when(part >= 0)(lambda: store(part_g, (part * sizes.tiles + tile) * ROWS))
+            if right and early_launch:  # earlier would only lengthen the merge
+                pl.when(p == end - 1)(plgpu.griddepcontrol_launch_dependents)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             refill(found, s)
             return g0 + n + 1
