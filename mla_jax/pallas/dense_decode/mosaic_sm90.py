@@ -556,7 +556,7 @@ def _body(
 
             pl.when(part < 0)(lambda: store(out_g, row))
             pl.when(part >= 0)(lambda: store(part_g, (part * sizes.tiles + tile) * ROWS))
-            if right and early_launch:  # earlier would only lengthen the merge
+            if right and early_launch:  # sooner, and the merge would only wait longer
                 pl.when(p == end - 1)(plgpu.griddepcontrol_launch_dependents)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             refill(found, s)
