@@ -164,7 +164,7 @@ def line(row: dict) -> str:
 
 def tuning_of(case: Case) -> mosaic.Tuning:
     """The heuristic's, changed as the case says: measured choices must not choose themselves."""
-    found = mosaic.heuristic(case.heads, case.queries)
+    found = mosaic.heuristic(case.heads, case.queries, FORMATS[case.format].quantised)
     changes = {k: type(getattr(found, k))(v) for k, v in case.tuning}
     return dataclasses.replace(found, **changes)
 

@@ -154,9 +154,10 @@ def test_explain_names_the_missing_capability():
 
 
 def test_heuristic_follows_the_rows_of_a_tile():
-    assert not mosaic.heuristic(16, 4).defer
+    assert mosaic.heuristic(16, 4).defer
+    assert not mosaic.heuristic(16, 4, quantised=True).defer
     assert not mosaic.heuristic(64, 1).prefetch
-    assert mosaic.heuristic(128, 1).defer
+    assert mosaic.heuristic(128, 1, quantised=True).defer
     assert mosaic.heuristic(20, 3).prefetch
 
 

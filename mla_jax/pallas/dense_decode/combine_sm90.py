@@ -38,7 +38,7 @@ SHAPES = (  # rows at most, thread blocks of a row, rows of a step of each of th
     (2 * MULTIPROCESSORS, 4, 1),
     (2**31 - 1, 1, 4),
 )
-RESIDENT = 5
+RESIDENT = 4
 """Thread blocks of a multiprocessor."""
 
 FEW = (2, 4, 8)

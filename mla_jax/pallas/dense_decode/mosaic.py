@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from mla_jax.cache import CacheFormat
+from mla_jax.cache import FORMATS, CacheFormat
 from mla_jax.errors import ArgumentError
 from mla_jax.pallas import tuning as tuning_table
 from mla_jax.pallas.dense_decode import work_plan as wp
@@ -53,7 +53,7 @@ MAX_PARTS = 16
 class Tuning:
     """What may change the speed, and only ``batch_invariant`` the bits, of a result."""
 
-    defer: bool  # PV of a block waits for QK of the next one: better when compute bound
+    defer: bool  # PV of a block waits for QK of the next one
     prefetch: bool  # blocks go to the L2 cache one step early: only with defer
     early_launch: bool  # the merge kernel is launched while the main one ends
     batch_invariant: bool = False  # cut requests by their own length, not by equal shares
@@ -70,15 +70,20 @@ def tune(problem: Problem, device: DeviceInfo) -> Tuned:
     if found := tuning_table.lookup(problem, device):
         record, source = found
         return Tuned(value=Tuning(**record.tuning), source=source)
-    value = heuristic(int(problem["heads"]), int(problem["max_query_len"]))
+    quantised = FORMATS[str(problem["cache"])].quantised
+    value = heuristic(int(problem["heads"]), int(problem["max_query_len"]), quantised)
     return Tuned(value=value, source=f"heuristic: nothing near was measured on {device.kind}")
 
 
-def heuristic(heads: int, max_query_len: int) -> Tuning:
-    """Two or more tiles of 64 rows share each page: compute bound. One: memory bound."""
+def heuristic(heads: int, max_query_len: int, quantised: bool = False) -> Tuning:
+    """Two or more tiles of 64 rows share each page: compute bound. One: memory bound.
+
+    One tile over an e4m3 cache is bound by the time from a block's load to its product.
+    """
     rows = round_up(heads, 8)
     compute_bound = rows * max_query_len > ROWS
-    return Tuning(defer=compute_bound, prefetch=compute_bound, early_launch=True)
+    defer = compute_bound or not quantised
+    return Tuning(defer=defer, prefetch=compute_bound, early_launch=True)
 
 
 def make_plan(
@@ -141,10 +146,10 @@ def dense_decode(
     """
     from mla_jax.pallas.dense_decode import combine_sm90, mosaic_sm90
 
-    del format, out_dtype  # the dtypes of pages and queries say as much
+    del out_dtype  # that of the queries
     tokens, heads, rank = q_latent.shape
     requests, width = page_table.shape
-    tuning = tuning or heuristic(heads, max_query_len)
+    tuning = tuning or heuristic(heads, max_query_len, format.quantised)
     if not (tokens and requests and width):
         return AttnState(
             out=jnp.zeros((tokens, heads, rank), q_latent.dtype),

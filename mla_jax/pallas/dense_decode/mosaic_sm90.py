@@ -175,6 +175,7 @@ def _body(
 ):  # fmt: skip
     wg, worker, tile = (lax.axis_index(n) for n in ("wg", "worker", "tile"))
     begin, end = tasks_g[worker, wp.BEGIN], tasks_g[worker, wp.STOP]
+    live = sizes.live
     shared = quantised and not simulate  # keys and their bytes
     (k_left, *in_left), (k_right, *in_right) = (x if shared else (x,) for x in (left, right))
     page, copies, num_pages, width = sizes.page, sizes.copies, pages_g.shape[0], table_g.shape[1]
@@ -191,23 +192,17 @@ def _body(
     def live_rows(p):
         return jnp.clip(work_g[p, wp.QUERIES] * sizes.heads - tile * ROWS, 0, ROWS)
 
-    def element(p, n, e):
+    def element(p, n, e, queries=1):
         """Piece and element ``e`` elements behind the queries of piece ``p`` of ``n`` blocks.
 
-        Element 0 of a piece is its queries, element 1 its first block. A piece has two or
-        more elements, so three steps reach the piece after the next one at most.
+        Element 0 of a piece is its queries, element 1 its first block; if ``queries`` is 0 those
+        of later pieces do not count. A piece has two or more elements, so three steps reach the
+        piece after the next one at most, and so do two steps without queries.
         """
-        after = e - (n + 1)
-        third = after - (blocks_of(p + 1) + 1)
-        q = p + (after >= 0).astype(I32) + (third >= 0).astype(I32)
-        return q, jnp.where(after < 0, e, jnp.where(third < 0, after, 0))
-
-    def block_after(p, n, x):
-        """Piece and block ``x`` blocks behind the first of piece ``p``; at most two too many."""
-        after = x - n
-        third = (after >= 0) & (after >= blocks_of(p + 1))
+        after = e - 1 - n
+        third = (after >= 0) & (after >= blocks_of(p + 1) + queries)
         q = p + (after >= 0).astype(I32) + third.astype(I32)
-        return q, jnp.where(after < 0, x, jnp.where(third, 0, after))
+        return q, jnp.where(after < 0, e, jnp.where(third, 0, after) + 1 - queries)
 
     def ids_of(request, block):
         """Page ids of a block as the table has them: nothing waits for them yet."""
@@ -224,29 +219,15 @@ def _body(
             row = pl.multiple_of(lax.rem(block, jnp.int32(parts)) * BLOCK, BLOCK)
         return [jnp.clip(i, 0, num_pages - 1) for i in ids], row
 
-    def find(p, n, request, first, e):
-        """Element ``e`` behind the queries of piece ``p``: its piece, element, block, page ids."""
-
-        def here():
-            block = first + jnp.maximum(e - 1, 0)
-            return p, e, block, *ids_of(request, block)
+    def find(p, n, e, here, queries=1):
+        """``element``, its block and its page ids; ``here()`` says so of one of piece ``p``."""
 
         def later():
-            q, i = element(p, n, e)
+            q, i = element(p, n, e, queries)
             block = work_g[q, wp.FIRST] + jnp.maximum(i - 1, 0)
             return q, i, block, *ids_of(work_g[q, wp.REQUEST], block)
 
         return lax.cond(e <= n, here, later)
-
-    def find_block(p, n, x, known):
-        """Block ``x`` behind the first of piece ``p``, as ``find``; ``known`` if it is of ``p``."""
-
-        def later():
-            q, i = block_after(p, n, x)
-            block = work_g[q, wp.FIRST] + i
-            return q, i + 1, block, *ids_of(work_g[q, wp.REQUEST], block)
-
-        return lax.cond(x < n, lambda: known, later)
 
     def load_block(block, ids, columns, buffer, barrier):
         ids, row = place_of(block, ids)
@@ -361,7 +342,8 @@ def _body(
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 stats[LSE] = lse2 * math.log(2.0)
                 plgpu.commit_smem()
-                lib.store_rows(stats.at[LSE], lse_g, row, count, rows=ROWS, step=sizes.step)
+                lse = stats.at[LSE, pl.ds(0, live)]
+                lib.store_rows(lse, lse_g, row, count, rows=live, step=sizes.step)
 
             @pl.when(jnp.logical_not(whole))
             def _():
@@ -370,8 +352,6 @@ def _body(
             return g0 + n + 1
 
         lax.fori_loop(begin, end, piece, jnp.int32(0))
-        if early_launch:
-            plgpu.griddepcontrol_launch_dependents()
         plgpu.wait_smem_to_gmem(0)
 
     def half(right: bool, keys, full, stored, raw):
@@ -434,19 +414,21 @@ def _body(
             p, _, block, *ids = found
             pl.when(p < end)(lambda: load_block(block, ids, rope, k_rope.at[r], rope_full.at[r]))
 
-        def fetch(found):
-            """Bring a block to the L2 cache; two neighbouring tiles share the work."""
+        def fetch(found, which, of_tile=0):
+            """Bring columns of a block to the L2 cache: one tile does so for all."""
             p, e, block, *ids = found
-            turn = (lax.rem(tile, jnp.int32(2)) == int(right)) if sizes.tiles > 1 else True
 
-            @pl.when((p < end) & (e > 0) & turn)
+            @pl.when((p < end) & (e > 0) & (tile == of_tile))
             def _():
                 pages, row = place_of(block, ids)
                 for page_id in pages:
-                    rows = pl.ds(row, BLOCK // copies)
-                    plgpu.async_prefetch(pages_g.at[page_id, rows, columns])
-                    if right:
-                        plgpu.async_prefetch(pages_g.at[page_id, rows, rope])
+                    plgpu.async_prefetch(pages_g.at[page_id, pl.ds(row, BLOCK // copies), which])
+
+        def refill(found, s):
+            """``load``, and fetch the rotary columns: their buffer is free one block later."""
+            load(found, s)
+            if right and not quantised:
+                fetch(found, rope)
 
         @pl.when(begin < end)
         def _():
@@ -504,13 +486,20 @@ def _body(
             n, first, request = blocks_of(p), work_g[p, wp.FIRST], work_g[p, wp.REQUEST]
             length = work_g[p, wp.LENGTH]
             part, row, count = work_g[p, wp.SLOT], row_of(p), live_rows(p)  # memory is far: early
-            ahead = functools.partial(find, p, n, request, first)
+
+            def ahead(e):
+                def here():
+                    block = first + jnp.maximum(e - 1, 0)
+                    return p, e, block, *ids_of(request, block)
+
+                return find(p, n, e, here)
+
             found = ahead(jnp.int32(SLOTS))
             second = element(p, n, jnp.int32(2))
             convert(*second, g0 + 2)
             settle(*second, g0 + 2)
             plgpu.barrier_wait(q_taken.at[slot(g0)])
-            load(found, slot(g0))
+            refill(found, slot(g0))
 
             def step(j, carry):
                 o, before, found = carry  # elements: the last step loads one, this one the next
@@ -519,7 +508,7 @@ def _body(
                 following = ahead(j + 2 + SLOTS)
                 soon = element(p, n, j + 3)
                 if right and not quantised:
-                    next_rope = find_block(p, n, j + 2, before)
+                    next_rope = find(p, n, j + 3, lambda: before, queries=0)
                 plgpu.barrier_wait(p_ready.at[s])
                 if right:
                     pl.when((j == n - 1) & (p + 1 < end))(lambda: load_tail(row_of(p + 1)))
@@ -532,7 +521,7 @@ def _body(
                 def products(acc):
                     lib.matmul(acc, k_rope.at[r], keys.at[s], simulate=simulate)
                     if prefetch:
-                        fetch(following)
+                        fetch(following, columns, min(int(right), sizes.tiles - 1))
                     convert(*soon, g + 2)
 
                 o = lib.accumulate(o, products, simulate=simulate)
@@ -549,7 +538,7 @@ def _body(
                     load_rope(next_rope, r)
                 else:
                     plgpu.barrier_arrive(left_done.at[s])
-                pl.when(j < n - 1)(lambda: load(found, s))
+                pl.when(j < n - 1)(lambda: refill(found, s))
                 return o, found, following
 
             o = plgpu.layout_cast(jnp.zeros((ROWS, HALF), F32), WGMMA)
@@ -562,14 +551,15 @@ def _body(
             plgpu.commit_smem()
 
             def store(to, row):
-                lib.store_rows(
-                    keys.at[s], to.at[:, columns], row, count, rows=ROWS, step=sizes.step
-                )
+                result = keys.at[s, pl.ds(0, live)]
+                lib.store_rows(result, to.at[:, columns], row, count, rows=live, step=sizes.step)
 
             pl.when(part < 0)(lambda: store(out_g, row))
             pl.when(part >= 0)(lambda: store(part_g, (part * sizes.tiles + tile) * ROWS))
+            if right and early_launch:  # sooner, and the merge would only wait longer
+                pl.when(p == end - 1)(plgpu.griddepcontrol_launch_dependents)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            load(found, s)
+            refill(found, s)
             return g0 + n + 1
 
         lax.fori_loop(begin, end, piece, jnp.int32(0))

@@ -27,6 +27,11 @@ class Sizes:
         return cdiv(self.heads * self.queries, ROWS)
 
     @property
+    def live(self) -> int:
+        """Rows of a tile that are live, at most: a power of two."""
+        return min(1 << (self.heads * self.queries - 1).bit_length(), ROWS)
+
+    @property
     def step(self) -> int:
         """Live rows of any tile are a multiple of this."""
         return math.gcd(self.heads, ROWS)
