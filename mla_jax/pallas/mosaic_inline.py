@@ -14,7 +14,9 @@ import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-__all__ = ["NUMBER", "SCALAR", "address", "asm", "constant", "number", "wide", "words"]
+__all__ = [
+    "NUMBER", "SCALAR", "address", "any_lane", "asm", "constant", "number", "wide", "words",
+]  # fmt: skip
 
 SCALAR = plgpu.Layout.WGMMA
 """Of an argument that is a scalar: it has no layout, but the interface wants one."""
@@ -30,6 +32,17 @@ def asm(text: str, operands: Sequence[Any], constraints: str, *, result: str = "
 
     kind = ir.Type.parse(result if result.startswith("i") else f"!llvm.{result}")
     return llvm.inline_asm(kind, operands, text, constraints, has_side_effects=True)
+
+
+def any_lane(tests: str, operands: Sequence[Any], constraints: str) -> Any:
+    """Whether ``p`` holds in a lane of the warp: a ``NUMBER``. ``tests`` set it from ``$1`` on."""
+    code = f"""{{
+        .reg .pred p;
+        {tests}
+        vote.sync.any.pred p, p, 0xffffffff;
+        selp.u32 $0, 1, 0, p;
+        }}"""
+    return number(asm(code, operands, f"=r,{constraints}", result="i32"))
 
 
 def constant(n: int, bits: int = 32) -> Any:

@@ -180,18 +180,7 @@ def any_below_one(x: jax.Array) -> jax.Array:
 
     @plgpu.inline_mgpu(arg_types=(ROW,), return_type=inline.NUMBER)
     def vote(_, x):
-        found = inline.asm(
-            """{
-            .reg .pred p;
-            setp.lt.f32 p, $1, 0f3F800000;
-            setp.lt.or.f32 p, $2, 0f3F800000, p;
-            vote.sync.any.pred p, p, 0xffffffff;
-            selp.u32 $0, 1, 0, p;
-            }""",
-            list(x.registers.flat),
-            "=r,f,f",
-            result="i32",
-        )
-        return inline.number(found)
+        tests = "setp.lt.f32 p, $1, 0f3F800000; setp.lt.or.f32 p, $2, 0f3F800000, p;"
+        return inline.any_lane(tests, list(x.registers.flat), "f,f")
 
     return vote(x) != 0

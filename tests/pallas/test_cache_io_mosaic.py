@@ -196,7 +196,7 @@ def page_specs(format, page=64):
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(aot.available()), reason=aot.available() or "available")
-@pytest.mark.parametrize("page", [1, 24, 128])
+@pytest.mark.parametrize("page", [1, 16, 24, 128])
 @FORMAT
 def test_gather_compiles_for_sm90(format, page):
     fn = functools.partial(
@@ -239,7 +239,7 @@ def test_explain_names_the_missing_capability():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("page", [1, 7, 16, 48, 64, 128])
+@pytest.mark.parametrize("page", [1, 7, 16, 32, 48, 64, 128])
 @FORMAT
 def test_gather_on_device(format, page, rng):
     """One huge request among small and empty ones, any start, poison everywhere else."""
@@ -308,7 +308,7 @@ RUNS = {
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("page", [5, 16, 128])
+@pytest.mark.parametrize("page", [5, 16, 80, 128])
 @FORMAT
 def test_runs_of_neighbours_on_device(format, page, rng):
     """Slots in a row, in tiles that are full and not; the rows beside them keep their poison."""

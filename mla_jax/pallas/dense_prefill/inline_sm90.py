@@ -125,19 +125,9 @@ def any_above(x: jax.Array, bound: float, *after: jax.Array) -> jax.Array:
         for i in range(0, len(rest), 2):
             for w in rest[i : i + 2]:
                 tops[i // 2 % 4] = arith.maxsi(tops[i // 2 % 4], w)
-        found = inline.asm(
-            f"""{{
-            .reg .pred p;
-            setp.gt.s32 p, $1, {bits};
-            {signs}
-            vote.sync.any.pred p, p, 0xffffffff;
-            selp.u32 $0, 1, 0, p;
-            }}""",
-            [functools.reduce(arith.maxsi, tops), *others],
-            "=r,r" + ",r" * len(others),
-            result="i32",
-        )
-        return inline.number(found)
+        top = functools.reduce(arith.maxsi, tops)
+        tests = f"setp.gt.s32 p, $1, {bits}; {signs}"
+        return inline.any_lane(tests, [top, *others], "r" + ",r" * len(others))
 
     return vote(x, *after) != 0
 

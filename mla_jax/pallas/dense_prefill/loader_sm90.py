@@ -124,14 +124,18 @@ def load(buffers: Buffers, worker, q_g, kv_g, rope_g, tiles_g, with_keys, drawn_
             load_v(row, head, s, buffers.v_partial.at[0])
             clear_v(s, valid)
 
-    def tell(t, tile, head):
-        """Facts of a tile for the others: no blocks mean that there is no further tile."""
+    def tell(t, told):
+        """Facts of tile ``t`` for the others: no blocks mean that there is no such tile."""
         s = buffers.step_slot(t)
         pl.when(t >= STEPS)(lambda: plgpu.barrier_wait(buffers.facts_free.at[s]))
-        for i in range(sc.BLOCKS + 1):
-            facts[s, i] = tiles_g[tile, i]
-        facts[s, HEAD] = head
+        for i, fact in told:
+            facts[s, i] = fact
         plgpu.barrier_arrive(buffers.facts_full.at[s])
+
+    def facts_of(tile, head):
+        for i in range(sc.BLOCKS + 1):
+            yield i, tiles_g[tile, i]
+        yield HEAD, head
 
     def tile_body(carry):
         t, number, g, last_row, last_head, last_valid = carry
@@ -139,7 +143,7 @@ def load(buffers: Buffers, worker, q_g, kv_g, rope_g, tiles_g, with_keys, drawn_
         row, first, keys, n = (tiles_g[tile, i] for i in (sc.ROW, sc.FIRST_KEY, sc.KEYS, sc.BLOCKS))
 
         def feed():
-            tell(t, tile, head)
+            tell(t, facts_of(tile, head))
 
             def block_body(j, carry):
                 last_row, last_head, last_valid = carry
@@ -177,10 +181,7 @@ def load(buffers: Buffers, worker, q_g, kv_g, rope_g, tiles_g, with_keys, drawn_
     def end():
         """The last values, and the end told as a tile without blocks."""
         pl.when(g > 0)(lambda: load_values(g - 1, *last))
-        s = buffers.step_slot(t)
-        pl.when(t >= STEPS)(lambda: plgpu.barrier_wait(buffers.facts_free.at[s]))
-        facts[s, sc.BLOCKS] = jnp.int32(0)
-        plgpu.barrier_arrive(buffers.facts_full.at[s])
+        tell(t, [(sc.BLOCKS, jnp.int32(0))])
 
         # Await what was never reused.
         @pl.loop(jnp.maximum(g - stages, 0), g)
