@@ -3,10 +3,12 @@
 Isolated calls are traced: the *sum* of their kernels' device times, and the *span* from the
 start of the first kernel to the end of the last, in which gaps count and overlaps do not count
 twice. *Back to back* is the slope of wall time over the number of calls: launches, gaps and
-sinking clocks count.
+sinking clocks count. Its longer runs take 10 ms more than the shorter ones, because the start of a
+run is as uncertain as 0.1 ms.
 """
 
 import json
+import math
 import statistics
 import tempfile
 import time
@@ -20,8 +22,9 @@ __all__ = ["Isolated", "back_to_back_us", "isolated_us"]
 
 ROUNDS = 2
 CALLS = 12  # of one traced stretch
-FEW, MANY = 1, 4  # chains of the slope
-SLOPES, TRIES = 9, 3
+FEW, LEAST = 2, 4  # chains of a short run; how many more a long one has at least
+STRETCH = 1e4  # microseconds that a long run takes more
+RUNS, TRIES = 7, 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,21 +52,28 @@ def back_to_back_us(
 ) -> dict[str, float]:
     """Microseconds that one more call takes. ``run(n)`` makes ``n * calls`` calls, waits once.
 
-    The median over rounds of a round's slope. What comes out below ``least_us`` was disturbed:
-    it is measured again, a few times at most.
+    From the medians of short and long runs. What comes out below ``least_us`` was disturbed: it
+    is measured again, a few times at most.
     """
     found: dict[str, float] = {}
-    for run in runs.values():
-        run(MANY)
+    more = {name: _more(run) for name, run in runs.items()}
     for _ in range(TRIES):
         rest = {k: run for k, run in runs.items() if not found.get(k, -1.0) >= least_us}
-        slopes: dict[str, list[float]] = {name: [] for name in rest}
-        for _ in range(SLOPES):
+        seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in rest}
+        for _ in range(RUNS):
             for name, run in rest.items():
-                few, many = (_seconds(run, n) for n in (FEW, MANY))
-                slopes[name].append(1e6 * (many - few) / (MANY - FEW) / calls[name])
-        found |= {name: statistics.median(s) for name, s in slopes.items()}
+                seconds[name].append((_seconds(run, FEW), _seconds(run, FEW + more[name])))
+        for name, pairs in seconds.items():
+            few, many = map(statistics.median, zip(*pairs, strict=True))
+            found[name] = 1e6 * (many - few) / more[name] / calls[name]
     return found
+
+
+def _more(run: Callable[[int], None]) -> int:
+    """Chains that a long run has more than a short one."""
+    run(FEW)
+    each = (_seconds(run, FEW + LEAST) - _seconds(run, FEW)) / LEAST
+    return max(LEAST, math.ceil(STRETCH / 1e6 / max(each, 1e-5)))
 
 
 def _seconds(run: Callable[[int], None], n: int) -> float:
