@@ -1,7 +1,9 @@
 """Cache traffic: our gather and write against a plain copy of as many bytes, XLA, and torch."""
 
 import functools
+import itertools
 import math
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -22,12 +24,14 @@ __all__ = ["CASES", "METHOD", "Case", "run"]
 
 METHOD = (
     "us: summed kernel time of an isolated call (kineto), span_us: start of its first kernel to "
-    "end of its last, slope_us: slope of wall time over the number of calls (ours in one jit, "
-    "torch as graph replays); medians, all sides interleaved in one process on the same data; "
-    "bytes are read and written once each; copy: torch's device-to-device copy that moves as many "
-    "bytes; peer: torch index_select of whole pages (fp8: then a cast and a product), or "
-    "concatenate (fp8: divide, clamp, cast) and index_copy_; 8 requests, shuffled pages of 64, "
-    "random-normal data; gbs and copy_percent are of span_us"
+    "end of its last, slope_us: slope of wall time over 10 ms of calls (ours in one jit, torch as "
+    "graph replays); medians, all sides interleaved in one process on the same data, of which "
+    "there are several sets that all calls take in turn, so that none is found in the L2 cache "
+    "(1 GB of stored rows in all, 256 MB where each has 8); bytes are read and written once each; "
+    "copy: torch's device-to-device copy that moves as many bytes; peer: torch index_select of "
+    "whole pages (fp8: then a cast and a product), or concatenate (fp8: divide, clamp, cast) and "
+    "index_copy_; 8 requests, pages of 64, shuffled (ordered: one after the other), random-normal "
+    "data; gbs and copy_percent are of span_us"
 )
 
 PAGE, RANK, ROPE = 64, 512, 64
@@ -65,7 +69,7 @@ class Case:
 
     @property
     def chain(self) -> int:
-        """Calls of one program when back to back."""
+        """Sets of data, taken in turn: none is found in the L2 cache again."""
         return max(4, min(32, 1024 // self.megabytes))
 
 
@@ -92,7 +96,8 @@ def line(row: dict) -> str:
     times = (f"{row[f'{who}_{k}us']:7.1f}" for k in ("", "span_", "slope_") for who in WHO)
     return (
         f"{row['case']:18s} {' '.join(times)} | {row['gbs']:.0f} GB/s, of copy "
-        f"{row['copy_percent']:.1f}% back to back {row['copy_percent_slope']:.1f}% | "
+        f"{row['copy_percent']:.1f}% in order {row['copy_percent_ordered']:.1f}% "
+        f"back to back {row['copy_percent_slope']:.1f}% | "
         f"peer {row['ratio_span']:.2f} {row['ratio_slope']:.2f}"
     )
 
@@ -100,8 +105,9 @@ def line(row: dict) -> str:
 WHO = ("ours", "copy", "peer", "xla")
 
 
-def _keys(n: int) -> list[jax.Array]:
-    return list(jax.random.split(jax.random.key(5), n))
+def _key(i: int) -> jax.Array:
+    """Of a set of data."""
+    return jax.random.fold_in(jax.random.key(5), i)
 
 
 def _scale(case: Case) -> jax.Array:
@@ -112,18 +118,19 @@ def _page_spec(case: Case) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((case.tokens // PAGE, PAGE, ROW), case.stored.dtype)
 
 
-def _pages(case: Case) -> Callable[[], jax.Array]:
-    """A program that draws the cache."""
+def _pages(case: Case) -> Callable[[jax.Array], jax.Array]:
+    """A program that draws a cache."""
 
-    def draw():
-        x = jax.random.normal(_keys(1)[0], _page_spec(case).shape, jnp.bfloat16)
+    def draw(key):
+        x = jax.random.normal(key, _page_spec(case).shape, jnp.bfloat16)
         return x.astype(case.stored.dtype)
 
-    return jax.jit(draw).lower().compile()
+    return jax.jit(draw).lower(_key(0)).compile()
 
 
-def _order(case: Case) -> np.ndarray:
-    return np.random.default_rng(7).permutation(case.tokens // PAGE).astype(np.int32)
+def _order(case: Case, i: int) -> np.ndarray:
+    """Of the pages of a set of data."""
+    return np.random.default_rng((7, i)).permutation(case.tokens // PAGE).astype(np.int32)
 
 
 def _bits(x: jax.Array) -> jax.Array:
@@ -135,127 +142,170 @@ def _same(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.all(_bits(a) == _bits(b))
 
 
-def _graph(call: Callable[[], object]) -> tuple[Callable[[], None], Callable[[int], None]]:
-    """``once`` waits for a call; ``many(n)`` replays it ``n`` times and waits."""
-    call()
-    graphed = Graphed(call)
-    return graphed.once, graphed.many
+class _InTurn:
+    """``call(i)`` of torch, for each of so many sets of data in turn."""
+
+    def __init__(self, call: Callable[[int], object], sets: int):
+        def all_sets():
+            for i in range(sets):
+                call(i)
+
+        all_sets()
+        self.call, self.turn = call, itertools.cycle(range(sets))
+        self.many = Graphed(all_sets).many  # ``many(n)``: n chains, one after the other
+
+    def once(self) -> None:
+        self.call(next(self.turn))
+        torch.cuda.synchronize()
 
 
-def _torch_copy(case: Case):
-    src = torch.randint(0, 255, (case.bytes // 2,), dtype=torch.uint8, device="cuda")
-    dst = torch.empty_like(src)
-    return _graph(lambda: dst.copy_(src))
+def _torch_copy(case: Case) -> _InTurn:
+    src = [
+        torch.randint(0, 255, (case.bytes // 2,), dtype=torch.uint8, device="cuda")
+        for _ in range(case.chain)
+    ]
+    dst = [torch.empty_like(x) for x in src]
+    return _InTurn(lambda i: dst[i].copy_(src[i]), case.chain)
 
 
 def _compile_gather(case: Case) -> dict:
     fixed = {"rows": case.tokens, "dtype": jnp.bfloat16, "format": case.stored}
     ours = functools.partial(mosaic.gather_latent, **fixed)
 
-    def chain(pages, scale, tables, first, starts):
-        return [ours(pages, scale, t, first, starts) for t in tables]
+    def chain(caches, scale, tables, first, starts):
+        return [ours(c, scale, t, first, starts) for c, t in zip(caches, tables, strict=True)]
 
     spec = jax.ShapeDtypeStruct
     table = spec((REQUESTS, case.tokens // PAGE // REQUESTS), jnp.int32)
     index = spec((REQUESTS,), jnp.int32), spec((REQUESTS + 1,), jnp.int32)
-    head = _page_spec(case), spec((), jnp.float32)
-    args = *head, table, *index
+    pages, scale, n = _page_spec(case), spec((), jnp.float32), case.chain
+    args = pages, scale, table, *index
     return {
         "pages": _pages(case),
         "ours": jax.jit(ours).lower(*args).compile(),
         "xla": jax.jit(functools.partial(ref.gather_latent, **fixed)).lower(*args).compile(),
-        "chain": jax.jit(chain).lower(*head, [table] * case.chain, *index).compile(),
+        "chain": jax.jit(chain).lower([pages] * n, scale, [table] * n, *index).compile(),
     }
 
 
 def _gather(case: Case, programs: dict) -> dict:
-    pages, order = programs["pages"](), _order(case)
-    table = jnp.asarray(order.reshape(REQUESTS, -1))
+    sets = range(case.chain)
+    pages, order = [programs["pages"](_key(i)) for i in sets], [_order(case, i) for i in sets]
+    tables = [jnp.asarray(o.reshape(REQUESTS, -1)) for o in order]
+    in_order = [jnp.sort(t.ravel()).reshape(t.shape) for t in tables]
     first = jnp.zeros((REQUESTS,), jnp.int32)
     starts = jnp.arange(REQUESTS + 1, dtype=jnp.int32) * (case.tokens // REQUESTS)
-    args = pages, _scale(case), table, first, starts
-    ours, xla = (functools.partial(programs[k], *args) for k in ("ours", "xla"))
-    assert _same(ours(), xla()), f"{case.name}: wrong bits"
-    tables = jax.block_until_ready([table + 0 for _ in range(case.chain)])
-    ids = torch.from_dlpack(jnp.asarray(order)).long()
-    stored = torch.from_dlpack(_bits(pages) if case.stored.quantised else pages)
-    out = torch.empty((case.tokens // PAGE, PAGE, ROW), dtype=torch.bfloat16, device="cuda")
+    scale, turn = _scale(case), itertools.cycle(sets)
+    held: deque[jax.Array] = deque(maxlen=case.chain)  # results go to as many places
 
-    def peer():
+    def call(program: str, tables: list[jax.Array] = tables) -> None:
+        i = next(turn)
+        result = programs[program](pages[i], scale, tables[i], first, starts)
+        held.append(result.block_until_ready())
+
+    call("ours")
+    wanted = programs["xla"](pages[0], scale, tables[0], first, starts)
+    assert _same(held[0], wanted), f"{case.name}: wrong bits"
+    del wanted
+    ids = [torch.from_numpy(o).long().cuda() for o in order]
+    stored = [torch.from_dlpack(_bits(x) if case.stored.quantised else x) for x in pages]
+    shape = (case.tokens // PAGE, PAGE, ROW)
+    out = [torch.empty(shape, dtype=torch.bfloat16, device="cuda") for _ in sets]
+
+    def peer(i: int):
         if not case.stored.quantised:
-            return torch.index_select(stored, 0, ids, out=out)
-        rows = torch.index_select(stored, 0, ids).view(torch.float8_e4m3fn)
-        return torch.mul(rows.to(torch.float32), SCALE, out=out)
+            return torch.index_select(stored[i], 0, ids[i], out=out[i])
+        rows = torch.index_select(stored[i], 0, ids[i]).view(torch.float8_e4m3fn)
+        return torch.mul(rows.to(torch.float32), SCALE, out=out[i])
 
     return {
-        "ours": lambda: jax.block_until_ready(ours()),
-        "xla": lambda: jax.block_until_ready(xla()),
-        "chain": lambda: programs["chain"](*args[:2], tables, *args[3:]),
-        "peer": _graph(peer),
+        "ours": lambda: call("ours"),
+        "ordered": lambda: call("ours", in_order),
+        "xla": lambda: call("xla"),
+        "chain": lambda: programs["chain"](pages, scale, tables, first, starts),
+        "peer": _InTurn(peer, case.chain),
     }
 
 
 def _compile_write(case: Case) -> dict:
     ours = functools.partial(mosaic.write_latent, format=case.stored)
 
-    def chain(pages, *args):
-        for _ in range(case.chain):
-            pages = ours(pages, *args)
-        return pages
+    def chain(caches, scale, latents, ropes, slots):
+        rows = zip(caches, latents, ropes, slots, strict=True)
+        return [ours(c, scale, *each) for c, *each in rows]
 
     spec = jax.ShapeDtypeStruct
-    args = (
-        _page_spec(case),
-        spec((), jnp.float32),
+    pages, scale, n = _page_spec(case), spec((), jnp.float32), case.chain
+    rows = (
         spec((case.tokens, RANK), jnp.bfloat16),
         spec((case.tokens, ROPE), jnp.bfloat16),
         spec((case.tokens,), jnp.int32),
     )
-    fns = {
-        "ours": ours,
-        "xla": functools.partial(ref.write_latent, format=case.stored),
-        "chain": chain,
+
+    def compiled(f, *args):
+        return jax.jit(f, donate_argnums=0).lower(*args).compile()
+
+    return {
+        "pages": _pages(case),
+        "ours": compiled(ours, pages, scale, *rows),
+        "xla": compiled(
+            functools.partial(ref.write_latent, format=case.stored), pages, scale, *rows
+        ),
+        "chain": compiled(chain, [pages] * n, scale, *([r] * n for r in rows)),
     }
-    compiled = {k: jax.jit(f, donate_argnums=0).lower(*args).compile() for k, f in fns.items()}
-    return compiled | {"pages": _pages(case)}
 
 
 def _write(case: Case, programs: dict) -> dict:
-    keys = _keys(3)
-    kv = jax.random.normal(keys[1], (case.tokens, RANK), jnp.bfloat16)
-    kr = jax.random.normal(keys[2], (case.tokens, ROPE), jnp.bfloat16)
-    slots = jnp.asarray((_order(case)[:, None] * PAGE + np.arange(PAGE)).ravel().astype(np.int32))
-    args = _scale(case), kv, kr, slots
-    caches = {k: programs[k](programs["pages"](), *args) for k in ("ours", "xla")}
+    sets, scale = range(case.chain), _scale(case)
+    keys = [jax.random.split(_key(i)) for i in sets]
+    latents = [jax.random.normal(k[0], (case.tokens, RANK), jnp.bfloat16) for k in keys]
+    ropes = [jax.random.normal(k[1], (case.tokens, ROPE), jnp.bfloat16) for k in keys]
+    slots = [
+        jnp.asarray((_order(case, i)[:, None] * PAGE + np.arange(PAGE)).ravel().astype(np.int32))
+        for i in sets
+    ]
+    in_order = [jnp.sort(x) for x in slots]
+    caches = [programs["pages"](_key(i)) for i in sets]
+    turn = itertools.cycle(sets)
+
+    def call(program: str, slots: list[jax.Array] = slots) -> None:
+        i = next(turn)
+        caches[i] = programs[program](caches[i], scale, latents[i], ropes[i], slots[i])
+        caches[i].block_until_ready()
+
+    def chain() -> jax.Array:
+        caches[:] = programs["chain"](caches, scale, latents, ropes, slots)
+        return caches[-1]
+
+    call("ours")
     if not case.stored.quantised:  # XLA's quotients are not all rounded to nearest
-        assert _same(caches["ours"], caches["xla"]), f"{case.name}: wrong bits"
-
-    def call(name: str, program: str) -> jax.Array:
-        caches[name] = programs[program](caches[name], *args)
-        return caches[name]
-
-    cache = programs["pages"]()
-    cache = torch.from_dlpack(_bits(cache) if case.stored.quantised else cache).view(-1, ROW)
-    latent, rope, index = (torch.from_dlpack(x) for x in (kv, kr, slots))
-    index = index.long()
+        wanted = programs["xla"](programs["pages"](_key(0)), scale, latents[0], ropes[0], slots[0])
+        assert _same(caches[0], wanted), f"{case.name}: wrong bits"
+        del wanted
+    theirs = [programs["pages"](_key(i)) for i in sets]
+    theirs = [torch.from_dlpack(_bits(x) if case.stored.quantised else x) for x in theirs]
+    theirs = [x.view(-1, ROW) for x in theirs]
+    latent, rope, index = ([torch.from_dlpack(x) for x in y] for y in (latents, ropes, slots))
+    index = [x.long() for x in index]
     divisor = torch.full((), SCALE, device="cuda")  # a number would become a product
 
-    def peer():
-        rows = torch.cat([latent, rope], dim=1)
+    def peer(i: int):
+        rows = torch.cat([latent[i], rope[i]], dim=1)
         if case.stored.quantised:
             rows = (rows.float() / divisor).clamp(-448, 448).to(torch.float8_e4m3fn)
             rows = rows.view(torch.uint8)
-        return cache.index_copy_(0, index, rows)
+        return theirs[i].index_copy_(0, index[i], rows)
 
-    run_peer = _graph(peer)
+    in_turn = _InTurn(peer, case.chain)
     if case.stored.quantised:
-        ours, theirs = (jnp.from_dlpack(x) for x in (_bits(caches["ours"]), cache))
-        assert jnp.array_equal(ours.reshape(-1, ROW), theirs), f"{case.name}: wrong bits"
+        ours = _bits(caches[0]).reshape(-1, ROW)
+        assert jnp.array_equal(ours, jnp.from_dlpack(theirs[0])), f"{case.name}: wrong bits"
     return {
-        "ours": lambda: jax.block_until_ready(call("ours", "ours")),
-        "xla": lambda: jax.block_until_ready(call("xla", "xla")),
-        "chain": lambda: call("ours", "chain"),
-        "peer": run_peer,
+        "ours": lambda: call("ours"),
+        "ordered": lambda: call("ours", in_order),
+        "xla": lambda: call("xla"),
+        "chain": chain,
+        "peer": in_turn,
     }
 
 
@@ -264,18 +314,17 @@ OPS = {"gather": (_compile_gather, _gather), "write": (_compile_write, _write)}
 
 def _row(case: Case, runs: dict) -> dict:
     copy, peer = _torch_copy(case), runs["peer"]
-    once = {"ours": runs["ours"], "copy": copy[0], "peer": peer[0]}
+    once = {name: runs[name] for name in ("ours", "ordered")}
+    once |= {"copy": copy.once, "peer": peer.once}
     isolated: dict[str, Isolated] = isolated_us(once)
     isolated |= isolated_us({"xla": runs["xla"]}, rounds=1)
 
     def chain(n):
-        jax.block_until_ready([runs["chain"]() for _ in range(n)][-1])
+        last: deque = deque(maxlen=1)  # results of chains before it leave room
+        last.extend(runs["chain"]() for _ in range(n))
+        jax.block_until_ready(last[0])
 
-    many = {
-        "ours": chain,
-        "copy": lambda n: copy[1](n * case.chain),
-        "peer": lambda n: peer[1](n * case.chain),
-    }
+    many = {"ours": chain, "copy": copy.many, "peer": peer.many}
     slopes = back_to_back_us(many, dict.fromkeys(many, case.chain)) | {"xla": math.nan}
     times = {}
     for who in WHO:
@@ -292,6 +341,8 @@ def _row(case: Case, runs: dict) -> dict:
         "ratio_slope": slopes["peer"] / slopes["ours"],
         "gbs": case.bytes / ours.span / 1e3,
         "copy_percent": 100 * isolated["copy"].span / ours.span,
+        "ordered_span_us": isolated["ordered"].span,
+        "copy_percent_ordered": 100 * isolated["copy"].span / isolated["ordered"].span,
         "copy_percent_slope": 100 * slopes["copy"] / slopes["ours"],
         "kernels": {who: isolated[who].kernels for who in WHO},
     }

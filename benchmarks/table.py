@@ -61,6 +61,7 @@ TRAFFIC: Columns = {
     "XLA sum": ("xla_us", 1),
     "GB/s": ("gbs", 0),
     "% of copy": ("copy_percent", 1),
+    "% of copy, pages in order": ("copy_percent_ordered", 1),
     "% of copy back to back": ("copy_percent_slope", 1),
     "ratio to torch": ("ratio_span", 2),
     "back to back": ("ratio_slope", 2),
