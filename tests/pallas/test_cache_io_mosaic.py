@@ -176,7 +176,7 @@ def test_one_correction_decides_every_tie(digits):
 @FORMAT
 def test_shared_memory_of_a_write_fits(rank, rope, format):
     fmt, dtype = FORMATS[format], DTYPE[format]
-    w = mosaic.write_tuning(tokens=10**6)
+    w = mosaic.write_tuning(tokens=10**6, quantised=fmt.quantised)
     out = write_sm90.scratch(
         (dtype, "float32" if fmt.quantised else dtype), fmt.dtype, tile=w.tile,
         widths=(rank, rope), quantised=fmt.quantised,

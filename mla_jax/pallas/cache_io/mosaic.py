@@ -57,9 +57,9 @@ class WriteTuning:
         assert self.tile % 8 == 0 < self.tile, "a multiple of 8"
 
 
-def write_tuning(*, tokens: int) -> WriteTuning:
-    """Small tiles where there are few tokens."""
-    return WriteTuning(tile=16 if tokens > 2048 else 8)
+def write_tuning(*, tokens: int, quantised: bool) -> WriteTuning:
+    """Small tiles keep what is on its way close together; quantising many rows wants larger."""
+    return WriteTuning(tile=16 if quantised and tokens > 2048 else 8)
 
 
 def gather_latent(
@@ -113,7 +113,7 @@ def write_latent(
 
     if not slots.shape[0]:
         return pages
-    tuning = tuning or write_tuning(tokens=slots.shape[0])
+    tuning = tuning or write_tuning(tokens=slots.shape[0], quantised=format.quantised)
     return write_sm90.write(
         pages,
         scale,
