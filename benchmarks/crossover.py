@@ -29,8 +29,10 @@ from mla_jax.cache import FORMATS, LatentCache
 from mla_jax.metadata.buckets import MLABucket
 from mla_jax.metadata.mla import build_mla
 from mla_jax.model.mla import MLA
-from mla_jax.model.prefill_crossover import absorbed_flops, expanded_flops
+from mla_jax.model.prefill_crossover import absorbed_flops, expanded_flops, tiled_flops
 from mla_jax.model.presets import V3
+from mla_jax.model.step import LOOPS_IN_GRAPHS
+from mla_jax.pallas.device import DeviceInfo
 from mla_jax.types import cdiv
 
 PAGE = 64
@@ -63,7 +65,8 @@ def main() -> None:
         for key, (process, part) in parts.items():
             process.wait()
             times[key] = json.loads(part.read_text()) if part.exists() else []
-    given.out.write_text(json.dumps(record(jax.devices()[0].device_kind, times), indent=1) + "\n")
+    found = record(DeviceInfo.current(), times)
+    given.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def measure(heads: int, run: int, turn: AbstractContextManager) -> Iterator[list[dict]]:
@@ -85,7 +88,7 @@ def measure(heads: int, run: int, turn: AbstractContextManager) -> Iterator[list
         yield rows
 
 
-def record(device: str, times: dict[tuple[int, int], list[dict]]) -> dict:
+def record(device: DeviceInfo, times: dict[tuple[int, int], list[dict]]) -> dict:
     """The data file, from the times of every path by heads and run length."""
     rates, rows = [], []
     for heads, runs in RUNS.items():
@@ -94,15 +97,16 @@ def record(device: str, times: dict[tuple[int, int], list[dict]]) -> dict:
         absorbed, expanded = times[heads, run], times[heads, 0]
         projection = expanded[0]["projection_tflops"]
         lens = [([r["queries"]], [r["context"]]) for r in expanded]
-        flops = [expanded_flops(dims, *n) for n in lens]
-        rest = [r["us"] - up / projection / 1e6 for r, (up, _) in zip(expanded, flops, strict=True)]
+        up = [expanded_flops(dims, *n)[0] for n in lens]
+        rest = [r["us"] - f / projection / 1e6 for r, f in zip(expanded, up, strict=True)]
+        tiles = [tiled_flops(dims, *n, multiprocessors=device.sms) for n in lens]
         whole = [sum(absorbed_flops(dims, [r["queries"]], [r["context"]])) for r in absorbed]
         rates.append(
             {
                 "heads": heads,
                 "run": run,
                 "projection_tflops": projection,
-                "expanded": _fit([a for _, a in flops], rest),
+                "expanded": _fit(tiles, rest),
                 "absorbed": _fit(whole, [r["us"] for r in absorbed]),
             }
         )
@@ -112,9 +116,10 @@ def record(device: str, times: dict[tuple[int, int], list[dict]]) -> dict:
             expanded_us = by_shape.get((r["queries"], r["context"]))
             rows.append(row | ({"expanded_us": expanded_us} if expanded_us else {}))
     return {
-        "device": device,
+        "device": device.kind,
+        "multiprocessors": device.sms,
         "measured": f"jax {jax.__version__}, {datetime.date.today()}, bf16, page {PAGE}, "
-        "one request, one layer, span of an isolated call",
+        "one request, one layer, span of an isolated call, loops in graphs as in the engine",
         "rates": rates,
         "rows": rows,
         "tried": {f"{heads} heads, run {run}": t for (heads, run), t in times.items()},
@@ -160,7 +165,8 @@ class _Layer:
         x = jax.random.normal(jax.random.key(1), (queries, 64), jnp.bfloat16)
         table = np.random.default_rng(0).permutation(pages)[None]
         given = [jnp.asarray(a, jnp.int32) for a in ([0, queries], [queries + context], table)]
-        program = jax.jit(attend, donate_argnums=(1,)).lower(self.state, cache, x, *given).compile()
+        jitted = jax.jit(attend, donate_argnums=(1,), compiler_options=LOOPS_IN_GRAPHS)
+        program = jitted.lower(self.state, cache, x, *given).compile()
         held = [cache]
 
         def once():

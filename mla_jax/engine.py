@@ -81,7 +81,7 @@ class Engine:
         ladder: static sizes of a step; powers of two by default.
         context_rows: workspace rows for cached context of prefills, at most 4096 by default.
         absorb_prefills: let steps of short prefills on long contexts run over their pages where
-            the device's measured rates say so (docs/chunked_context.md).
+            the device's measured rates say that this is faster (docs/chunked_context.md).
         want_logits: keep every step's logits in ``Completion.logits`` (for tests and parity).
     """
 
@@ -99,7 +99,7 @@ class Engine:
         ladder: MLALadder | None = None,
         context_rows: int | None = None,
         backend: str | None = None,
-        absorb_prefills: bool = False,
+        absorb_prefills: bool = True,
         want_logits: bool = False,
     ):
         length = config.max_positions if max_model_len is None else max_model_len

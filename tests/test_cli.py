@@ -260,6 +260,7 @@ def test_explain_prefill_crossover(run, monkeypatch):
             lambda cls, dims, device: cls(
                 dims=dims,
                 run=4,
+                multiprocessors=132,
                 expanded=rate,
                 absorbed=rate,
                 projection_tflops=600.0,

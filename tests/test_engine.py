@@ -149,7 +149,13 @@ def test_tokens_do_not_depend_on_the_path_of_a_prefill(make, alone):
     engine = make(max_requests=6, prefill_chunk=7)
     rate = PathRate(tflops=1.0, fixed_us=0.0)
     engine._crossover = PrefillCrossover(
-        dims=CONFIG.dims, run=3, expanded=rate, absorbed=rate, projection_tflops=1e-6, measured=""
+        dims=CONFIG.dims,
+        run=3,
+        multiprocessors=132,
+        expanded=rate,
+        absorbed=rate,
+        projection_tflops=1e-6,
+        measured="",
     )
     same(engine.generate(PROMPTS, PARAMS), alone)
     assert settled(engine)

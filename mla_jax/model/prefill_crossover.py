@@ -7,6 +7,8 @@ heads, the two paths of ``model.mla`` cost::
     absorbed   2 H (r (nope + v) n       + (2 r + rope) a)          reads the cache as it is
 
 so the absorbed one wins for few queries on long contexts: below some 170 of them at equal rates.
+The kernel of the expanded path takes whole tiles of queries, one at a time on a multiprocessor, so
+few queries of few heads take as long as many (``tiled_flops``).
 The rates are measured per kind of GPU (``python -m benchmarks.crossover``) and packaged; a device
 without a record keeps to the expanded path.
 """
@@ -25,12 +27,13 @@ from mla_jax import ops
 from mla_jax.cache import CacheFormat
 from mla_jax.config import MLADims
 from mla_jax.errors import UnsupportedError
+from mla_jax.pallas.dense_prefill.schedule import ROWS
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.registry import Problem
 from mla_jax.pallas.tuning import folder_name
 from mla_jax.types import cdiv
 
-__all__ = ["PathRate", "PrefillCrossover", "absorbed_flops", "expanded_flops"]
+__all__ = ["PathRate", "PrefillCrossover", "absorbed_flops", "expanded_flops", "tiled_flops"]
 
 
 def expanded_flops(
@@ -40,6 +43,23 @@ def expanded_flops(
     keys = sum(queries) + sum(contexts)
     up = 2.0 * dims.heads * dims.rank * (dims.nope + dims.v) * keys
     return up, 2.0 * dims.heads * (dims.qk + dims.v) * _pairs(queries, contexts)
+
+
+def tiled_flops(
+    dims: MLADims, queries: Sequence[int], contexts: Sequence[int], *, multiprocessors: int
+) -> float:
+    """FLOPs of expanded attention with what idles: the busiest multiprocessor's share for all.
+
+    A tile has 128 queries of a head and ends with the keys of its last one. Many tiles share out
+    evenly; of few, the longest alone takes ``2 (nope + rope + v) 128 (c + n)``.
+    """
+    keys, longest = 0, 0
+    for n, c in zip(queries, contexts, strict=True):
+        whole, rest = divmod(n, ROWS)
+        keys += whole * c + ROWS * whole * (whole + 1) // 2 + (c + n if rest else 0)
+        longest = max(longest, c + n)
+    busiest = max(dims.heads * keys, multiprocessors * longest)
+    return 2.0 * (dims.qk + dims.v) * ROWS * busiest
 
 
 def absorbed_flops(
@@ -72,7 +92,8 @@ class PrefillCrossover:
 
     dims: MLADims
     run: int  # queries of one run of the absorbed path
-    expanded: PathRate  # attention, merges and gathers
+    multiprocessors: int
+    expanded: PathRate  # attention (``tiled_flops``), merges and gathers
     absorbed: PathRate  # all of it
     projection_tflops: float
     measured: str  # device, versions, date, method
@@ -90,6 +111,7 @@ class PrefillCrossover:
         return cls(
             dims=dims,
             run=rates["run"],
+            multiprocessors=record["multiprocessors"],
             expanded=PathRate(**rates["expanded"]),
             absorbed=PathRate(**rates["absorbed"]),
             projection_tflops=rates["projection_tflops"],
@@ -134,7 +156,8 @@ class PrefillCrossover:
 
     def expanded_us(self, queries: Sequence[int], contexts: Sequence[int]) -> float:
         """Up-projection and attention of one layer, microseconds."""
-        up, attention = expanded_flops(self.dims, queries, contexts)
+        up, _ = expanded_flops(self.dims, queries, contexts)
+        attention = tiled_flops(self.dims, queries, contexts, multiprocessors=self.multiprocessors)
         return up / self.projection_tflops / 1e6 + self.expanded.us(attention)
 
     def absorbed_us(self, queries: Sequence[int], contexts: Sequence[int]) -> float:

@@ -20,17 +20,41 @@ EQUAL = PathRate(tflops=600.0, fixed_us=0.0)
 
 def crossover(dims=V3, **changes) -> PrefillCrossover:
     facts = {"run": 4, "expanded": EQUAL, "absorbed": EQUAL, "projection_tflops": 600.0}
-    return PrefillCrossover(dims=dims, measured="made up", **(facts | changes))
+    return PrefillCrossover(dims=dims, multiprocessors=132, measured="made up", **(facts | changes))
 
 
 @pytest.mark.parametrize(
     ("seq", "first"), [(256, 119), (512, 143), (1024, 157), (2048, 164), (4096, 168), (8192, 169)]
 )
-def test_equal_rates_give_the_crossover_of_counting(seq, first):
-    """The least number of queries, of so many keys in all, that is expanded."""
-    found = crossover()
-    queries = next(n for n in range(1, seq) if not found.absorb([n], [seq - n]))
+def test_where_counting_puts_the_crossover(seq, first):
+    """The least number of queries, of so many keys in all, that is less work expanded."""
+
+    def work(flops, n):
+        return sum(flops(V3, [n], [seq - n]))
+
+    queries = next(
+        n for n in range(1, seq) if work(pc.expanded_flops, n) <= work(pc.absorbed_flops, n)
+    )
     assert queries == first
+
+
+@pytest.mark.parametrize("dims", [V2_LITE, V3])
+def test_many_tiles_cost_what_their_pairs_do(dims):
+    """Up to the triangle of a tile on the diagonal."""
+    for lens in ([8192], [0]), ([4096, 2048], [9000, 100]), ([1024] * 8, [16384] * 8):
+        _, pairs = pc.expanded_flops(dims, *lens)
+        tiles = pc.tiled_flops(dims, *lens, multiprocessors=132)
+        assert pairs < tiles < 1.1 * pairs
+
+
+def test_few_tiles_cost_as_many_as_multiprocessors():
+    tile = 2 * (V2_LITE.qk + V2_LITE.v) * 128 * 32832
+    for queries in (1, 64, 128):
+        lens = [queries], [32832 - queries]
+        assert pc.tiled_flops(V2_LITE, *lens, multiprocessors=132) == 132 * tile
+    assert pc.tiled_flops(V2_LITE, [64, 5], [32768, 0], multiprocessors=132) == 132 * tile
+    whole = pc.tiled_flops(V2_LITE, [128 * 9], [32832 - 128 * 9], multiprocessors=132)
+    assert 132 * tile < whole < 144 * tile  # 16 heads of 9 tiles
 
 
 def test_flops_of_examples():
@@ -60,7 +84,7 @@ def test_explain_names_times_choice_and_source():
     text = crossover().explain([64], [8192])
     assert "64 tokens on 8192 cached" in text
     assert "runs absorbed, runs of 4" in text
-    assert "up to 168 queries" in text
+    assert f"up to {crossover().most_queries(8192)} queries" in text
     assert "made up" in text
     assert "runs expanded" in crossover().explain([4096], [8192])
 
