@@ -101,6 +101,9 @@ def checked_ids(ids: Sequence[Any], *, vocab: int, where: str) -> list[int]:
     Raises:
         EngineError: one of them is no integer or not in the vocabulary.
     """
+    tokens = list(ids)
+    if set(map(type, tokens)) == {int} and 0 <= min(tokens) and max(tokens) < vocab:
+        return tokens  # what nearly all prompts are: no loop over a long one
     tokens = []
     for i, token in enumerate(ids):
         try:
