@@ -284,7 +284,8 @@ class Engine:
             bucket=bucket,
             want_logits=self.want_logits,
         )
-        token_ids, logprobs, logits = jax.device_get((out.token_ids, out.logprobs, out.logits))
+        token_ids, logprobs = out.read()
+        logits = jax.device_get(out.logits)
         self._buckets[bucket] += 1
         self._prompt_tokens += sum(w.length for w in plan.work[plan.num_decodes :])
         if self.want_logits:
