@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.graphed import copies
 from benchmarks.timing import Isolated, back_to_back_us, isolated_us
 from mla_jax.cache import FORMATS
 from mla_jax.pallas.dense_decode import mosaic
@@ -38,8 +39,9 @@ METHOD = (
     "slope with the plan made by every call of both sides; medians, both sides interleaved in one "
     "process on the same arrays; a slope below 93 % of the floor is measured again, and suspect "
     "if it stays there; random-normal data, shuffled pages; tflops, gbs and floor_percent are of "
-    "span_us; launch_added_us: host time of a call from a warm jit less that of an empty one on "
-    "the same arrays"
+    "span_us; copy: torch's device-to-device copy that moves as many bytes, isolated likewise; "
+    "launch_added_us: host time of a call from a warm jit less that of an empty one on the same "
+    "arrays"
 )
 
 
@@ -324,7 +326,7 @@ def _row(case: Case, programs: dict, make_peer) -> dict:
         once["peer"], many["peer"] = peer.once, lambda n: peer.many(n * CHAIN)
         stepped["peer"] = lambda n: peer.stepped.many(n * CHAIN)
     launch, added = _launch_us(programs["jit"], (*args, plan)) if case.batch == 1 else (None, None)
-    isolated = isolated_us(once)
+    isolated = isolated_us(once | {"copy": copies(int(case.bytes)).once})
     planner = {"plan": lambda: jax.block_until_ready(programs["plan"](*args[4:]))}
     isolated |= isolated_us(planner, rounds=1)
     least = HONEST * case.floor_us
@@ -356,6 +358,8 @@ def _row(case: Case, programs: dict, make_peer) -> dict:
         "gbs": case.bytes / ours.span / 1e3,
         "floor_us": case.floor_us,
         "floor_percent": 100 * case.floor_us / ours.span,
+        "copy_us": isolated["copy"].span,
+        "copy_percent": 100 * isolated["copy"].span / ours.span,
         "error": error,
         "compile_s": programs["compile_s"],
         "launch_us": launch,

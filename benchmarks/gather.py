@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from jax import lax
 
-from benchmarks.graphed import Graphed
+from benchmarks.graphed import InTurn, copies
 from benchmarks.timing import Isolated, back_to_back_us, isolated_us
 from mla_jax.cache import FORMATS, CacheFormat
 from mla_jax.pallas.cache_io import mosaic, ref
@@ -142,32 +142,6 @@ def _same(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.all(_bits(a) == _bits(b))
 
 
-class _InTurn:
-    """``call(i)`` of torch, for each of so many sets of data in turn."""
-
-    def __init__(self, call: Callable[[int], object], sets: int):
-        def all_sets():
-            for i in range(sets):
-                call(i)
-
-        all_sets()
-        self.call, self.turn = call, itertools.cycle(range(sets))
-        self.many = Graphed(all_sets).many  # ``many(n)``: n chains, one after the other
-
-    def once(self) -> None:
-        self.call(next(self.turn))
-        torch.cuda.synchronize()
-
-
-def _torch_copy(case: Case) -> _InTurn:
-    src = [
-        torch.randint(0, 255, (case.bytes // 2,), dtype=torch.uint8, device="cuda")
-        for _ in range(case.chain)
-    ]
-    dst = [torch.empty_like(x) for x in src]
-    return _InTurn(lambda i: dst[i].copy_(src[i]), case.chain)
-
-
 def _compile_gather(case: Case) -> dict:
     fixed = {"rows": case.tokens, "dtype": jnp.bfloat16, "format": case.stored}
     ours = functools.partial(mosaic.gather_latent, **fixed)
@@ -223,7 +197,7 @@ def _gather(case: Case, programs: dict) -> dict:
         "ordered": lambda: call("ours", in_order),
         "xla": lambda: call("xla"),
         "chain": lambda: programs["chain"](pages, scale, tables, first, starts),
-        "peer": _InTurn(peer, case.chain),
+        "peer": InTurn(peer, case.chain),
     }
 
 
@@ -296,7 +270,7 @@ def _write(case: Case, programs: dict) -> dict:
             rows = rows.view(torch.uint8)
         return theirs[i].index_copy_(0, index[i], rows)
 
-    in_turn = _InTurn(peer, case.chain)
+    in_turn = InTurn(peer, case.chain)
     if case.stored.quantised:
         ours = _bits(caches[0]).reshape(-1, ROW)
         assert jnp.array_equal(ours, jnp.from_dlpack(theirs[0])), f"{case.name}: wrong bits"
@@ -313,7 +287,7 @@ OPS = {"gather": (_compile_gather, _gather), "write": (_compile_write, _write)}
 
 
 def _row(case: Case, runs: dict) -> dict:
-    copy, peer = _torch_copy(case), runs["peer"]
+    copy, peer = copies(case.bytes, case.chain), runs["peer"]
     once = {name: runs[name] for name in ("ours", "ordered")}
     once |= {"copy": copy.once, "peer": peer.once}
     isolated: dict[str, Isolated] = isolated_us(once)

@@ -41,6 +41,7 @@ RATES: Columns = {
     "% of floor": ("floor_percent", 0),
     "error": ("error", 4),
 }
+COPY: Columns = {"copy span": ("copy_us", 1), "% of copy": ("copy_percent", 0)}
 STEP: Columns = {
     "with plan µs": ("ours_step_us", 1),
     "peer with plan": ("peer_step_us", 1),
@@ -105,7 +106,7 @@ SUITES = {
     "decode": Suite(
         "Dense decode beside FlashMLA. Case names: requests, queries of each, heads, keys of each "
         "(ragged: 1 to 16384). *With plan*: back to back, the plan made by every call.",
-        TIMES | STEP | RATES,
+        TIMES | STEP | RATES | COPY,
     ),
     "prefill": Suite(
         "Prefill beside FlashAttention-3: its kernels alone, and with the concatenation of the "
