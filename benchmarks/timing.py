@@ -22,7 +22,7 @@ __all__ = ["Isolated", "back_to_back_us", "isolated_us"]
 
 ROUNDS = 2
 CALLS = 12  # of one traced stretch
-FEW, LEAST = 2, 4  # chains of a short run; how many more a long one has at least
+FEW, LEAST = 2, 2  # chains of a short run; how many more a long one has at least
 STRETCH = 1e4  # microseconds that a long run takes more
 RUNS, TRIES = 7, 3
 
