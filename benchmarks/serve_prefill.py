@@ -64,7 +64,7 @@ def run(peers: Path | None, chosen: list[str], turn: AbstractContextManager) -> 
         if made != (case.model, case.backend):
             engine = None  # its weights leave the device first
             made, engine = (case.model, case.backend), _engine(case)
-            engine.generate([_tokens(STEP + PAGE, seed=9)], one)  # without and with context
+            engine.generate([_tokens(STEP + STEP // 4, seed=9)], one)  # without and with context
         prompts = [_tokens(case.length, seed=i) for i in range(case.prompts)]
         with turn:
             start = time.perf_counter()
