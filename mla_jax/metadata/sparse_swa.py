@@ -21,6 +21,7 @@ from mla_jax.metadata.common import (
     token_to_request,
 )
 from mla_jax.metadata.counts import SplitCounts
+from mla_jax.metadata.packed import counts_and_rows
 from mla_jax.metadata.plan import (
     OVERHEAD,
     WorkPlan,
@@ -159,11 +160,8 @@ class DeepseekSparseSWAMetadataBuilder(
             chunks=self.ladder.chunks.rung(max(map(len, plans))),
             c128a_width=width,
         )
-        chunks = np.zeros((len(plans), bucket.chunks, len(NO_CHUNK)), np.int32)  # of NO_CHUNK
-        for rows, plan in zip(chunks, plans, strict=True):
-            if plan:
-                rows[: len(plan)] = plan
-        counts = np.array([*split, *map(len, plans)], np.int32)
+        counts = *split, *map(len, plans)
+        counts, chunks = counts_and_rows(counts, plans, bucket.chunks, NO_CHUNK)
         return SWADecision(bucket=bucket, counts=counts, chunks=chunks)
 
     def build(

@@ -126,7 +126,10 @@ def window_chunks(
         return []
     if ratio <= 1:  # no states
         seq_lens, ratio = [0] * n, 1
-    sure = max(rows // max(max(seq_lens) // ratio + max(tails), 1), 1)  # so many fit, whichever
+    longest, tail = max(seq_lens), max(tails)
+    sure = max(rows // max(longest // ratio + tail, 1), 1)  # so many fit, whichever
+    if n <= sure:
+        return [(0, n, longest // ratio, longest // ratio + tail)]
     chunks = []
     start = 0
     while start < n:
