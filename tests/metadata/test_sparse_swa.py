@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mla_jax.errors import ConfigError
@@ -114,6 +114,7 @@ def test_workspace_chunks(queries, lens, ratio, requests, want):
     assert found == want
 
 
+@example([(1, 24)] * 4 + [(4, 24)], 1, 2)  # four fit exactly
 @given(
     st.lists(st.tuples(st.integers(0, 4), st.sampled_from([0, 2, 24])), max_size=12),
     st.sampled_from([1, 2, 4]),
