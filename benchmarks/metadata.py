@@ -110,11 +110,11 @@ class Program:
         return pack(self.decide())
 
     def fresh(self, packed: Packed, table: jax.Array) -> list[jax.Array]:
-        """What is built, without what was given: inside a step that costs nothing."""
+        """What is built, each once, without what was given: inside a step that costs nothing."""
         decision = packed.unpack()
+        found = {id(x): x for x in jax.tree.leaves(self.build(*decision, table))}
         given = {id(x) for x in jax.tree.leaves((decision, table))}
-        found = jax.tree.leaves(self.build(*decision, table))
-        return [x for x in found if id(x) not in given]
+        return [x for key, x in found.items() if key not in given]
 
     def used(self, packed: Packed, table: jax.Array) -> jax.Array:
         """Everything is built and used inside the program."""

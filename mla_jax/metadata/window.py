@@ -5,8 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from mla_jax.metadata.common import token_positions, token_to_request
-from mla_jax.metadata.sparse import convert_req_index_to_global_index
+from mla_jax.metadata.common import slot_mapping, token_positions, token_to_request
 from mla_jax.types import PAD_SLOT, Array, Bool, Int, cdiv, round_up
 
 __all__ = [
@@ -36,10 +35,16 @@ def sliding_window_indices(
     ``len = min(p + 1, window)``; a token that is not valid sees nothing: all -1, length 0.
     """
     lens = jnp.where(is_valid_token, jnp.clip(positions + 1, 0, window), 0)
-    oldest = positions + 1 - lens
     column = jnp.arange(window, dtype=jnp.int32)
-    local = jnp.where(column < lens[:, None], oldest[:, None] + column, PAD_SLOT)
-    return convert_req_index_to_global_index(page_table, request, local, page=page), lens
+    seen = column < lens[:, None]
+    slots = slot_mapping(
+        page_table,
+        jnp.broadcast_to(request[:, None], seen.shape).reshape(-1),
+        ((positions + 1 - lens)[:, None] + column).reshape(-1),
+        seen.reshape(-1),
+        page=page,
+    )
+    return slots.reshape(seen.shape), lens
 
 
 def compute_prefill_gather_lens[A: (Array, np.ndarray)](
