@@ -43,8 +43,8 @@ HOST_TARGET = 150
 ROW = 16
 METHOD = (
     "returned is whatever is built, once, and not merely passed on. kernels_us: sum of the "
-    "kernels' times of one call (CUPTI, median of calls), kernels: how many; chain_us: slope of wall time over "
-    "the turns of a loop around the same build in one program, gaps between kernels count. "
+    "kernels' times of one call (CUPTI, median of calls), kernels: how many; chain_us: slope of "
+    "wall time over the turns of a loop around the same build in one program, gaps between kernels count. "
     "host_us: Python time of a step, from the lengths to the return of the call: decide_us "
     "(split, rungs, chunk plans, padding, packing into one buffer) and call_us, of a staged "
     "program (its words in page-locked memory) that builds everything and, like a model, uses it "
