@@ -38,7 +38,7 @@ from mla_jax.metadata.window import (
     compute_prefill_gather_lens,
     gather_lens_of,
     sliding_window_indices,
-    window_chunks,
+    window_plans,
 )
 from mla_jax.types import Array, Bool, Int
 
@@ -149,7 +149,7 @@ class DeepseekSparseSWAMetadataBuilder(
             first = split.num_decodes
         queries, keys = host.lens_from(first)
         tails = gather_lens_of(queries, keys, self.window)
-        plans = [window_chunks(keys, tails, ratio=a, rows=b) for a, b in self._workspaces]
+        plans = window_plans(keys, tails, self._workspaces)
         width = 0
         if "c128a" in self.layer_types:
             width = c128a_width(host.max_seq_len, self.max_model_len)

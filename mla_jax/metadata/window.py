@@ -1,5 +1,6 @@
 """Sliding windows: which raw tokens a query sees, in cache rows and in a prefill workspace."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ __all__ = [
     "gather_lens_of",
     "plan_window_chunks",
     "sliding_window_indices",
-    "window_chunks",
+    "window_plans",
 ]
 
 
@@ -92,7 +93,7 @@ def plan_window_chunks(
     limits = WindowLimits(window, chunk_requests, max_model_len, max_batched_tokens)
     keys = seq_lens.tolist()
     tails = gather_lens_of(query_lens.tolist(), keys, window)
-    chunks = window_chunks(keys, tails, ratio=ratio, rows=limits.rows(ratio))
+    (chunks,) = window_plans(keys, tails, [(ratio, limits.rows(ratio))])
     return [WindowChunk(*c) for c in chunks]
 
 
@@ -119,22 +120,35 @@ def gather_lens_of(query_lens: list[int], seq_lens: list[int], window: int) -> l
     ]
 
 
-def window_chunks(
-    seq_lens: list[int], tails: list[int], *, ratio: int, rows: int
-) -> list[tuple[int, int, int, int]]:
-    """``plan_window_chunks`` of host integers in a workspace of ``rows``.
+def window_plans(
+    seq_lens: list[int], tails: list[int], workspaces: Sequence[tuple[int, int]]
+) -> list[list[tuple[int, int, int, int]]]:
+    """``plan_window_chunks`` of host integers for each ratio and the rows of its workspace.
 
     ``tails`` are the rows gathered of each request.
     """
     n = len(tails)
     if not n:
-        return []
-    if ratio <= 1:  # no states
-        seq_lens, ratio = [0] * n, 1
+        return [[] for _ in workspaces]
     longest, tail = max(seq_lens), max(tails)
-    sure = max(rows // max(longest // ratio + tail, 1), 1)  # so many fit, whichever
-    if n <= sure:
-        return [(0, n, longest // ratio, longest // ratio + tail)]
+    plans = []
+    for ratio, rows in workspaces:
+        states = longest // ratio if ratio > 1 else 0
+        sure = max(rows // max(states + tail, 1), 1)  # so many fit, whichever
+        if n <= sure:
+            plans.append([(0, n, states, states + tail)])
+        elif ratio > 1:
+            plans.append(_greedy_chunks(seq_lens, tails, ratio, rows, sure))
+        else:
+            plans.append(_greedy_chunks([0] * n, tails, 1, rows, sure))
+    return plans
+
+
+def _greedy_chunks(
+    seq_lens: list[int], tails: list[int], ratio: int, rows: int, sure: int
+) -> list[tuple[int, int, int, int]]:
+    """Chunks of at least ``sure`` requests, each as long as the next request fits too."""
+    n = len(tails)
     chunks = []
     start = 0
     while start < n:
