@@ -6,7 +6,6 @@ that many tokens and lengths, slots and tables are those of the compressed cache
 """
 
 from dataclasses import dataclass, field
-from operator import sub
 from typing import Literal
 
 import jax
@@ -165,14 +164,21 @@ class DeepseekV32IndexerMetadataBuilder(
         decodes, prefills, decode_tokens, _ = split
         rows = decode_tokens if self.use_flattening else decodes
         ladder = self.ladder
-        starts, stops, first, last, keys, _ = zip(*chunks or [NO_CHUNK], strict=True)
+        requests = queries = keys = 0  # of the largest chunk
+        for start, stop, first, last, gathered, _ in chunks:
+            if stop - start > requests:
+                requests = stop - start
+            if last - first > queries:
+                queries = last - first
+            if gathered > keys:
+                keys = gathered
         bucket = indexer_bucket(
             decode_rows=ladder.decode_rows.rung(rows),
             decode_len=(1 if self.use_flattening else decode_len) if rows else 0,
             chunks=ladder.chunks.rung(max(len(chunks), 1) if prefills else 0),
-            chunk_requests=ladder.chunk_requests.rung(max(map(sub, stops, starts))),
-            chunk_queries=ladder.chunk_queries.rung(max(map(sub, last, first))),
-            chunk_keys=ladder.chunk_keys.rung(max(keys)),
+            chunk_requests=ladder.chunk_requests.rung(requests),
+            chunk_queries=ladder.chunk_queries.rung(queries),
+            chunk_keys=ladder.chunk_keys.rung(keys),
         )
         counts = *split, len(chunks)
         counts, plans = counts_and_rows(counts, [chunks], bucket.chunks, NO_CHUNK)
