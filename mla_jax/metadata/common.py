@@ -30,6 +30,9 @@ __all__ = [
 FEW_PAIRS = 2**24
 """Requests times tokens up to which comparing all is the faster search (H200: 2 µs at 2**22)."""
 
+FEW_SUMMANDS = 2048
+"""Entries up to which a masked sum of all pairs is the faster cumulative sum."""
+
 
 def token_to_request(
     query_starts: Int[Array, "starts"], tokens: int
@@ -102,7 +105,7 @@ def _pad(array, size: int, mode: Literal["constant", "edge"] = "constant") -> An
 def exclusive_sum(x: Int[Array, "n"]) -> Int[Array, "starts"]:
     """``out[i] = sum(x[:i])``, from 0 to the sum of all: one entry more than ``x``."""
     n = x.shape[0]
-    if n * n > FEW_PAIRS:
+    if n > FEW_SUMMANDS:
         total = jnp.cumsum(x, dtype=jnp.int32)
         return jnp.concatenate([jnp.zeros((1,), jnp.int32), total])
     # Few: a masked sum is one kernel, a cumulative sum two or three.

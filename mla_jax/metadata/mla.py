@@ -191,11 +191,13 @@ def mla_views(
         starts = query_starts[num_decodes + jnp.arange(p + 1)] - num_decode_tokens
         prefill = PrefillMetadata(query_starts=starts, key_starts=starts)
         if bucket.context_rows:
-            lens = jax.lax.dynamic_slice_in_dim(seq_lens, num_decodes, p) - jnp.diff(starts)
+            lens = seq_lens - jnp.diff(query_starts)
+            behind = jnp.arange(lens.size, dtype=jnp.int32) >= num_decodes
+            before = exclusive_sum(jnp.where(behind, lens, 0))
             context = ContextMetadata(
                 rows=bucket.context_rows,
                 page_table=page_table[rows],
-                context_starts=exclusive_sum(lens),
+                context_starts=before[num_decodes + jnp.arange(p + 1)],
                 query_starts=starts,
             )
     return MLAMetadata(
