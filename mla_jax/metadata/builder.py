@@ -15,7 +15,7 @@ import numpy as np
 from mla_jax.errors import UnsupportedError
 from mla_jax.metadata.buckets import CommonBucket, MLABucket, MLALadder
 from mla_jax.metadata.common import CommonAttentionHost, CommonAttentionMetadata, build_common
-from mla_jax.metadata.mla import MLAMetadata, build_mla
+from mla_jax.metadata.mla import MLAMetadata, mla_views
 from mla_jax.metadata.split import split_decodes_and_prefills
 from mla_jax.types import Array, Int, cdiv
 
@@ -160,13 +160,14 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLADecision, MLAMetadata
     ) -> MLAMetadata:
         """Latent attention has one key head: a shared prefix is not treated apart."""
         del common_prefix_len, fast_build
-        return build_mla(
+        return mla_views(
             common.query_start_loc,
             common.seq_lens,
             common.block_table_tensor,
             jnp.asarray(decision.num_decodes),
+            common.positions,
+            common.slot_mapping,
             bucket=decision.bucket,
-            page=self.page,
         )
 
     def warmup_decision(self, decision: MLADecision) -> MLADecision:

@@ -6,7 +6,6 @@ that many tokens and lengths, slots and tables are those of the compressed cache
 """
 
 from dataclasses import dataclass, field
-from operator import sub
 from typing import Literal
 
 import jax
@@ -32,7 +31,7 @@ from mla_jax.metadata.indexer_decode import (
     DeepSeekV32IndexerDecodeMetadata,
     build_decode_tensors,
 )
-from mla_jax.metadata.packed import padded_rows
+from mla_jax.metadata.packed import counts_and_rows
 from mla_jax.metadata.sparse import get_compressed_slot_mapping
 from mla_jax.metadata.sparse_buckets import IndexerBucket, IndexerLadder, indexer_bucket
 from mla_jax.metadata.split import split_decodes_and_prefills
@@ -162,24 +161,28 @@ class DeepseekV32IndexerMetadataBuilder(
         return self._decision(split, decode_len, [c for c in chunks if c[4]])
 
     def _decision(self, split, decode_len: int, chunks) -> IndexerDecision:
-        decodes, prefills, decode_tokens, prefill_tokens = split
+        decodes, prefills, decode_tokens, _ = split
         rows = decode_tokens if self.use_flattening else decodes
         ladder = self.ladder
-        starts, stops, first, last, keys, _ = zip(*chunks or [NO_CHUNK], strict=True)
+        requests = queries = keys = 0  # of the largest chunk
+        for start, stop, first, last, gathered, _ in chunks:
+            if stop - start > requests:
+                requests = stop - start
+            if last - first > queries:
+                queries = last - first
+            if gathered > keys:
+                keys = gathered
         bucket = indexer_bucket(
             decode_rows=ladder.decode_rows.rung(rows),
             decode_len=(1 if self.use_flattening else decode_len) if rows else 0,
             chunks=ladder.chunks.rung(max(len(chunks), 1) if prefills else 0),
-            chunk_requests=ladder.chunk_requests.rung(max(map(sub, stops, starts))),
-            chunk_queries=ladder.chunk_queries.rung(max(map(sub, last, first))),
-            chunk_keys=ladder.chunk_keys.rung(max(keys)),
+            chunk_requests=ladder.chunk_requests.rung(requests),
+            chunk_queries=ladder.chunk_queries.rung(queries),
+            chunk_keys=ladder.chunk_keys.rung(keys),
         )
-        counts = [decodes, prefills, decode_tokens, prefill_tokens, len(chunks)]
-        return IndexerDecision(
-            bucket=bucket,
-            counts=np.array(counts, np.int32),
-            plan=padded_rows(chunks, bucket.chunks, NO_CHUNK),
-        )
+        counts = *split, len(chunks)
+        counts, plans = counts_and_rows(counts, [chunks], bucket.chunks, NO_CHUNK)
+        return IndexerDecision(bucket=bucket, counts=counts, plan=plans[0])
 
     def build(
         self,
@@ -244,5 +247,5 @@ class DeepseekV32IndexerMetadataBuilder(
 
     def warmup_decision(self, decision: IndexerDecision) -> IndexerDecision:
         """The same bucket with nothing in it."""
-        empty = padded_rows([], decision.bucket.chunks, NO_CHUNK)
-        return IndexerDecision(bucket=decision.bucket, counts=np.zeros((5,), np.int32), plan=empty)
+        counts, plans = counts_and_rows((0,) * 5, [[]], decision.bucket.chunks, NO_CHUNK)
+        return IndexerDecision(bucket=decision.bucket, counts=counts, plan=plans[0])

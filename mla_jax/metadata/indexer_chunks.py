@@ -91,7 +91,7 @@ def indexer_chunks(
     end = (workspace + 1, 0)  # overflows: closes the last group
     for i, (keys, queries) in enumerate(chain(sizes, [end]), offset):
         total, rows = n + keys, m + queries
-        if i > start and (total > workspace or total * rows > max_logits):
+        if (total > workspace or total * rows > max_logits) and i > start:
             if n * m > max_logits:
                 step = max_logits // n or 1
                 pieces = range(0, m, step)

@@ -11,7 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from mla_jax.metadata.buckets import MLABucket
-from mla_jax.metadata.common import slot_mapping, token_positions, token_to_request
+from mla_jax.metadata.common import (
+    exclusive_sum,
+    slot_mapping,
+    token_positions,
+    token_to_request,
+)
 from mla_jax.types import Array, Bool, Int
 
 __all__ = [
@@ -20,6 +25,7 @@ __all__ = [
     "MLAMetadata",
     "PrefillMetadata",
     "build_mla",
+    "mla_views",
     "query_runs",
 ]
 
@@ -151,8 +157,23 @@ def build_mla(
     request, real = token_to_request(query_starts, bucket.tokens)
     positions = token_positions(query_starts, seq_lens, request, real)
     slots = slot_mapping(page_table, request, positions, real, page=page)
-    num_decode_tokens = query_starts[num_decodes]
+    return mla_views(
+        query_starts, seq_lens, page_table, num_decodes, positions, slots, bucket=bucket
+    )
 
+
+def mla_views(
+    query_starts: Int[Array, "starts"],
+    seq_lens: Int[Array, "requests"],
+    page_table: Int[Array, "requests pages"],
+    num_decodes: Int[Array, ""],
+    positions: Int[Array, "tokens"],
+    slots: Int[Array, "tokens"],
+    *,
+    bucket: MLABucket,
+) -> MLAMetadata:
+    """``build_mla`` of a step whose tokens have their positions and slots already."""
+    num_decode_tokens = query_starts[num_decodes]
     decode = decode_requests = prefill = context = None
     if bucket.absorb:
         decode, decode_requests = query_runs(
@@ -170,19 +191,20 @@ def build_mla(
         starts = query_starts[num_decodes + jnp.arange(p + 1)] - num_decode_tokens
         prefill = PrefillMetadata(query_starts=starts, key_starts=starts)
         if bucket.context_rows:
-            lens = seq_lens[rows] - jnp.diff(starts)
-            zero = jnp.zeros((1,), jnp.int32)
+            lens = seq_lens - jnp.diff(query_starts)
+            behind = jnp.arange(lens.size, dtype=jnp.int32) >= num_decodes
+            before = exclusive_sum(jnp.where(behind, lens, 0))
             context = ContextMetadata(
                 rows=bucket.context_rows,
                 page_table=page_table[rows],
-                context_starts=jnp.concatenate([zero, jnp.cumsum(lens, dtype=jnp.int32)]),
+                context_starts=before[num_decodes + jnp.arange(p + 1)],
                 query_starts=starts,
             )
     return MLAMetadata(
         bucket=bucket,
         positions=positions,
         slots=slots,
-        real=real,
+        real=jnp.arange(bucket.tokens, dtype=jnp.int32) < query_starts[-1],
         num_decodes=num_decodes,
         num_decode_tokens=num_decode_tokens,
         decode=decode,

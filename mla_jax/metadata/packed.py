@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -17,7 +16,7 @@ import numpy as np
 from mla_jax.errors import MetadataError
 from mla_jax.types import Array, Int
 
-__all__ = ["Layout", "Packed", "pack", "padded_rows"]
+__all__ = ["Layout", "Packed", "counts_and_rows", "pack"]
 
 INT32 = np.dtype(np.int32)
 DTYPES = frozenset(map(np.dtype, (np.int32, np.uint32, np.float32)))
@@ -102,9 +101,20 @@ def _bits(words: Array | np.ndarray, dtype: np.dtype) -> Array | np.ndarray:
     return jax.lax.bitcast_convert_type(words, dtype)
 
 
-def padded_rows(
-    rows: Sequence[tuple[int, ...]], size: int, filler: tuple[int, ...]
-) -> Int[np.ndarray, "size columns"]:
-    """``rows`` as an array, with ``filler`` behind them up to ``size`` rows."""
-    words = [*chain.from_iterable(rows), *filler * (size - len(rows))]
-    return np.array(words, np.int32).reshape(size, len(filler))
+def counts_and_rows(
+    counts: Sequence[int],
+    plans: Sequence[Sequence[tuple[int, ...]]],
+    size: int,
+    filler: tuple[int, ...],
+) -> tuple[Int[np.ndarray, "counts"], Int[np.ndarray, "plans {size} columns"]]:
+    """``counts``, and the rows of each plan with ``filler`` behind them up to ``size`` rows.
+
+    Two views of one array: making another one costs more than filling it.
+    """
+    words = [*counts]
+    for plan in plans:
+        for row in plan:
+            words += row
+        words += filler * (size - len(plan))
+    both, n = np.fromiter(words, np.int32, len(words)), len(counts)
+    return both[:n], both[n:].reshape(len(plans), size, len(filler))

@@ -8,6 +8,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 
+from mla_jax.metadata.common import exclusive_sum
 from mla_jax.types import Array, Int, cdiv
 
 __all__ = ["SPLIT_KEYS", "paged_mqa_logits_schedule"]
@@ -48,8 +49,7 @@ def paged_mqa_logits_schedule(
         first = jnp.argmax(same, axis=1).astype(jnp.int32)
         segments = jnp.where(jnp.arange(rows) == first + items - 1, segments, 0)
 
-    done = jnp.cumsum(segments * items, dtype=jnp.int32)
-    done = jnp.concatenate([jnp.zeros((1,), jnp.int32), done])
+    done = exclusive_sum(segments * items)
     share, extra = done[-1] // num_sms, done[-1] % num_sms
     s = jnp.arange(num_sms + 1, dtype=jnp.int32)
     late = jnp.minimum(s, extra) if remainder == "first" else jnp.maximum(s - num_sms + extra, 0)

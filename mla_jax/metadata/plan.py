@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from mla_jax.metadata.common import exclusive_sum
 from mla_jax.types import Array, Int, cdiv
 
 __all__ = [
@@ -94,15 +95,16 @@ def balanced_plan(
     if num_rows is not None:
         rows = num_rows
         cost = jnp.where(jnp.arange(batch) < rows, cost, 0)
-    line = _starts(cost)
+    line = exclusive_sum(cost)
     cuts = _cuts(line, parts, overhead)
     req = jnp.sum(line[1:] <= cuts[:, None], axis=1, dtype=jnp.int32)
-    inside = cuts - line[req]  # blocks of request ``req`` before the cut
+    begin = jnp.max(jnp.where(line[1:] > cuts[:, None], 0, line[1:]), axis=1)  # line[req]
+    inside = cuts - begin  # blocks of request ``req`` before the cut
     is_cut = inside > 0
 
     # Pieces of the cut request before this cut: cuts since its start.
-    earlier = jnp.sum(cuts <= line[req][:, None], axis=1, dtype=jnp.int32)
-    split = jnp.where(is_cut, jnp.arange(parts + 1, dtype=jnp.int32) + 1 - earlier, 0)
+    until = jnp.sum(cuts <= line[:, None], axis=1, dtype=jnp.int32)  # cuts up to each start
+    split = jnp.where(is_cut, jnp.arange(parts + 1, dtype=jnp.int32) + 1 - until[req], 0)
 
     end_req = jnp.minimum(req[1:] - jnp.where(is_cut[1:], 0, 1), rows - 1)
     last = jnp.maximum(end_req, 0)
@@ -143,7 +145,7 @@ def invariant_plan(
     if batch == 0:
         return _idle_plan(1)
     blocks = jnp.maximum(lens - 1, 0) // block + 1
-    num_splits = _starts((blocks + blocks_per_piece - 1) // blocks_per_piece)
+    num_splits = exclusive_sum((blocks + blocks_per_piece - 1) // blocks_per_piece)
     k = jnp.arange(parts, dtype=jnp.int32)
     req = jnp.searchsorted(num_splits[1:], k, side="right", method="scan_unrolled")
     req = req.astype(jnp.int32)
@@ -156,11 +158,6 @@ def invariant_plan(
     is_split = (busy & (blocks[row] > blocks_per_piece)).astype(jnp.int32)
     table = [req, row, begin, end, split, is_split, is_split, jnp.zeros_like(row)]
     return WorkPlan(tile_scheduler_metadata=jnp.stack(table, axis=1), num_splits=num_splits)
-
-
-def _starts(cost: Int[Array, "batch"]) -> Int[Array, "starts"]:
-    total = jnp.cumsum(cost, dtype=jnp.int32)
-    return jnp.concatenate([jnp.zeros((1,), jnp.int32), total])
 
 
 def _idle_plan(parts: int) -> WorkPlan:
@@ -189,8 +186,7 @@ def _cuts(line: Int[Array, "starts"], parts: int, overhead: int) -> Int[Array, "
         visited = jnp.concatenate([visited, after[visited]])
         after = after[after]
     at = line[visited]
-    hops = steps(jnp.diff(at))
-    part = jnp.sum(jnp.where(jnp.tri(at.size, at.size - 1, -1, dtype=bool), hops, 0), axis=1)
+    part = exclusive_sum(steps(jnp.diff(at)))
 
     k = jnp.arange(parts + 1, dtype=jnp.int32)[:, None]
     ahead = at + (k - part) * share

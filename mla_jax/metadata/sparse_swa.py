@@ -21,6 +21,7 @@ from mla_jax.metadata.common import (
     token_to_request,
 )
 from mla_jax.metadata.counts import SplitCounts
+from mla_jax.metadata.packed import counts_and_rows
 from mla_jax.metadata.plan import (
     OVERHEAD,
     WorkPlan,
@@ -37,7 +38,7 @@ from mla_jax.metadata.window import (
     compute_prefill_gather_lens,
     gather_lens_of,
     sliding_window_indices,
-    window_chunks,
+    window_plans,
 )
 from mla_jax.types import Array, Bool, Int
 
@@ -148,7 +149,7 @@ class DeepseekSparseSWAMetadataBuilder(
             first = split.num_decodes
         queries, keys = host.lens_from(first)
         tails = gather_lens_of(queries, keys, self.window)
-        plans = [window_chunks(keys, tails, ratio=a, rows=b) for a, b in self._workspaces]
+        plans = window_plans(keys, tails, self._workspaces)
         width = 0
         if "c128a" in self.layer_types:
             width = c128a_width(host.max_seq_len, self.max_model_len)
@@ -159,11 +160,8 @@ class DeepseekSparseSWAMetadataBuilder(
             chunks=self.ladder.chunks.rung(max(map(len, plans))),
             c128a_width=width,
         )
-        chunks = np.zeros((len(plans), bucket.chunks, len(NO_CHUNK)), np.int32)  # of NO_CHUNK
-        for rows, plan in zip(chunks, plans, strict=True):
-            if plan:
-                rows[: len(plan)] = plan
-        counts = np.array([*split, *map(len, plans)], np.int32)
+        counts = *split, *map(len, plans)
+        counts, chunks = counts_and_rows(counts, plans, bucket.chunks, NO_CHUNK)
         return SWADecision(bucket=bucket, counts=counts, chunks=chunks)
 
     def build(

@@ -1,12 +1,12 @@
 """Sliding windows: which raw tokens a query sees, in cache rows and in a prefill workspace."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from mla_jax.metadata.common import token_positions, token_to_request
-from mla_jax.metadata.sparse import convert_req_index_to_global_index
+from mla_jax.metadata.common import slot_mapping, token_positions, token_to_request
 from mla_jax.types import PAD_SLOT, Array, Bool, Int, cdiv, round_up
 
 __all__ = [
@@ -18,7 +18,7 @@ __all__ = [
     "gather_lens_of",
     "plan_window_chunks",
     "sliding_window_indices",
-    "window_chunks",
+    "window_plans",
 ]
 
 
@@ -36,10 +36,16 @@ def sliding_window_indices(
     ``len = min(p + 1, window)``; a token that is not valid sees nothing: all -1, length 0.
     """
     lens = jnp.where(is_valid_token, jnp.clip(positions + 1, 0, window), 0)
-    oldest = positions + 1 - lens
     column = jnp.arange(window, dtype=jnp.int32)
-    local = jnp.where(column < lens[:, None], oldest[:, None] + column, PAD_SLOT)
-    return convert_req_index_to_global_index(page_table, request, local, page=page), lens
+    seen = column < lens[:, None]
+    slots = slot_mapping(
+        page_table,
+        jnp.broadcast_to(request[:, None], seen.shape).reshape(-1),
+        ((positions + 1 - lens)[:, None] + column).reshape(-1),
+        seen.reshape(-1),
+        page=page,
+    )
+    return slots.reshape(seen.shape), lens
 
 
 def compute_prefill_gather_lens[A: (Array, np.ndarray)](
@@ -87,7 +93,7 @@ def plan_window_chunks(
     limits = WindowLimits(window, chunk_requests, max_model_len, max_batched_tokens)
     keys = seq_lens.tolist()
     tails = gather_lens_of(query_lens.tolist(), keys, window)
-    chunks = window_chunks(keys, tails, ratio=ratio, rows=limits.rows(ratio))
+    (chunks,) = window_plans(keys, tails, [(ratio, limits.rows(ratio))])
     return [WindowChunk(*c) for c in chunks]
 
 
@@ -114,19 +120,35 @@ def gather_lens_of(query_lens: list[int], seq_lens: list[int], window: int) -> l
     ]
 
 
-def window_chunks(
-    seq_lens: list[int], tails: list[int], *, ratio: int, rows: int
-) -> list[tuple[int, int, int, int]]:
-    """``plan_window_chunks`` of host integers in a workspace of ``rows``.
+def window_plans(
+    seq_lens: list[int], tails: list[int], workspaces: Sequence[tuple[int, int]]
+) -> list[list[tuple[int, int, int, int]]]:
+    """``plan_window_chunks`` of host integers for each ratio and the rows of its workspace.
 
     ``tails`` are the rows gathered of each request.
     """
     n = len(tails)
     if not n:
-        return []
-    if ratio <= 1:  # no states
-        seq_lens, ratio = [0] * n, 1
-    sure = max(rows // max(max(seq_lens) // ratio + max(tails), 1), 1)  # so many fit, whichever
+        return [[] for _ in workspaces]
+    longest, tail = max(seq_lens), max(tails)
+    plans = []
+    for ratio, rows in workspaces:
+        states = longest // ratio if ratio > 1 else 0
+        sure = max(rows // max(states + tail, 1), 1)  # so many fit, whichever
+        if n <= sure:
+            plans.append([(0, n, states, states + tail)])
+        elif ratio > 1:
+            plans.append(_greedy_chunks(seq_lens, tails, ratio, rows, sure))
+        else:
+            plans.append(_greedy_chunks([0] * n, tails, 1, rows, sure))
+    return plans
+
+
+def _greedy_chunks(
+    seq_lens: list[int], tails: list[int], ratio: int, rows: int, sure: int
+) -> list[tuple[int, int, int, int]]:
+    """Chunks of at least ``sure`` requests, each as long as the next request fits too."""
+    n = len(tails)
     chunks = []
     start = 0
     while start < n:

@@ -16,6 +16,7 @@ from mla_jax.metadata.check import check
 from mla_jax.metadata.common import (
     CommonAttentionHost,
     build_common,
+    exclusive_sum,
     slot_mapping,
     token_to_request,
 )
@@ -261,3 +262,15 @@ def test_both_searches_find_the_same_requests(few, monkeypatch):
     request, real = token_to_request(starts, 9)
     assert request.tolist() == [0, 0, 2, 3, 3, 3, 3, 0, 0]
     assert real.tolist() == [True] * 7 + [False] * 2
+
+
+@pytest.mark.parametrize("few", [0, common.FEW_SUMMANDS])
+@pytest.mark.parametrize("n", [0, 1, 2, 37])
+def test_exclusive_sum(n, few, monkeypatch):
+    """Both ways: the masked sum of a few and the cumulative sum of many."""
+    monkeypatch.setattr(common, "FEW_SUMMANDS", few)
+    x = np.arange(n, dtype=np.int32) ** 2 - 5
+    want = [int(x[:i].sum()) for i in range(n + 1)]
+    found = exclusive_sum(jnp.asarray(x))
+    assert found.dtype == jnp.int32
+    assert found.tolist() == want

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mla_jax.errors import MetadataError
-from mla_jax.metadata.packed import pack, padded_rows
+from mla_jax.metadata.packed import counts_and_rows, pack
 
 SHAPES = st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), max_size=5)
 
@@ -61,6 +61,9 @@ def test_only_host_arrays_of_words(leaf, given):
             pack((np.zeros(1, np.int32), leaf))
 
 
-def test_padded_rows():
-    assert padded_rows([(1, 2), (3, 4)], 4, (0, 9)).tolist() == [[1, 2], [3, 4], [0, 9], [0, 9]]
-    assert padded_rows([], 0, (0, 9)).shape == (0, 2)
+def test_counts_and_rows():
+    counts, rows = counts_and_rows((7, 8, 9), [[(1, 2), (3, 4)], [(5, 6)]], 3, (0, 9))
+    assert counts.tolist() == [7, 8, 9]
+    assert rows.tolist() == [[[1, 2], [3, 4], [0, 9]], [[5, 6], [0, 9], [0, 9]]]
+    assert counts.dtype == rows.dtype == np.int32
+    assert counts_and_rows((), [[]], 0, (0, 9))[1].shape == (1, 0, 2)

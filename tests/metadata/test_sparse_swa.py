@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from mla_jax.errors import ConfigError
 from mla_jax.metadata.sparse_swa import layer_type
@@ -111,6 +112,31 @@ def test_workspace_chunks(queries, lens, ratio, requests, want):
         max_batched_tokens=8,
     )
     assert found == want
+
+
+@example([(1, 24)] * 4 + [(4, 24)], 1, 2)  # four fit exactly
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.sampled_from([0, 2, 24])), max_size=12),
+    st.sampled_from([1, 2, 4]),
+    st.integers(1, 3),
+)
+def test_workspace_chunks_are_greedy(requests, ratio, most):
+    """As long as the largest states and the largest tail of a chunk fit for all its requests."""
+    queries = np.array([q for q, _ in requests], np.int32)
+    lens = queries + np.array([c for _, c in requests], np.int32)
+    limits = dict(window=4, chunk_requests=most, max_model_len=16, max_batched_tokens=4)
+    states = lens // ratio * (ratio > 1)
+    tails = compute_prefill_gather_lens(queries, lens, window=4)
+    workspace = most * ((16 // ratio if ratio > 1 else 0) + 4 + 4)
+    want, start = [], 0
+    for stop in range(1, len(requests) + 1):
+        more = slice(start, stop + 1)
+        larger = (stop + 1 - start) * (max(states[more]) + max(tails[more])) > workspace
+        if stop == len(requests) or larger:
+            of = max(states[start:stop])
+            want.append((start, stop, of, of + max(tails[start:stop])))
+            start = stop
+    assert plan_window_chunks(queries, lens, ratio=ratio, **limits) == want
 
 
 def test_workspace_chunk_of_the_worked_example():
