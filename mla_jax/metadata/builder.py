@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mla_jax.errors import UnsupportedError
+from mla_jax.errors import MetadataError, UnsupportedError
 from mla_jax.metadata.buckets import CommonBucket, MLABucket, MLALadder
 from mla_jax.metadata.common import CommonAttentionHost, CommonAttentionMetadata, build_common
 from mla_jax.metadata.mla import MLAMetadata, mla_views
@@ -158,8 +158,21 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLADecision, MLAMetadata
         common_prefix_len: int = 0,
         fast_build: bool = False,
     ) -> MLAMetadata:
-        """Latent attention has one key head: a shared prefix is not treated apart."""
+        """Latent attention has one key head: a shared prefix is not treated apart.
+
+        Raises:
+            MetadataError: ``common`` has other sizes than ``decision.common_bucket``.
+        """
         del common_prefix_len, fast_build
+        for name in ("requests", "tokens"):
+            given, wanted = (getattr(b, name) for b in (common.bucket, decision.common_bucket))
+            if given != wanted:
+                raise MetadataError(
+                    f"{name} of the common metadata's bucket",
+                    given,
+                    f"{wanted}, as in the decision's",
+                    "Build it for decision.common_bucket.",
+                )
         return mla_views(
             common.query_start_loc,
             common.seq_lens,

@@ -1,5 +1,7 @@
 """The builder's life: decide on the host, build on the device, warm up, draft, change tables."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -114,6 +116,16 @@ def test_defaults_of_a_builder():
 def test_a_step_above_the_ladder_is_refused():
     with pytest.raises(MetadataError, match="number of decode requests: given 5"):
         BUILDER.decide(make([1] * 5, [2] * 5, page=4).host)
+
+
+@pytest.mark.parametrize(("name", "size"), [("tokens", 19), ("requests", 5)])
+def test_common_metadata_of_another_bucket_is_refused(name, size):
+    decision = BUILDER.decide(RX.host)
+    other = dataclasses.replace(decision.common_bucket, **{name: size})
+    with pytest.raises(
+        MetadataError, match=f"{name} of the common metadata's bucket: given {size}"
+    ):
+        build(RX.common(other), decision)
 
 
 def test_programs_are_rungs():
