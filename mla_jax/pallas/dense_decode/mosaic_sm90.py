@@ -220,14 +220,20 @@ def _body(
         return [jnp.clip(i, 0, num_pages - 1) for i in ids], row
 
     def find(p, n, e, here, queries=1):
-        """``element``, its block and its page ids; ``here()`` says so of one of piece ``p``."""
+        """``element``, its block and its page ids; ``here()`` says so of one of piece ``p``.
+
+        Behind the last piece nothing is read: the last blocks would wait for it.
+        """
 
         def later():
             q, i = element(p, n, e, queries)
             block = work_g[q, wp.FIRST] + jnp.maximum(i - 1, 0)
             return q, i, block, *ids_of(work_g[q, wp.REQUEST], block)
 
-        return lax.cond(e <= n, here, later)
+        def nothing():
+            return end, *[jnp.int32(0)] * (2 + copies)
+
+        return lax.cond(e <= n, here, lambda: lax.cond(p + 1 < end, later, nothing))
 
     def load_block(block, ids, columns, buffer, barrier):
         ids, row = place_of(block, ids)
@@ -249,7 +255,7 @@ def _body(
 
     def load_queries(first, columns, buffer, barrier):
         parts = 1 if quantised else copies  # as many arrivals as a block has
-        size = min(ROWS // parts, ql_g.shape[0])
+        size = min(max(live // parts, 8), ql_g.shape[0])
         for i in range(parts):
             rows = pl.ds(pl.multiple_of(first + i * size, 8), size)
             plgpu.copy_gmem_to_smem(
@@ -327,7 +333,9 @@ def _body(
                 total = total * lib.fill_rows(shrink, 8) + lib.fold_columns(w, 8)
                 return new_top, total
 
-            start = lib.row_vector(LOWEST, ROWS), lib.tile(0.0, (ROWS, 8), F32)
+            dead = plgpu.broadcasted_iota(I32, (ROWS,), 0, layout=ROW) >= count
+            top = jnp.where(dead, lib.row_vector(-LOWEST, ROWS), lib.row_vector(LOWEST, ROWS))
+            start = top, lib.tile(0.0, (ROWS, 8), F32)
             top, total = lax.fori_loop(0, n, step, start)
             if defer:
                 plgpu.barrier_arrive(go.at[slot(g0 + n)])
@@ -403,7 +411,7 @@ def _body(
                 plgpu.barrier_arrive(rope_full.at[r])
 
         def load_tail(first):
-            size = min(ROWS, ql_g.shape[0])
+            size = min(live, ql_g.shape[0])
             rows, to = pl.ds(first, size), pl.ds(0, size)
             plgpu.copy_gmem_to_smem(
                 ql_g.at[rows, pl.ds(RANK - TAIL, TAIL)], q_tail.at[0, to], tail_full
