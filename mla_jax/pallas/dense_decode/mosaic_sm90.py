@@ -220,20 +220,14 @@ def _body(
         return [jnp.clip(i, 0, num_pages - 1) for i in ids], row
 
     def find(p, n, e, here, queries=1):
-        """``element``, its block and its page ids; ``here()`` says so of one of piece ``p``.
-
-        Behind the last piece nothing is read: the last blocks would wait for it.
-        """
+        """``element``, its block and its page ids; ``here()`` says so of one of piece ``p``."""
 
         def later():
             q, i = element(p, n, e, queries)
             block = work_g[q, wp.FIRST] + jnp.maximum(i - 1, 0)
             return q, i, block, *ids_of(work_g[q, wp.REQUEST], block)
 
-        def nothing():
-            return end, *[jnp.int32(0)] * (2 + copies)
-
-        return lax.cond(e <= n, here, lambda: lax.cond(p + 1 < end, later, nothing))
+        return lax.cond(e <= n, here, later)
 
     def load_block(block, ids, columns, buffer, barrier):
         ids, row = place_of(block, ids)
@@ -333,8 +327,10 @@ def _body(
                 total = total * lib.fill_rows(shrink, 8) + lib.fold_columns(w, 8)
                 return new_top, total
 
-            dead = plgpu.broadcasted_iota(I32, (ROWS,), 0, layout=ROW) >= count
-            top = jnp.where(dead, lib.row_vector(-LOWEST, ROWS), lib.row_vector(LOWEST, ROWS))
+            top = lib.row_vector(LOWEST, ROWS)
+            if live < ROWS:  # no weights in other rows: a product with zeros takes less power
+                row_of_tile = plgpu.broadcasted_iota(I32, (ROWS,), 0, layout=ROW)
+                top = jnp.where(row_of_tile < count, top, lib.row_vector(-LOWEST, ROWS))
             start = top, lib.tile(0.0, (ROWS, 8), F32)
             top, total = lax.fori_loop(0, n, step, start)
             if defer:
