@@ -249,7 +249,7 @@ def _body(
 
     def load_queries(first, columns, buffer, barrier):
         parts = 1 if quantised else copies  # as many arrivals as a block has
-        size = min(ROWS // parts, ql_g.shape[0])
+        size = min(max(live // parts, 8), ql_g.shape[0])
         for i in range(parts):
             rows = pl.ds(pl.multiple_of(first + i * size, 8), size)
             plgpu.copy_gmem_to_smem(
@@ -327,7 +327,11 @@ def _body(
                 total = total * lib.fill_rows(shrink, 8) + lib.fold_columns(w, 8)
                 return new_top, total
 
-            start = lib.row_vector(LOWEST, ROWS), lib.tile(0.0, (ROWS, 8), F32)
+            top = lib.row_vector(LOWEST, ROWS)
+            if live < ROWS:  # no weights in other rows: a product with zeros takes less power
+                row_of_tile = plgpu.broadcasted_iota(I32, (ROWS,), 0, layout=ROW)
+                top = jnp.where(row_of_tile < count, top, lib.row_vector(-LOWEST, ROWS))
+            start = top, lib.tile(0.0, (ROWS, 8), F32)
             top, total = lax.fori_loop(0, n, step, start)
             if defer:
                 plgpu.barrier_arrive(go.at[slot(g0 + n)])
@@ -403,7 +407,7 @@ def _body(
                 plgpu.barrier_arrive(rope_full.at[r])
 
         def load_tail(first):
-            size = min(ROWS, ql_g.shape[0])
+            size = min(live, ql_g.shape[0])
             rows, to = pl.ds(first, size), pl.ds(0, size)
             plgpu.copy_gmem_to_smem(
                 ql_g.at[rows, pl.ds(RANK - TAIL, TAIL)], q_tail.at[0, to], tail_full
