@@ -42,9 +42,11 @@ def same(reference, kernel, args):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("requests", "queries", "races"), [(9, 3, True), (130, 1, False)])
+@pytest.mark.parametrize(
+    ("requests", "queries", "races"), [(9, 3, True), (130, 1, False), (300, 1, False)]
+)
 def test_interpreted(requests, queries, races, rng):
-    """Requests of one and of two vectors; race detection where it takes seconds."""
+    """Requests of one, two and three vectors; race detection where it takes seconds."""
     params = plgpu.InterpretGPUParams(detect_races=races, num_tma_threads_per_device=4)
     reference, kernel = programs(requests, queries, 7, params)
     for longest in (1, 500, 30000):
@@ -56,7 +58,7 @@ def test_interpreted(requests, queries, races, rng):
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(aot.available()), reason=aot.available() or "available")
-@pytest.mark.parametrize("requests", [128, plan_sm90.MOST_REQUESTS])
+@pytest.mark.parametrize("requests", [128, 300, 528, 1900, plan_sm90.MOST_REQUESTS])
 def test_compiles_for_sm90(requests):
     """One kernel in all."""
     spec = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
@@ -69,7 +71,9 @@ def test_compiles_for_sm90(requests):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("workers", [132, 66, 33])
-@pytest.mark.parametrize(("requests", "queries"), [(1, 1), (32, 4), (200, 3), (2048, 1)])
+@pytest.mark.parametrize(
+    ("requests", "queries"), [(1, 1), (32, 4), (200, 3), (300, 1), (528, 2), (1900, 1), (2048, 1)]
+)
 def test_same_on_device(requests, queries, workers, rng):
     reference, kernel = programs(requests, queries, workers)
     for longest in (1, 500, 30000, 131072):

@@ -27,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mla_jax.pallas import mosaic_lib as lib
 from mla_jax.pallas.dense_decode import work_plan as wp
-from mla_jax.types import Array, Int, cdiv, round_up
+from mla_jax.types import Array, Int, cdiv
 
 __all__ = ["MOST_REQUESTS", "balanced"]
 
@@ -57,7 +57,7 @@ def balanced(
     interpret: object = None,
 ) -> wp.WorkPlan:
     """``work_plan.balanced`` of up to ``MOST_REQUESTS`` requests."""
-    n = round_up(seq_lens.shape[0], LANES)
+    n = LANES << (cdiv(seq_lens.shape[0], LANES) - 1).bit_length()  # sums double their steps
     shapes = wp.shapes(seq_lens.shape[0], tokens, workers)
     chunks = [rows // LANES for rows, *_ in shapes]
     spec = jax.ShapeDtypeStruct
