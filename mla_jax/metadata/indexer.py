@@ -180,8 +180,8 @@ class DeepseekV32IndexerMetadataBuilder(
             chunk_queries=ladder.chunk_queries.rung(queries),
             chunk_keys=ladder.chunk_keys.rung(keys),
         )
-        counts = *split, len(chunks)
-        counts, plans = counts_and_rows(counts, [chunks], bucket.chunks, NO_CHUNK)
+        given = *split, len(chunks)
+        counts, plans = counts_and_rows(given, [chunks], bucket.chunks, NO_CHUNK)
         return IndexerDecision(bucket=bucket, counts=counts, plan=plans[0])
 
     def build(

@@ -160,8 +160,8 @@ class DeepseekSparseSWAMetadataBuilder(
             chunks=self.ladder.chunks.rung(max(map(len, plans))),
             c128a_width=width,
         )
-        counts = *split, *map(len, plans)
-        counts, chunks = counts_and_rows(counts, plans, bucket.chunks, NO_CHUNK)
+        given = *split, *map(len, plans)
+        counts, chunks = counts_and_rows(given, plans, bucket.chunks, NO_CHUNK)
         return SWADecision(bucket=bucket, counts=counts, chunks=chunks)
 
     def build(

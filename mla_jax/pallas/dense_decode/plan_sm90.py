@@ -223,7 +223,7 @@ def _body(
 
     def find(key, x):
         """The last request whose ``key`` is at most ``x``."""
-        r, size = vector(0), 1 << (n - 1).bit_length()
+        r, size = vector(0), n  # a power of two
         while size > 1:
             size //= 2
             probe = jnp.minimum(r + size, n - 1)
