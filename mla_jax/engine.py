@@ -99,7 +99,7 @@ class Engine:
         ladder: MLALadder | None = None,
         context_rows: int | None = None,
         backend: str | None = None,
-        absorb_prefills: bool = False,
+        absorb_prefills: bool = True,
         want_logits: bool = False,
     ):
         length = config.max_positions if max_model_len is None else max_model_len
