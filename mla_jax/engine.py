@@ -8,6 +8,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,18 +61,25 @@ def load_model(
         WeightsError: the safetensors do not hold that model.
     """
     config = ModelConfig.from_hf(folder)
+    return _read_model(folder, config, dtype=dtype, progress=progress), config
+
+
+def _read_model(
+    folder: str | Path, config: ModelConfig, *, dtype: DTypeLike, progress: Progress | None
+) -> DeepseekV3:
     dtype = jnp.dtype(dtype)
     model = nnx.eval_shape(lambda: DeepseekV3(config, dtype=dtype, rngs=nnx.Rngs(0)))
     place(model, load(folder, config, dtype=dtype, progress=progress))
     model.absorb()
-    return model, config
+    return model
 
 
 class Engine:
     """One model, its cache and its queue. Not thread-safe.
 
     Args:
-        model: with weights loaded and decode weights absorbed.
+        model: with weights loaded and decode weights absorbed; or a function that makes it, called
+            once every setting was accepted and the cache allocated.
         num_pages: pages of each layer's cache; page 0 is never given to a request.
         page: tokens in a page.
         max_requests: requests running at once; others queue.
@@ -87,7 +95,7 @@ class Engine:
 
     def __init__(
         self,
-        model: DeepseekV3,
+        model: DeepseekV3 | Callable[[], DeepseekV3],
         config: ModelConfig,
         *,
         num_pages: int,
@@ -121,9 +129,8 @@ class Engine:
             max_requests=max_requests,
             max_prefill_tokens=prefill_chunk,
             max_pages=cdiv(length, page),
-            context_rows=context_rows or min(length, 4096),
+            context_rows=min(length, 4096) if context_rows is None else context_rows,
         )
-        self._step = Step.of(model, page=page, backend=backend)
         caches = [
             LatentCache.alloc(
                 num_pages=num_pages,
@@ -135,6 +142,9 @@ class Engine:
             for _ in range(config.layers)
         ]
         self._caches = jax.device_put(caches, jax.devices()[0])  # without a copy; see ``staged``
+        if not isinstance(model, DeepseekV3):
+            model = model()
+        self._step = Step.of(model, page=page, backend=backend)
         self._crossover = None
         if absorb_prefills:
             self._crossover = PrefillCrossover.for_cache(
@@ -166,8 +176,9 @@ class Engine:
             ConfigError: config.json has a key that this library does not implement.
             WeightsError: the safetensors do not hold that model.
         """
-        model, config = load_model(folder, dtype=dtype, progress=progress)
-        return cls(model, config, **settings)
+        config = ModelConfig.from_hf(folder)
+        read = partial(_read_model, folder, config, dtype=dtype, progress=progress)
+        return cls(read, config, **settings)
 
     def add(
         self,

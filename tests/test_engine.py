@@ -9,7 +9,7 @@ from flax import nnx
 
 from mla_jax.config import MLADims, ModelConfig, MoEConfig, RopeConfig
 from mla_jax.engine import Engine
-from mla_jax.errors import EngineError
+from mla_jax.errors import ArgumentError, EngineError, MetadataError
 from mla_jax.metadata.buckets import Ladder, MLALadder
 from mla_jax.model.deepseek_v3 import DeepseekV3
 from mla_jax.model.prefill_crossover import PathRate, PrefillCrossover
@@ -265,6 +265,31 @@ def test_an_interrupted_generate_leaves_none_behind(make):
 def test_a_length_beyond_the_model_is_refused(make):
     with pytest.raises(EngineError, match="max_model_len: given 129; allowed: at most 128"):
         make(max_model_len=129)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"max_model_len": 129},
+        {"cache_format": "fp7"},
+        {"page": 0},
+        {"max_requests": 0},
+        {"context_rows": 0},
+        {"pages": 8},  # no such setting
+    ],
+    ids=str,
+)
+def test_a_setting_is_refused_before_weights_are_read(setting):
+    def read():
+        raise AssertionError("weights were read")
+
+    with pytest.raises((ArgumentError, EngineError, MetadataError, TypeError)):
+        Engine(read, CONFIG, **{"num_pages": 8} | setting)
+
+
+def test_a_model_may_be_made_by_a_function(model):
+    engine = Engine(lambda: model, CONFIG, num_pages=16, page=8, max_model_len=64, ladder=LADDER)
+    assert engine.stats().pages == 15
 
 
 def test_logits_that_are_not_finite_are_reported(make):

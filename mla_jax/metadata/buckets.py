@@ -118,6 +118,10 @@ class MLALadder:
     pages: Ladder
     context_rows: int  # the one workspace size
 
+    def __post_init__(self):
+        if self.context_rows < 1:
+            raise MetadataError("context workspace rows", self.context_rows, "1 or more")
+
     @classmethod
     def default(
         cls, *, max_requests: int, max_prefill_tokens: int, max_pages: int, context_rows: int
