@@ -1,4 +1,4 @@
-"""Array aliases, the axis glossary, and the two integer helpers that everything else shares.
+"""Array aliases, the axis glossary, and the small helpers that everything else shares.
 
 Axes (one word per thing, used in every signature of the library):
 
@@ -20,9 +20,10 @@ Axes (one word per thing, used in every signature of the library):
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
-__all__ = ["Array", "AttnState", "Bool", "Float", "Int", "UInt8", "cdiv", "round_up"]
+__all__ = ["Array", "AttnState", "Bool", "Float", "Int", "UInt8", "cdiv", "full_among", "round_up"]
 
 PAD_SLOT = -1
 """The slot of a token that must not write the cache."""
@@ -49,3 +50,15 @@ def cdiv(a: int, b: int) -> int:
 def round_up(a: int, b: int) -> int:
     """Smallest multiple of ``b`` not below ``a``."""
     return b * cdiv(a, b)
+
+
+def full_among(
+    like: tuple[Array, ...], shape: tuple[int, ...], value: float
+) -> Float[Array, "..."]:
+    """A float32 constant to begin a loop with whose body mixes it with ``like``.
+
+    Under ``jax.shard_map`` a loop must carry what differs between devices from the start, and a
+    plain constant is the same on all of them.
+    """
+    mixed = sum(jnp.zeros_like(x, shape=(), dtype=jnp.float32) for x in like)
+    return jnp.full_like(mixed, value, shape=shape)

@@ -12,6 +12,7 @@ import tests.typecheck
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_enable_x64", False)
+jax.config.update("jax_num_cpu_devices", 2)  # for test_sharding
 
 hypothesis.settings.register_profile(
     "suite", derandomize=True, deadline=None, max_examples=20, print_blob=False, database=None

@@ -13,11 +13,11 @@ from mla_jax.model import weights
 from mla_jax.model.weight_table import expected_shapes
 from tests import imports
 
-BLOCKS, METADATA = (
+BLOCKS, METADATA, SHARDING = (
     re.findall(
         r"^```python\n(.*?)^```", (imports.ROOT / name).read_text(), re.MULTILINE | re.DOTALL
     )
-    for name in ("README.md", "docs/metadata.md")
+    for name in ("README.md", "docs/metadata.md", "docs/sharding.md")
 )
 
 TINY = ModelConfig(
@@ -58,8 +58,9 @@ def test_readme_examples_run(source, tmp_path, monkeypatch, capsys):
     check_prints(source, capsys)
 
 
-def test_the_example_of_metadata_runs(capsys):
-    check_prints(*METADATA, capsys)
+@pytest.mark.parametrize("source", METADATA + SHARDING, ids=["metadata", "sharding"])
+def test_examples_of_documents_run(source, capsys):
+    check_prints(source, capsys)
 
 
 def check_prints(source, capsys):

@@ -1,11 +1,13 @@
 """Reference absorbed decode: attention of a few queries per request over its own pages."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from mla_jax.cache import CacheFormat
-from mla_jax.types import Array, AttnState, Float, Int, cdiv
+from mla_jax.types import Array, AttnState, Float, Int, cdiv, full_among
 
 __all__ = ["dense_decode"]
 
@@ -74,8 +76,9 @@ def dense_decode(
         value = jnp.einsum("rqhk,rkd->rqhd", w, k[..., :rank], **f32)
         return new_top, total, acc * shrink[..., None] + value
 
+    full = functools.partial(full_among, (q, pages, cache_scale, page_table, seq_lens))
     shape = (requests, max_query_len, heads)
-    start = jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, rank))
+    start = full(shape, -jnp.inf), full(shape, 0.0), full((*shape, rank), 0.0)
     longest = jnp.minimum(jnp.max(seq_lens), width * page)
     top, total, acc = jax.lax.fori_loop(0, (longest + block - 1) // block, step, start)
 

@@ -1,11 +1,13 @@
 """Reference expanded attention: a ragged batch of per-head queries and keys, in tiles."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from mla_jax.types import Array, AttnState, Float, Int, cdiv
+from mla_jax.types import Array, AttnState, Float, Int, cdiv, full_among
 
 __all__ = ["dense_prefill", "key_spans"]
 
@@ -115,11 +117,8 @@ def dense_prefill(
             needed = (first < high) & (first + cols > low)
             return lax.cond(needed, attend, lambda c, *_: c, carry, *tile), None
 
-        start = (
-            jnp.full((heads, rows), -jnp.inf),
-            jnp.zeros((heads, rows)),
-            jnp.zeros((heads, rows, v)),
-        )
+        full = functools.partial(full_among, (q, kv_tiles, rope_tiles, begin))
+        start = full((heads, rows), -jnp.inf), full((heads, rows), 0.0), full((heads, rows, v), 0.0)
         (top, total, acc), _ = lax.scan(step, start, key_tiles)
         empty = total == 0
         total = jnp.where(empty, 1.0, total)
