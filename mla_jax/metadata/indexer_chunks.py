@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mla_jax.metadata.common import exclusive_sum
 from mla_jax.types import Array, Bool, Int
 
 __all__ = [
@@ -145,10 +146,9 @@ def build_prefill_chunk_metadata(
     inside = local < stop - start
     rows = jnp.where(inside, start + local, 0)
     lens = jnp.where(inside, seq_lens[rows] // ratio, 0)
-    ends = jnp.cumsum(lens, dtype=jnp.int32)
-    cu = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
+    cu = exclusive_sum(lens)
     key = jnp.arange(keys, dtype=jnp.int32)
-    owner = jnp.searchsorted(ends, key, side="right", method="scan_unrolled")
+    owner = jnp.searchsorted(cu[1:], key, side="right", method="scan_unrolled")
 
     # A slice that reaches past the chunk's tokens ends with them.
     last = jnp.minimum(last, query_starts[stop] - query_starts[start])

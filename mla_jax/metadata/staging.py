@@ -18,7 +18,7 @@ import numpy as np
 from mla_jax.metadata.packed import Packed
 from mla_jax.types import Array, Int
 
-__all__ = ["StagedFunction", "staged"]
+__all__ = ["StagedFunction", "on_gpu", "staged"]
 
 SLOTS = 3
 """Buffers of one size: a step that is still queued keeps its own."""
@@ -87,11 +87,12 @@ class StagedFunction:
 
 def _stageable(packed: object) -> bool:
     words = packed.words if isinstance(packed, Packed) else None
-    return isinstance(words, np.ndarray) and words.size > 0 and _on_gpu()
+    return isinstance(words, np.ndarray) and words.size > 0 and on_gpu()
 
 
 @cache
-def _on_gpu() -> bool:
+def on_gpu() -> bool:
+    """Whether programs run on a GPU unless told otherwise."""
     return jax.default_backend() == "gpu"
 
 

@@ -17,7 +17,7 @@ from mla_jax.cache import LatentCache
 from mla_jax.metadata.buckets import MLABucket
 from mla_jax.metadata.mla import build_mla
 from mla_jax.metadata.packed import Packed
-from mla_jax.metadata.staging import StagedFunction, staged
+from mla_jax.metadata.staging import StagedFunction, on_gpu, staged
 from mla_jax.model.deepseek_v3 import DeepseekV3
 from mla_jax.model.sampling import SamplingBatch, sample
 from mla_jax.types import Array, Float, Int
@@ -81,7 +81,7 @@ class Step:
         """
         graph, state = nnx.split(model)
         leaves, tree = jax.tree.flatten(state)
-        gpu = jax.default_backend() == "gpu"
+        gpu = on_gpu()
 
         def run(
             leaves: Sequence[Array],
