@@ -15,7 +15,8 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 __all__ = [
-    "NUMBER", "SCALAR", "address", "any_lane", "asm", "constant", "number", "wide", "words",
+    "NUMBER", "SCALAR", "address", "any_lane", "asm", "constant", "number", "strided", "wide",
+    "words",
 ]  # fmt: skip
 
 SCALAR = plgpu.Layout.WGMMA
@@ -55,6 +56,25 @@ def constant(n: int, bits: int = 32) -> Any:
 def number(x: Any) -> Any:
     """A result of type ``NUMBER``."""
     return mgpu.FragmentedArray.splat(x, (), is_signed=True)
+
+
+def strided(found: Any, count: int, *, vector: int) -> Any:
+    """A struct of ``count`` words of 32 bits as an array in ``WG_STRIDED``."""
+    import numpy as np
+    from jax._src.lib.mlir import ir
+    from jax._src.lib.mlir.dialects import llvm
+    from jax._src.lib.mlir.dialects import vector as vectors
+
+    i32 = ir.IntegerType.get_signless(32)
+    words = [llvm.extractvalue(i32, found, [i]) for i in range(count)]
+    kind = ir.VectorType.get((vector,), i32)
+    registers = [
+        vectors.from_elements(kind, words[i : i + vector]) for i in range(0, count, vector)
+    ]
+    layout = mgpu.WGStridedFragLayout((128 * count,), vec_size=vector)
+    return mgpu.FragmentedArray(
+        _registers=np.asarray(registers, dtype=object), _layout=layout, _is_signed=True
+    )
 
 
 def wide(x: Any) -> Any:

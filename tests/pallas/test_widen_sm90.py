@@ -1,4 +1,4 @@
-"""The assembly that widens e4m3 keys in place, run line by line by a small model of a warp."""
+"""The assembly that widens e4m3 keys, run line by line by a small model of a warp."""
 
 import re
 
@@ -97,3 +97,29 @@ def test_every_byte_becomes_its_number(dtype, right, backwards, rng):
         got[r, c] = memory[at : at + 2].view(stored)[0]
     end = 320 if right else 256
     np.testing.assert_array_equal(got[:, :end], wanted[:, :end])
+
+
+@pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rows_through_registers(dtype, half, rng):
+    codes = rng.integers(0, 256, (32, 576)).astype(np.uint8)
+    codes[codes % 128 == 127] = 1
+    memory = np.concatenate([codes.ravel(), np.zeros(72 * KB, np.uint8)])
+    latent, rope, words = codes.size, codes.size + 64 * KB, 36
+    for thread in range(128):
+        regs = {"%tid.x": 256 + thread, f"${words}": 0}
+        for line in widen._take():
+            step(line, regs, memory)
+        taken = {f"${2 + i}": regs[f"${i}"] for i in range(words)}
+        regs = {"%tid.x": 256 + thread, "$0": latent, "$1": rope, **taken}
+        for line in widen._put(jnp.dtype(dtype), half):
+            step(line, regs, memory)
+    stored = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    wanted = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32).astype(stored)
+    got = np.zeros_like(wanted)
+    for r, c in np.ndindex(32, 576):
+        row = 32 * half + r
+        tile = latent + row // 8 * 8 * KB + c // 64 * KB if c < 512 else rope + row // 8 * KB
+        at = tile + unit(row, c % 64 * 2, 128)
+        got[r, c] = memory[at : at + 2].view(stored)[0]
+    np.testing.assert_array_equal(got, wanted)
