@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
@@ -33,6 +34,8 @@ __all__ = [
     "SHARED_MEMORY",
     "WGMMA",
     "accumulate",
+    "afresh",
+    "any_above",
     "any_below_one",
     "fill_rows",
     "fold_columns",
@@ -172,15 +175,63 @@ def store_rows(src, dst, start, count, *, rows: int, step: int) -> None:
         size //= 2
 
 
-def any_below_one(x: jax.Array) -> jax.Array:
+def afresh(x: jax.Array, *, simulate: bool) -> jax.Array:
+    """The number of a warpgroup, and what follows from it is computed in every turn of a loop.
+
+    Descriptors of products that do not change in a loop are kept in registers of a thread, from
+    where each takes longer to its product than one that is computed in those of a warp.
+    """
+    if simulate:
+        return x
+
+    @plgpu.inline_mgpu(arg_types=(inline.SCALAR,), return_type=inline.NUMBER)
+    def read(_, x):
+        code = "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;"
+        return inline.number(inline.asm(code, [x.registers.item()], "=r,r", result="i32"))
+
+    return read(x)
+
+
+def any_above(x: jax.Array, bound: float, *, simulate: bool) -> jax.Array:
+    """Whether a value of a tile is above ``bound``; the warpgroup waits for itself."""
+    if simulate:
+        return jnp.where(x > bound, 1, 0).max() > 0  # not of a NaN
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=inline.NUMBER)
+    def vote(_, x):
+        values = [word for register in x.registers.flat for word in inline.words(register)]
+        name = mgpu.utils.warpgroup_barrier_idx(sync=False)
+        tests = (f"setp.gt.or.f32 p, ${i}, {bound!r}, p;" for i in range(2, 2 + len(values)))
+        text = "\n".join(
+            (
+                "{ .reg .pred p;",
+                "setp.ne.u32 p, 0, 0;",
+                *tests,
+                "bar.red.or.pred p, $1, 128, p;",
+                "selp.u32 $0, 1, 0, p; }",
+            )
+        )
+        constraints = "=r,r" + ",r" * len(values)
+        return inline.number(inline.asm(text, [name, *values], constraints, result="i32"))
+
+    return vote(x) != 0
+
+
+def any_below_one(x: jax.Array, layout=ROW) -> jax.Array:
     """Whether a value of one of a warp's rows is below one; each warp asks for its own rows.
 
     On the device only: the interpreter has no warps.
     """
 
-    @plgpu.inline_mgpu(arg_types=(ROW,), return_type=inline.NUMBER)
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=inline.NUMBER)
     def vote(_, x):
-        tests = "setp.lt.f32 p, $1, 0f3F800000; setp.lt.or.f32 p, $2, 0f3F800000, p;"
-        return inline.any_lane(tests, list(x.registers.flat), "f,f")
+        if layout == ROW:
+            tests = "setp.lt.f32 p, $1, 0f3F800000; setp.lt.or.f32 p, $2, 0f3F800000, p;"
+            return inline.any_lane(tests, list(x.registers.flat), "f,f")
+        words = [word for register in x.registers.flat for word in inline.words(register)]
+        tests = "setp.lt.f32 p, $1, 0f3F800000;" + "".join(
+            f"setp.lt.or.f32 p, ${i}, 0f3F800000, p;" for i in range(2, 1 + len(words))
+        )
+        return inline.any_lane(tests, words, ",".join("r" * len(words)))
 
     return vote(x) != 0

@@ -14,9 +14,11 @@ from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mla_jax.cache import FORMATS, LatentCache
+from mla_jax.errors import ArgumentError
 from mla_jax.metadata.mla import DecodeMetadata
 from mla_jax.ops import explain, mla_decode
-from mla_jax.pallas.dense_decode import mosaic, mosaic_sm90
+from mla_jax.pallas.dense_decode import few_sm90, mosaic, mosaic_sm90
+from mla_jax.pallas.dense_decode.sizes_sm90 import Sizes
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.mosaic_lib import SHARED_MEMORY, shared_bytes
 from tests import aot
@@ -79,6 +81,39 @@ def test_interpreted_batch_invariant(rng):
     assert not get_races().races_found
 
 
+INTERPRETED_FEW = {
+    "pieces_and_padding": {"seq_lens": [70, 1, 0, 130], "page": 64},
+    "ragged_queries": {"seq_lens": [70, 3, 1], "query_lens": [2, 3, 1], "page": 32},
+    "one_block_each": {"seq_lens": [3, 1, 2, 60, 1], "page": 16, "dtype": "float16"},
+    "around_the_ring": {"seq_lens": [450, 40], "page": 128},
+    "one_buffer_of_queries": {"seq_lens": [70, 0, 130], "query_lens": [4, 1, 3], "page": 16},
+    "rising_maxima": {"seq_lens": [450], "page": 64},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", INTERPRETED_FEW)
+def test_few_rows_interpreted_with_race_detection(name, rng, capsys):
+    """Queries as columns: a third of the heads are padding."""
+    dims = dataclasses.replace(V2_LITE, heads=5)
+    case = decode_case(rng, dims=dims, **INTERPRETED_FEW[name] | FP8)
+    case = steep(case, 6.0) if name == "rising_maxima" else case
+    found = mosaic.heuristic(5, case.args[3].max_query_len, quantised=True)
+    assert found.few
+    params = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=4)
+    judge_decode(attend(case, dataclasses.replace(found, workers=2), params), case)
+    assert not get_races().races_found
+    assert "RACE DETECTED" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("heads", [8, 16, 32])
+@pytest.mark.parametrize("page", [16, 32, 64])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_shared_memory_of_few_rows_fits(heads, page, dtype):
+    sizes = Sizes(heads=heads, queries=1, page=page, workers=1)
+    assert shared_bytes(few_sm90.scratch(dtype, sizes)) + few_sm90.REDUCTION <= SHARED_MEMORY
+
+
 @pytest.mark.parametrize("copies", [1, 2, 4])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("quantised", [False, True])
@@ -111,6 +146,7 @@ def specs(heads, queries, page, dtype, format, batch=4, width=32):
         (20, 4, 16, "bfloat16", "bf16"),
         (64, 2, 128, "float16", "fp16"),
         (16, 1, 64, "float16", "fp8_e4m3"),
+        (32, 1, 16, "bfloat16", "fp8_e4m3"),
         (128, 1, 128, "bfloat16", "fp8_e4m3"),
         (20, 4, 16, "bfloat16", "fp8_e4m3"),
     ],
@@ -123,12 +159,14 @@ def test_compiles_for_sm90(heads, queries, page, dtype, format):
     )
     _, reports = aot.compile_sm90(fn, *specs(heads, queries, page, jnp.dtype(dtype), stored))
     kernels = {r.name.rsplit("_", 1)[0]: r for r in reports}
-    main, merge = kernels["mla_dense_decode"], kernels["mla_dense_decode_combine"]
+    few = mosaic.heuristic(heads, queries, stored.quantised).few
+    main = kernels["mla_dense_decode_few" if few else "mla_dense_decode"]
+    merge = kernels["mla_dense_decode_combine"]
     assert not main.serialized, main.log
     assert not main.register_limits_ignored, main.log
-    assert main.registers == 168
+    assert main.registers <= 128 if few else main.registers == 168
     assert main.shared <= SHARED_MEMORY
-    assert main.spilled <= SPILLS[stored.quantised], main.log
+    assert main.spilled <= (0 if few else SPILLS[stored.quantised]), main.log
     assert merge.spilled == 0, merge.log
     assert kernels["mla_dense_decode_plan"].spilled == 0
 
@@ -156,9 +194,21 @@ def test_explain_names_the_missing_capability():
 def test_heuristic_follows_the_rows_of_a_tile():
     assert mosaic.heuristic(16, 4).defer
     assert not mosaic.heuristic(16, 4, quantised=True).defer
+    assert not mosaic.heuristic(16, 4, quantised=True).few
+    assert mosaic.heuristic(16, 2, quantised=True).few
+    assert not mosaic.heuristic(16, 1).few
     assert not mosaic.heuristic(64, 1).prefetch
     assert mosaic.heuristic(128, 1, quantised=True).defer
     assert mosaic.heuristic(20, 3).prefetch
+
+
+@pytest.mark.parametrize(("heads", "format"), [(8, "bf16"), (40, "fp8_e4m3")])
+def test_few_rows_refuse_what_they_cannot(heads, format, rng):
+    dims = dataclasses.replace(V2_LITE, heads=heads)
+    case = decode_case(rng, dims=dims, seq_lens=[3], page=16, format=format)
+    tuning = dataclasses.replace(mosaic.heuristic(heads, 1), few=True)
+    with pytest.raises(ArgumentError, match="32 rows at most"):
+        attend(case, tuning)
 
 
 ON_DEVICE = {
@@ -203,13 +253,14 @@ def test_heads_and_queries(heads, queries, rng):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("factor", [0.01, 2.0, 6.0, 40.0])
-@pytest.mark.parametrize("heads", [16, 128])
-def test_maxima_that_rise_by_little_and_by_much(heads, factor, rng):
+@pytest.mark.parametrize(("heads", "format"), [(16, "bf16"), (128, "bf16"), (16, "fp8_e4m3")])
+def test_maxima_that_rise_by_little_and_by_much(heads, format, factor, rng):
     """Tensor cores truncate each of the 36 additions of a score of 576 columns: a model of that
     on a CPU misses the largest lse, 319, by 2**-20.1 of it, rounding to nearest by 2**-22.4.
     """
     dims = dataclasses.replace(V3, heads=heads)
-    case = steep(decode_case(rng, dims=dims, seq_lens=[5000, 300], page=64), factor)
+    case = decode_case(rng, dims=dims, seq_lens=[5000, 300], page=64, format=format)
+    case = steep(case, factor)
     judge_decode(attend(case), case, lse_rounding=2.0**-20)
 
 
@@ -231,14 +282,49 @@ def test_both_schedules_over_fp8(heads, queries, rng):
         judge_decode(attend(dataclasses.replace(case, args=args), tuning), case)
 
 
+FEW = [
+    (1, 1, 16, "bfloat16"), (8, 1, 128, "float16"), (8, 3, 16, "bfloat16"), (8, 4, 32, "float16"),
+    (16, 1, 32, "bfloat16"), (16, 1, 64, "float16"), (16, 2, 64, "bfloat16"),
+    (20, 1, 16, "float16"), (24, 1, 128, "bfloat16"), (32, 1, 64, "bfloat16"),
+]  # fmt: skip
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("heads", [16, 128])
-def test_batch_invariance(heads, rng):
+@pytest.mark.parametrize(("heads", "queries", "page", "dtype"), FEW)
+def test_few_rows_over_fp8(heads, queries, page, dtype, rng):
+    """Two workers or all of them: long pieces, many of one block, NaN of either sign."""
+    lens = [700, 130, 0, 4, 64, *[5] * 9, 65, 1, 1000]
+    counts = [max(queries - r % 3, 1) for r in range(len(lens))]
+    case = decode_case(
+        rng, dims=dataclasses.replace(V3, heads=heads), seq_lens=lens, query_lens=counts, page=page,
+        max_query_len=queries, format="fp8_e4m3", cache_scale=3.1, dtype=dtype,
+    )  # fmt: skip
+    q_latent, q_rope, cache, meta = case.args
+    pages = jnp.where(jnp.isnan(cache.pages).at[:, ::2].set(False), -cache.pages, cache.pages)
+    args = q_latent, q_rope, dataclasses.replace(cache, pages=pages), meta
+    case = dataclasses.replace(case, args=args)
+    found = mosaic.heuristic(heads, queries, quantised=True)
+    assert found.few
+    for workers in (2, found.workers):
+        tuning = dataclasses.replace(found, workers=workers)
+        solve = jax.jit(lambda *args, t=tuning: attend(dataclasses.replace(case, args=args), t))
+        first = solve(*args)
+        judge_decode(first, case)
+        for _ in range(20):
+            same_bits(first, solve(*args))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "format"), [(16, "bf16"), (128, "bf16"), (16, "fp8_e4m3")])
+def test_batch_invariance(heads, format, rng):
     """A request gives the same bits in batches of 1 to 64 requests, and in another shape."""
     dims = dataclasses.replace(V3, heads=heads)
     lens = [5000, 77, 3000, 640, 1, *rng.integers(1, 2000, 59)]
-    case = decode_case(rng, dims=dims, seq_lens=lens, page=64, pad_tokens=0, pad_requests=0)
-    tuning = dataclasses.replace(mosaic.heuristic(heads, 1), batch_invariant=True, chunk=8)
+    case = decode_case(
+        rng, dims=dims, seq_lens=lens, page=64, pad_tokens=0, pad_requests=0, format=format
+    )
+    found = mosaic.heuristic(heads, 1, FORMATS[format].quantised)
+    tuning = dataclasses.replace(found, batch_invariant=True, chunk=8)
     solve = jax.jit(lambda *args: attend(dataclasses.replace(case, args=args), tuning))
     q_latent, q_rope, cache, meta = case.args
     full = solve(*case.args)

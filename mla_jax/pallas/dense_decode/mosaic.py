@@ -14,7 +14,7 @@ from mla_jax.cache import FORMATS, CacheFormat
 from mla_jax.errors import ArgumentError
 from mla_jax.pallas import tuning as tuning_table
 from mla_jax.pallas.dense_decode import work_plan as wp
-from mla_jax.pallas.dense_decode.sizes_sm90 import BLOCK, RANK, ROPE, ROWS, Sizes
+from mla_jax.pallas.dense_decode.sizes_sm90 import BLOCK, FEW, RANK, ROPE, ROWS, Sizes
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.registry import OneOf, Problem, Requirement, Tuned, Within
 from mla_jax.types import Array, AttnState, Float, Int, cdiv, round_up
@@ -56,6 +56,7 @@ class Tuning:
     defer: bool  # PV of a block waits for QK of the next one
     prefetch: bool  # blocks go to the L2 cache one step early: only with defer
     early_launch: bool  # the merge kernel is launched while the main one ends
+    few: bool = False  # queries are columns of the products: 32 rows at most, e4m3 caches
     batch_invariant: bool = False  # cut requests by their own length, not by equal shares
     chunk: int = 128  # blocks of 64 keys in a piece of a batch-invariant plan
     workers: int = MULTIPROCESSORS  # thread blocks in all
@@ -78,12 +79,14 @@ def tune(problem: Problem, device: DeviceInfo) -> Tuned:
 def heuristic(heads: int, max_query_len: int, quantised: bool = False) -> Tuning:
     """Two or more tiles of 64 rows share each page: compute bound. One: memory bound.
 
-    One tile over an e4m3 cache is bound by the time from a block's load to its product.
+    One tile over an e4m3 cache is bound by the time from a block's load to its product, unless
+    its rows are few.
     """
-    rows = round_up(heads, 8)
-    compute_bound = rows * max_query_len > ROWS
+    rows = round_up(heads, 8) * max_query_len
+    compute_bound = rows > ROWS
     defer = compute_bound or not quantised
-    return Tuning(defer=defer, prefetch=compute_bound, early_launch=True)
+    few = quantised and rows <= FEW
+    return Tuning(defer=defer, prefetch=compute_bound, early_launch=True, few=few)
 
 
 def make_plan(
@@ -144,7 +147,7 @@ def dense_decode(
     The weights of the values are rounded to that dtype. ``plan`` is ``make_plan`` of the same
     lengths and tuning, if it is at hand; ``interpret`` runs on a CPU.
     """
-    from mla_jax.pallas.dense_decode import combine_sm90, mosaic_sm90
+    from mla_jax.pallas.dense_decode import combine_sm90, few_sm90, mosaic_sm90
 
     del out_dtype  # that of the queries
     tokens, heads, rank = q_latent.shape
@@ -168,10 +171,18 @@ def dense_decode(
             tuning=tuning,
         )
     _check(plan, sizes, tokens)
+    if tuning.few and not (format.quantised and sizes.live <= FEW):
+        given = f"{format.name} cache, {sizes.heads * max_query_len} rows"
+        raise ArgumentError("mla_decode: tuning few", given, f"e4m3 cache, {FEW} rows at most")
     if scale <= 0:  # the kernel takes the maximum before it scales
         q_latent, q_rope = (q * jnp.asarray(jnp.sign(scale), q.dtype) for q in (q_latent, q_rope))
         scale = abs(scale) or 1.0
-    out, lse, part, part_lse = mosaic_sm90.attend(
+    if tuning.few:
+        attend = few_sm90.attend
+    else:
+        order = {"defer": tuning.defer, "prefetch": tuning.prefetch}
+        attend = functools.partial(mosaic_sm90.attend, **order)
+    out, lse, part, part_lse = attend(
         _rows(q_latent, sizes.heads),
         _rows(q_rope, sizes.heads),
         pages,
@@ -180,8 +191,6 @@ def dense_decode(
         plan,
         sizes=sizes,
         scale=scale,
-        defer=tuning.defer,
-        prefetch=tuning.prefetch,
         early_launch=tuning.early_launch and interpret is None,
         interpret=interpret,
     )

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 from mla_jax.types import cdiv
 
-__all__ = ["BLOCK", "RANK", "ROPE", "ROWS", "Sizes"]
+__all__ = ["BLOCK", "FEW", "RANK", "ROPE", "ROWS", "Sizes"]
 
 BLOCK = 64  # keys of one step
 ROWS = 64  # query rows of a tile
+FEW = 32  # query rows that may be columns of the products
 RANK, ROPE = 512, 64
 
 
