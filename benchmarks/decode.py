@@ -122,7 +122,11 @@ EXTRA = (
     Case(128, 1, 16, 0, (("batch_invariant", True),)),
     *(
         Case(batch, 1, heads, keys, format="fp8_e4m3")
-        for batch, keys, among in ((128, 8192, (16, 64, 128)), (1, 65536, (16, 128)))
+        for batch, keys, among in (
+            (128, 8192, (16, 64, 128)),
+            (32, 8192, (16,)),
+            (1, 65536, (16, 128)),
+        )
         for heads in among
     ),
 )

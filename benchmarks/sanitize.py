@@ -24,6 +24,7 @@ DECODE = (  # requests, queries, heads, keys: pieces of one block and of several
     (1, 1, 128, 3000),
     (140, 1, 64, 65),
 )
+QUANTISED = (((3, 2, 16, 200), "fp8_e4m3"), ((3, 1, 64, 200), "fp8_e4m3"))
 PREFILL = (  # queries, keys, causal: one tile, several, none, padding behind all
     ((300, 17, 0, 129), (300, 17, 0, 129), True),
     ((5, 70, 61), (133, 200, 0), False),
@@ -38,9 +39,9 @@ def on_host():
 
 def run_decode() -> None:
     """Plan, kernel and merge, by both plans."""
-    for sizes in DECODE:
+    for sizes, format in (*((sizes, "bf16") for sizes in DECODE), *QUANTISED):
         for changes in ((), (("batch_invariant", True), ("chunk", 3))):
-            case = decode.Case(*sizes, tuning=changes)
+            case = decode.Case(*sizes, tuning=changes, format=format)
             with on_host():
                 q, args = decode.inputs(case, *decode.random_arrays(case))
             given = jax.device_put(args, jax.devices()[0])
