@@ -351,11 +351,21 @@ def test_batch_invariance(heads, format, rng):
 
 
 @pytest.mark.gpu
-def test_page_ids_beyond_two_gigaelements(rng):
-    """Rows that lie behind 2**31 elements of the cache."""
-    case = decode_case(rng, dims=V2_LITE, seq_lens=[300, 70], page=64)
+@pytest.mark.parametrize(
+    ("format", "heads", "elements"),
+    [
+        ("bf16", 16, 2**31),
+        ("fp8_e4m3", 16, 2**31),
+        ("fp8_e4m3", 16, 2**32),
+        ("fp8_e4m3", 64, 2**32),
+    ],
+)
+def test_page_ids_beyond_two_gigaelements(format, heads, elements, rng):
+    """Rows that lie behind so many elements of the cache."""
+    dims = dataclasses.replace(V2_LITE, heads=heads)
+    case = decode_case(rng, dims=dims, seq_lens=[300, 70], page=64, format=format)
     q_latent, q_rope, cache, meta = case.args
-    before = 2**31 // (64 * 576) + 1
+    before = elements // (64 * 576) + 1
     unused = jnp.full((before, 64, 576), jnp.nan, cache.pages.dtype)
     far = dataclasses.replace(cache, pages=jnp.concatenate([unused, cache.pages]))
     table = jnp.where(meta.page_table < 10**6, meta.page_table + before, meta.page_table)
