@@ -37,6 +37,7 @@ __all__ = [
     "afresh",
     "any_above",
     "any_below_one",
+    "clear_rows",
     "fill_rows",
     "fold_columns",
     "in_place",
@@ -151,6 +152,22 @@ def accumulate(acc: jax.Array, product: Callable, *, simulate: bool) -> jax.Arra
         lambda ref: (product(ref), ref[...])[1], plgpu.ACC(acc.shape, jnp.float32)
     )
     return acc + total
+
+
+def clear_rows(x, first) -> None:
+    """Zeros from row ``first`` on in a swizzled buffer of 64 rows, and publish them.
+
+    Keys that do not exist have a weight of zero, and zero times NaN would be NaN.
+    """
+
+    @pl.loop(0, x.shape[1] // 64)
+    def _(c):
+        ref = x.at[:, pl.ds(pl.multiple_of(c * 64, 64), 64)]
+        v = plgpu.load(ref, layout=WGMMA)
+        row = plgpu.broadcasted_iota(jnp.int32, (x.shape[0], 64), 0, layout=WGMMA)
+        ref[...] = jnp.where(row < first, v, jnp.zeros_like(v))
+
+    plgpu.commit_smem()
 
 
 def store_rows(src, dst, start, count, *, rows: int, step: int) -> None:

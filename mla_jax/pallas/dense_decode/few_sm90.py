@@ -266,18 +266,6 @@ def _body(
         if rows > 16:
             plgpu.set_max_registers(REGISTERS[1], action="increase")
 
-        def clear(s, valid):
-            """Zero the rows behind the keys: a weight of zero times NaN would be NaN."""
-
-            @pl.loop(0, RANK // 64)
-            def _(c):
-                ref = keys.at[s, :, pl.ds(pl.multiple_of(c * 64, 64), 64)]
-                v = plgpu.load(ref, layout=WGMMA)
-                key = plgpu.broadcasted_iota(I32, (BLOCK, 64), 0, layout=WGMMA)
-                ref[...] = jnp.where(key < valid, v, jnp.zeros_like(v))
-
-            plgpu.commit_smem()
-
         def rescale(o, shrink):
             """``o`` times a factor of each column; all are one in most blocks."""
 
@@ -298,7 +286,7 @@ def _body(
                 shrink = plgpu.load(stats.at[ALPHA + s], layout=COLUMN)
                 o = rescale(o, shrink)
                 valid = length - (first + j) * BLOCK
-                pl.when(valid < BLOCK)(lambda: clear(s, valid))
+                pl.when(valid < BLOCK)(lambda: lib.clear_rows(keys.at[s], valid))
 
                 def products(acc):
                     lib.matmul(acc, keys.at[s].T, weights.at[s].T, simulate=simulate)

@@ -464,18 +464,6 @@ def _body(
             convert(begin, 1, jnp.int32(1))
             settle(begin, 1, jnp.int32(1))
 
-        def clear(s, valid):
-            """Zero the rows behind the keys: a weight of zero times NaN would be NaN."""
-
-            @pl.loop(0, HALF // 64)
-            def _(c):
-                ref = keys.at[s, :, pl.ds(pl.multiple_of(c * 64, 64), 64)]
-                v = plgpu.load(ref, layout=WGMMA)
-                row = plgpu.broadcasted_iota(I32, (BLOCK, 64), 0, layout=WGMMA)
-                ref[...] = jnp.where(row < valid, v, jnp.zeros_like(v))
-
-            plgpu.commit_smem()
-
         def rescale(o, shrink):
             """``o`` times a factor of each row; all of a warp's are one in most blocks."""
 
@@ -518,7 +506,7 @@ def _body(
                     pl.when((j == n - 1) & (p + 1 < end))(lambda: load_tail(row_of(p + 1)))
                 o = rescale(o, plgpu.load(stats.at[ALPHA + s], layout=ROW))
                 valid = length - (first + j) * BLOCK
-                pl.when(valid < BLOCK)(lambda: clear(s, valid))
+                pl.when(valid < BLOCK)(lambda: lib.clear_rows(keys.at[s], valid))
                 if defer:
                     plgpu.barrier_wait(go.at[s])
 
