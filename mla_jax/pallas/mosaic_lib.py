@@ -37,6 +37,7 @@ __all__ = [
     "afresh",
     "any_above",
     "any_below_one",
+    "barrier",
     "clear_rows",
     "fill_rows",
     "fold_columns",
@@ -90,6 +91,11 @@ def swizzled(shape: Sequence[int], dtype: DTypeLike) -> plgpu.SMEM:
     columns = 128 // jnp.dtype(dtype).itemsize
     transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128))
     return plgpu.SMEM(tuple(shape), dtype, transforms=transforms)
+
+
+def barrier(arrivals: int = 1, count: int = 1) -> plgpu.Barrier:
+    """``count`` barriers, each of which lets go after so many arrivals."""
+    return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
 
 
 def shared_bytes(scratch: dict) -> int:

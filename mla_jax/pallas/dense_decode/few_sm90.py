@@ -69,9 +69,6 @@ def scratch(dtype, sizes: Sizes) -> dict:
     rows = sizes.live
     units, queries = depths(rows)
 
-    def barrier(arrivals: int = 1, count: int = 1):
-        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
-
     return {
         "raw": plgpu.SMEM((units, KEYS, ROW), widen.STORED),
         "keys": lib.swizzled((SLOTS, BLOCK, RANK), dtype),
@@ -80,12 +77,12 @@ def scratch(dtype, sizes: Sizes) -> dict:
         "q_rope": lib.swizzled((queries, rows, ROPE), dtype),
         "weights": lib.swizzled((SLOTS, rows, BLOCK), dtype),
         "stats": plgpu.SMEM((SLOTS + 3, rows), F32),
-        "raw_full": barrier(_copies(sizes.page), 2 * units),  # copy engine -> each of widen
-        "keys_full": barrier(2, SLOTS),  # widen -> scores
-        "q_full": barrier(2, queries),  # copy engine -> scores
-        "p_ready": barrier(count=SLOTS),  # scores -> values: P and its factor
-        "freed": barrier(count=SLOTS),  # values -> widen: keys, P and factor were read
-        "inverse_ready": barrier(count=2),  # scores -> values: 1 / sum of a piece
+        "raw_full": lib.barrier(_copies(sizes.page), 2 * units),  # copy engine -> each of widen
+        "keys_full": lib.barrier(2, SLOTS),  # widen -> scores
+        "q_full": lib.barrier(2, queries),  # copy engine -> scores
+        "p_ready": lib.barrier(count=SLOTS),  # scores -> values: P and its factor
+        "freed": lib.barrier(count=SLOTS),  # values -> widen: keys, P and factor were read
+        "inverse_ready": lib.barrier(count=2),  # scores -> values: 1 / sum of a piece
     }
 
 

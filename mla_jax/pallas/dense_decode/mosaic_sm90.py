@@ -67,9 +67,6 @@ def scratch(dtype, copies: int, simulate: bool, quantised: bool = False) -> dict
     """
     parts = 1 if quantised else copies
 
-    def barrier(arrivals: int = 1, count: int = 1):
-        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
-
     def ring(*bytes_of):
         keys = lib.swizzled((SLOTS, BLOCK, HALF), dtype)
         return plgpu.RefUnion(keys, *bytes_of) if bytes_of else keys
@@ -84,20 +81,20 @@ def scratch(dtype, copies: int, simulate: bool, quantised: bool = False) -> dict
         "k_rope": lib.swizzled((2, BLOCK, ROPE), dtype),  # then P of the same block
         "q_tail": lib.swizzled((2, ROWS, 64), dtype),
         "stats": plgpu.SMEM((SLOTS + 3, ROWS), F32),
-        "left_full": barrier(parts, SLOTS),  # copy engine, or left if quantised -> scores
-        "right_full": barrier(parts, SLOTS),  # copy engine, or right -> scores
-        "rope_full": barrier(parts, 2),  # copy engine, or right -> scores
-        "tail_full": barrier(2),  # copy engine -> scores
-        "q_taken": barrier(count=SLOTS),  # scores -> left, right: the slot of Q is free
-        "p_ready": barrier(count=SLOTS),  # scores -> left, right: P and its factor
-        "go": barrier(count=SLOTS),  # scores -> left, right: QK of the next block is done
-        "left_done": barrier(count=SLOTS),  # left -> right: P was read
-        "inverse_ready": barrier(count=2),  # scores -> left, right: 1 / sum of a piece
+        "left_full": lib.barrier(parts, SLOTS),  # copy engine, or left if quantised -> scores
+        "right_full": lib.barrier(parts, SLOTS),  # copy engine, or right -> scores
+        "rope_full": lib.barrier(parts, 2),  # copy engine, or right -> scores
+        "tail_full": lib.barrier(2),  # copy engine -> scores
+        "q_taken": lib.barrier(count=SLOTS),  # scores -> left, right: the slot of Q is free
+        "p_ready": lib.barrier(count=SLOTS),  # scores -> left, right: P and its factor
+        "go": lib.barrier(count=SLOTS),  # scores -> left, right: QK of the next block is done
+        "left_done": lib.barrier(count=SLOTS),  # left -> right: P was read
+        "inverse_ready": lib.barrier(count=2),  # scores -> left, right: 1 / sum of a piece
     }
     if quantised:
         groups = BLOCK // widen.GROUP
-        buffers["left_raw"] = barrier(groups, SLOTS)  # copy engine -> left: bytes of a block
-        buffers["right_raw"] = barrier(2 * groups, SLOTS)  # copy engine -> right
+        buffers["left_raw"] = lib.barrier(groups, SLOTS)  # copy engine -> left: bytes of a block
+        buffers["right_raw"] = lib.barrier(2 * groups, SLOTS)  # copy engine -> right
     if apart:
         buffers |= {"left_bytes": stored, "right_bytes": stored_right}
     if simulate:

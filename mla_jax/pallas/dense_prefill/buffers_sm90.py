@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
+from mla_jax.pallas import mosaic_lib as lib
 from mla_jax.pallas.dense_prefill import inline_sm90 as inline
 from mla_jax.pallas.dense_prefill import schedule as sc
 
@@ -63,9 +64,6 @@ def scratch(sizes: Sizes, dtype: DTypeLike, out_dtype: DTypeLike, simulate: bool
     Barriers: who arrives -> who waits, once for every use of what they guard.
     """
 
-    def barrier(arrivals: int = 1, count: int = 1):
-        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
-
     def views(*shape: int, dtype=dtype):
         """``[..., rows, 128 bytes]`` for products and registers, and to start at any row."""
         shape = *shape, 128 // jnp.dtype(dtype).itemsize
@@ -86,19 +84,19 @@ def scratch(sizes: Sizes, dtype: DTypeLike, out_dtype: DTypeLike, simulate: bool
         "k": buffer(stages, sizes.k_chunks, sizes.block),
         "v": buffer(stages, sizes.v_chunks, sizes.block),
         "facts": plgpu.SMEM((STEPS + DRAWS, sc.FIELDS), jnp.int32),
-        "q_full": barrier(sizes.k_chunks, 2),  # copy engine -> one warpgroup
-        "k_full": barrier(sizes.k_chunks, stages),  # copy engine -> both
-        "v_full": barrier(sizes.v_chunks, stages),  # copy engine, or loader -> both
-        "v_partial": barrier(sizes.v_chunks),  # copy engine -> loader: rows to clear
-        "facts_full": barrier(count=STEPS),  # loader -> both
-        "facts_free": barrier(2, STEPS),  # both -> loader
-        "wanted": barrier(),  # loader -> warp that draws
-        "drawn": barrier(2),  # warp that draws, and all -> all: the number of the next tile
+        "q_full": lib.barrier(sizes.k_chunks, 2),  # copy engine -> one warpgroup
+        "k_full": lib.barrier(sizes.k_chunks, stages),  # copy engine -> both
+        "v_full": lib.barrier(sizes.v_chunks, stages),  # copy engine, or loader -> both
+        "v_partial": lib.barrier(sizes.v_chunks),  # copy engine -> loader: rows to clear
+        "facts_full": lib.barrier(count=STEPS),  # loader -> both
+        "facts_free": lib.barrier(2, STEPS),  # both -> loader
+        "wanted": lib.barrier(),  # loader -> warp that draws
+        "drawn": lib.barrier(2),  # warp that draws, and all -> all: the number of the next tile
     }
     if simulate or not sizes.hardware:
-        buffers["q_free"] = barrier(count=2)  # one warpgroup -> loader: its last scores are there
-        buffers["k_free"] = barrier(2, stages)  # both -> loader
-        buffers["v_free"] = barrier(2, stages)  # both -> loader
+        buffers["q_free"] = lib.barrier(count=2)  # a warpgroup -> loader: its last scores are there
+        buffers["k_free"] = lib.barrier(2, stages)  # both -> loader
+        buffers["v_free"] = lib.barrier(2, stages)  # both -> loader
     if simulate:
         buffers["o"] = plgpu.SMEM((2, HALF, sizes.v), out_dtype)
         buffers["small"] = plgpu.SMEM((2, HALF), jnp.float32)
