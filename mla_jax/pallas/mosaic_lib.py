@@ -150,14 +150,22 @@ def matmul_registers(acc, a: jax.Array, b, scratch) -> None:
     matmul(acc, scratch, b, simulate=True)
 
 
-def accumulate(acc: jax.Array, product: Callable, *, simulate: bool) -> jax.Array:
-    """``acc`` plus the products that ``product(acc_ref)`` issues; waits for them."""
+def accumulate[A: (jax.Array, list[jax.Array])](
+    acc: A, product: Callable[[Any], Any], *, simulate: bool
+) -> A:
+    """``acc`` plus the products that ``product(acc_ref)`` issues, or of each; waits for them."""
     if not simulate:
-        return pl.run_state(product)(plgpu.ACC.init(acc))
-    total = pl.run_scoped(
-        lambda ref: (product(ref), ref[...])[1], plgpu.ACC(acc.shape, jnp.float32)
+        return pl.run_state(product)(jax.tree.map(plgpu.ACC.init, acc))
+
+    def total(refs):
+        product(refs)
+        return jax.tree.map(lambda ref: ref[...], refs)
+
+    return jax.tree.map(
+        jnp.add,
+        acc,
+        pl.run_scoped(total, jax.tree.map(lambda x: plgpu.ACC(x.shape, jnp.float32), acc)),
     )
-    return acc + total
 
 
 def clear_rows(x, first) -> None:

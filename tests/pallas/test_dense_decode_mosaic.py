@@ -63,7 +63,7 @@ def test_interpreted_with_race_detection(name, defer, rng, capsys):
     case = decode_case(rng, dims=dims, **INTERPRETED[name])
     case = steep(case, 6.0) if name == "rising_maxima" else case
     found = mosaic.heuristic(8, case.args[3].max_query_len)
-    tuning = dataclasses.replace(found, workers=2, defer=defer, prefetch=defer)
+    tuning = dataclasses.replace(found, workers=2, defer=defer, prefetch=defer, few=False)
     params = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=4)
     judge_decode(attend(case, tuning, params), case)
     assert not get_races().races_found  # of the last kernel, the merge
@@ -71,11 +71,13 @@ def test_interpreted_with_race_detection(name, defer, rng, capsys):
 
 
 @pytest.mark.slow
-def test_interpreted_batch_invariant(rng):
+@pytest.mark.parametrize("few", [False, True])
+def test_interpreted_batch_invariant(few, rng):
     """Pieces of a worker in the order of their size, not of their keys."""
     dims = dataclasses.replace(V2_LITE, heads=8)
     case = decode_case(rng, dims=dims, seq_lens=[70, 1, 0, 200], page=64)
-    tuning = dataclasses.replace(mosaic.heuristic(8, 1), workers=2, batch_invariant=True, chunk=2)
+    changes = {"workers": 2, "batch_invariant": True, "chunk": 2, "few": few}
+    tuning = dataclasses.replace(mosaic.heuristic(8, 1), **changes)
     params = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=4)
     judge_decode(attend(case, tuning, params), case)
     assert not get_races().races_found
@@ -83,22 +85,28 @@ def test_interpreted_batch_invariant(rng):
 
 INTERPRETED_FEW = {
     "pieces_and_padding": {"seq_lens": [70, 1, 0, 130], "page": 64},
-    "ragged_queries": {"seq_lens": [70, 3, 1], "query_lens": [2, 3, 1], "page": 32},
+    "ragged_queries": {"seq_lens": [70, 3, 1], "query_lens": [2, 2, 1], "page": 32},
     "one_block_each": {"seq_lens": [3, 1, 2, 60, 1], "page": 16, "dtype": "float16"},
     "around_the_ring": {"seq_lens": [450, 40], "page": 128},
-    "one_buffer_of_queries": {"seq_lens": [70, 0, 130], "query_lens": [4, 1, 3], "page": 16},
     "rising_maxima": {"seq_lens": [450], "page": 64},
 }
+FP16 = {"dtype": "float16", "format": "fp16"}
+INTERPRETED_FEW |= {f"{name}_fp8": case | FP8 for name, case in INTERPRETED_FEW.items()}
+INTERPRETED_FEW["one_block_each"] |= FP16
+more = {"seq_lens": [70, 0, 130], "query_lens": [4, 1, 3], "page": 16}
+INTERPRETED_FEW["one_buffer_of_queries_fp8"] = more | FP8
+INTERPRETED_FEW["one_buffer_of_queries"] = more | {"query_lens": [2, 1, 2]}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", INTERPRETED_FEW)
 def test_few_rows_interpreted_with_race_detection(name, rng, capsys):
     """Queries as columns: a third of the heads are padding."""
-    dims = dataclasses.replace(V2_LITE, heads=5)
-    case = decode_case(rng, dims=dims, **INTERPRETED_FEW[name] | FP8)
-    case = steep(case, 6.0) if name == "rising_maxima" else case
-    found = mosaic.heuristic(5, case.args[3].max_query_len, quantised=True)
+    spec = INTERPRETED_FEW[name]
+    quantised = FORMATS[spec.get("format", "bf16")].quantised
+    case = decode_case(rng, dims=dataclasses.replace(V2_LITE, heads=5), **spec)
+    case = steep(case, 6.0) if name.startswith("rising_maxima") else case
+    found = mosaic.heuristic(5, case.args[3].max_query_len, quantised)
     assert found.few
     params = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=4)
     judge_decode(attend(case, dataclasses.replace(found, workers=2), params), case)
@@ -106,12 +114,15 @@ def test_few_rows_interpreted_with_race_detection(name, rng, capsys):
     assert "RACE DETECTED" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("heads", [8, 16, 32])
+@pytest.mark.parametrize(
+    ("heads", "quantised"), [(8, False), (16, False), (8, True), (16, True), (32, True)]
+)
 @pytest.mark.parametrize("page", [16, 32, 64])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_shared_memory_of_few_rows_fits(heads, page, dtype):
+def test_shared_memory_of_few_rows_fits(heads, quantised, page, dtype):
     sizes = Sizes(heads=heads, queries=1, page=page, workers=1)
-    assert shared_bytes(few_sm90.scratch(dtype, sizes)) + few_sm90.REDUCTION <= SHARED_MEMORY
+    scratch = few_sm90.scratch(dtype, sizes, quantised)
+    assert shared_bytes(scratch) + few_sm90.REDUCTION <= SHARED_MEMORY
 
 
 @pytest.mark.parametrize("copies", [1, 2, 4])
@@ -145,6 +156,8 @@ def specs(heads, queries, page, dtype, format, batch=4, width=32):
         (128, 1, 64, "bfloat16", "bf16"),
         (20, 4, 16, "bfloat16", "bf16"),
         (64, 2, 128, "float16", "fp16"),
+        (8, 2, 16, "float16", "fp16"),
+        (32, 1, 64, "bfloat16", "bf16"),
         (16, 1, 64, "float16", "fp8_e4m3"),
         (32, 1, 16, "bfloat16", "fp8_e4m3"),
         (128, 1, 128, "bfloat16", "fp8_e4m3"),
@@ -196,18 +209,21 @@ def test_heuristic_follows_the_rows_of_a_tile():
     assert not mosaic.heuristic(16, 4, quantised=True).defer
     assert not mosaic.heuristic(16, 4, quantised=True).few
     assert mosaic.heuristic(16, 2, quantised=True).few
-    assert not mosaic.heuristic(16, 1).few
+    assert mosaic.heuristic(16, 1).few
+    assert not mosaic.heuristic(16, 2).few
     assert not mosaic.heuristic(64, 1).prefetch
     assert mosaic.heuristic(128, 1, quantised=True).defer
     assert mosaic.heuristic(20, 3).prefetch
 
 
-@pytest.mark.parametrize(("heads", "format"), [(8, "bf16"), (40, "fp8_e4m3")])
-def test_few_rows_refuse_what_they_cannot(heads, format, rng):
+@pytest.mark.parametrize(
+    ("heads", "format", "most"), [(24, "bf16", "16 rows"), (40, "fp8_e4m3", "32 rows")]
+)
+def test_few_rows_refuse_what_they_cannot(heads, format, most, rng):
     dims = dataclasses.replace(V2_LITE, heads=heads)
     case = decode_case(rng, dims=dims, seq_lens=[3], page=16, format=format)
     tuning = dataclasses.replace(mosaic.heuristic(heads, 1), few=True)
-    with pytest.raises(ArgumentError, match="32 rows at most"):
+    with pytest.raises(ArgumentError, match=f"{most} at most"):
         attend(case, tuning)
 
 
@@ -249,6 +265,9 @@ def test_heads_and_queries(heads, queries, rng):
         rng, dims=dims, seq_lens=lens, query_lens=counts, page=64, max_query_len=queries
     )
     judge_decode(attend(case), case)
+    found = mosaic.heuristic(heads, queries)
+    if found.few:
+        judge_decode(attend(case, dataclasses.replace(found, few=False)), case)
 
 
 @pytest.mark.gpu
@@ -283,27 +302,33 @@ def test_both_schedules_over_fp8(heads, queries, rng):
 
 
 FEW = [
-    (1, 1, 16, "bfloat16"), (8, 1, 128, "float16"), (8, 3, 16, "bfloat16"), (8, 4, 32, "float16"),
-    (16, 1, 32, "bfloat16"), (16, 1, 64, "float16"), (16, 2, 64, "bfloat16"),
-    (20, 1, 16, "float16"), (24, 1, 128, "bfloat16"), (32, 1, 64, "bfloat16"),
+    (1, 1, 16, "bfloat16", "bf16"), (8, 1, 128, "float16", "fp16"), (8, 2, 16, "bfloat16", "bf16"),
+    (4, 4, 32, "float16", "fp16"), (16, 1, 32, "bfloat16", "bf16"), (16, 1, 64, "bfloat16", "bf16"),
+    (16, 1, 128, "float16", "fp16"), (12, 1, 16, "bfloat16", "bf16"),
+    (1, 1, 16, "bfloat16", "fp8_e4m3"), (8, 1, 128, "float16", "fp8_e4m3"),
+    (8, 3, 16, "bfloat16", "fp8_e4m3"), (8, 4, 32, "float16", "fp8_e4m3"),
+    (16, 1, 32, "bfloat16", "fp8_e4m3"), (16, 1, 64, "float16", "fp8_e4m3"),
+    (16, 2, 64, "bfloat16", "fp8_e4m3"), (20, 1, 16, "float16", "fp8_e4m3"),
+    (24, 1, 128, "bfloat16", "fp8_e4m3"), (32, 1, 64, "bfloat16", "fp8_e4m3"),
 ]  # fmt: skip
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("heads", "queries", "page", "dtype"), FEW)
-def test_few_rows_over_fp8(heads, queries, page, dtype, rng):
+@pytest.mark.parametrize(("heads", "queries", "page", "dtype", "format"), FEW)
+def test_few_rows(heads, queries, page, dtype, format, rng):
     """Two workers or all of them: long pieces, many of one block, NaN of either sign."""
     lens = [700, 130, 0, 4, 64, *[5] * 9, 65, 1, 1000]
     counts = [max(queries - r % 3, 1) for r in range(len(lens))]
     case = decode_case(
         rng, dims=dataclasses.replace(V3, heads=heads), seq_lens=lens, query_lens=counts, page=page,
-        max_query_len=queries, format="fp8_e4m3", cache_scale=3.1, dtype=dtype,
+        max_query_len=queries, format=format, cache_scale=3.1 if FORMATS[format].quantised else 1.0,
+        dtype=dtype,
     )  # fmt: skip
     q_latent, q_rope, cache, meta = case.args
     pages = jnp.where(jnp.isnan(cache.pages).at[:, ::2].set(False), -cache.pages, cache.pages)
     args = q_latent, q_rope, dataclasses.replace(cache, pages=pages), meta
     case = dataclasses.replace(case, args=args)
-    found = mosaic.heuristic(heads, queries, quantised=True)
+    found = mosaic.heuristic(heads, queries, FORMATS[format].quantised)
     assert found.few
     for workers in (2, found.workers):
         tuning = dataclasses.replace(found, workers=workers)

@@ -1,22 +1,18 @@
-"""Dense absorbed decode of few query rows over an e4m3 cache on Hopper: Pallas Mosaic GPU.
+"""Dense absorbed decode of few query rows on Hopper: Pallas Mosaic GPU.
 
 Computes ``ref.dense_decode`` for rank 512, rope 64 and up to 32 rows of queries, which the
 products take as columns: a tile of 64 keys is the operand of 64 rows, and nothing is multiplied
-or kept for rows that do not exist. Four warpgroups walk the pieces of a thread block
-(``work_plan``) as one stream of blocks of 64 keys::
+or kept for rows that do not exist. Warpgroups walk the pieces of a thread block (``work_plan``)
+as one stream of blocks of 64 keys::
 
   wg 0 scores    S^T = K Q^T, softmax over keys, P^T -> shared memory
   wg 1 values    O^T += V^T P^T
-  wg 2, 3 widen  32 keys of every block: e4m3 -> registers -> 16 bits; load what comes next
+  wg 2 (3) feed  the keys of the blocks to come (``few_feed_sm90``)
 
-  bytes of a unit (32 keys)   keys: two slots of 64 x 576      P: with its slot
-  copy engine -> widen  ->  keys_full -> scores -> p_ready -> values -> freed -> widen
+  feed -> keys -> scores -> p_ready -> values -> freed -> feed
 
-A thread takes its bytes of a unit into registers at once, so the next load is issued before they
-are widened, and waits for neither product. The scale of the cache goes into factors.
-
-The bound: 36,864 bytes of memory a block, and shared memory: 2240 cycles, products 1088.
-``docs/kernels/dense_decode.md`` holds the measurements.
+The bound of a block: 73,728 bytes of memory (e4m3 36,864) and products of 1088 cycles; e4m3
+also 2240 cycles of shared memory. ``docs/kernels/dense_decode.md`` holds the measurements.
 """
 
 # Mosaic GPU states its types in part only; roles are decided while tracing.
@@ -36,59 +32,44 @@ from mla_jax.pallas import mosaic_lib as lib
 from mla_jax.pallas.dense_decode import widen_sm90 as widen
 from mla_jax.pallas.dense_decode import work_plan as wp
 from mla_jax.pallas.dense_decode.combine_sm90 import CHAINS
+from mla_jax.pallas.dense_decode.few_feed_sm90 import Copied, Pages, Widened
 from mla_jax.pallas.dense_decode.sizes_sm90 import BLOCK, RANK, ROPE, ROWS, Sizes
 from mla_jax.pallas.mosaic_lib import WGMMA
 
 __all__ = ["attend", "scratch"]
 
-SLOTS = 2
-ROW = RANK + ROPE
-KEYS = BLOCK // 2  # of a unit: what a warpgroup widens of a block
-REGISTERS = (128, 176, 104)  # of a thread: scores, values, widen; with 16 rows 128 suffice
+TURNS = 2  # blocks whose weights are kept
+REGISTERS = (128, 176, 104)  # of a thread: scores, values, feed; with 16 rows 128 suffice
 LOWEST = -1.0e30  # first running maximum: finite, so that exp2(-inf - LOWEST) = 0
 LAG = 8.0  # powers of two that a maximum may lag behind: it is searched for in few blocks
-ALPHA, INVERSE, LSE = 0, SLOTS, SLOTS + 2  # rows of the statistics buffer
+ALPHA, INVERSE, LSE = 0, TURNS, TURNS + 2  # rows of the statistics buffer
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
-IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS  # makes a contiguous copy a bulk copy
+WIDEST = 256  # columns of one prefetch
 REDUCTION = 1024  # bytes for maxima and sums of the four warps
 
 I32 = jnp.int32
 F32 = jnp.float32
 
 
-def depths(rows: int) -> tuple[int, int]:
-    """Units of bytes in flight, and buffers of queries: what fits beside the keys."""
-    return {8: (3, 2), 16: (2, 2), 32: (2, 1)}[rows]
-
-
-def scratch(dtype, sizes: Sizes) -> dict:
+def scratch(dtype, sizes: Sizes, quantised: bool) -> dict:
     """Shared memory and barriers of one thread block.
 
     Barriers: who arrives -> who waits, once for every use of what they guard.
     """
-    rows = sizes.live
-    units, queries = depths(rows)
+    rows, keys = sizes.live, Widened if quantised else Copied
+    queries = keys.buffers(sizes)
 
     return {
-        "raw": plgpu.SMEM((units, KEYS, ROW), widen.STORED),
-        "keys": lib.swizzled((SLOTS, BLOCK, RANK), dtype),
-        "k_rope": lib.swizzled((SLOTS, BLOCK, ROPE), dtype),
         "q": lib.swizzled((queries, rows, RANK), dtype),
         "q_rope": lib.swizzled((queries, rows, ROPE), dtype),
-        "weights": lib.swizzled((SLOTS, rows, BLOCK), dtype),
-        "stats": plgpu.SMEM((SLOTS + 3, rows), F32),
-        "raw_full": lib.barrier(_copies(sizes.page), 2 * units),  # copy engine -> each of widen
-        "keys_full": lib.barrier(2, SLOTS),  # widen -> scores
+        "weights": lib.swizzled((TURNS, rows, BLOCK), dtype),
+        "stats": plgpu.SMEM((TURNS + 3, rows), F32),
         "q_full": lib.barrier(2, queries),  # copy engine -> scores
-        "p_ready": lib.barrier(count=SLOTS),  # scores -> values: P and its factor
-        "freed": lib.barrier(count=SLOTS),  # values -> widen: keys, P and factor were read
+        "p_ready": lib.barrier(count=TURNS),  # scores -> values: P and its factor
+        "freed": lib.barrier(count=keys.SLOTS),  # values -> feed: keys, P and factor were read
         "inverse_ready": lib.barrier(count=2),  # scores -> values: 1 / sum of a piece
+        **keys.scratch(dtype, sizes),
     }
-
-
-def _copies(page: int) -> int:
-    """Pages that a unit touches."""
-    return max(KEYS // page, 1)
 
 
 def attend(
@@ -104,8 +85,9 @@ def attend(
     early_launch: bool,
     interpret: object = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """``mosaic_sm90.attend`` for an e4m3 cache and at most 32 rows."""
+    """``mosaic_sm90.attend`` for at most 32 rows over an e4m3 cache, 16 over one in 16 bits."""
     rows, dtype = q_latent.shape[0], q_latent.dtype
+    quantised = pages.dtype == widen.STORED
     slots = plan.slots + CHAINS  # the merge reads over the last
     body = functools.partial(
         _body,
@@ -113,6 +95,7 @@ def attend(
         scale=scale * math.log2(math.e),
         early_launch=early_launch,
         simulate=interpret is not None,
+        quantised=quantised,
     )
     shape = jax.ShapeDtypeStruct
     kernel = lib.kernel(
@@ -123,10 +106,10 @@ def attend(
             shape((slots * ROWS, RANK), dtype),
             shape((slots, 1, ROWS), F32),
         ),
-        scratch_types=scratch(dtype, sizes),
+        scratch_types=scratch(dtype, sizes, quantised),
         grid=(sizes.workers,),
         grid_names=("worker",),
-        num_threads=4,
+        num_threads=2 + (Widened if quantised else Copied).WARPGROUPS,
         thread_name="wg",
         kernel_name="mla_dense_decode_few",
         interpret=interpret,
@@ -141,13 +124,13 @@ def attend(
 def _body(
     ql_g, qr_g, pages_g, scales_g, table_g, work_g, tasks_g,
     out_g, lse_g, part_g, part_lse_g,
-    *, sizes, scale, early_launch, simulate,
-    raw, keys, k_rope, q, q_rope, weights, stats,
-    raw_full, keys_full, q_full, p_ready, freed, inverse_ready,
+    *, sizes, scale, early_launch, simulate, quantised,
+    q, q_rope, weights, stats, q_full, p_ready, freed, inverse_ready, **of_keys,
 ):  # fmt: skip
     wg, worker = lax.axis_index("wg"), lax.axis_index("worker")
     begin, end = tasks_g[worker, wp.BEGIN], tasks_g[worker, wp.STOP]
-    rows, (units, buffers) = sizes.live, depths(sizes.live)
+    keys = (Widened if quantised else Copied)(**of_keys)
+    rows, buffers = sizes.live, keys.buffers(sizes)
 
     def blocks_of(p):
         return work_g[p, wp.END] - work_g[p, wp.FIRST]
@@ -161,19 +144,28 @@ def _body(
     def fill(x, size):
         return lax.broadcast_in_dim(x, (size, rows), [1])
 
+    def turn(g):
+        return lax.rem(g, jnp.int32(TURNS))
+
     def slot(g):
-        return lax.rem(g, jnp.int32(SLOTS))
+        return lax.rem(g, jnp.int32(keys.SLOTS))
 
     def scores():
-        unit = scales_g[0]
+        unit = scales_g[0] if quantised else 1.0
         factor = scale * unit
+        size = min(rows, ql_g.shape[0])
 
         def load_queries(p):
             i = lax.rem(p - begin, jnp.int32(buffers))
-            size = min(rows, ql_g.shape[0])
             to, these = pl.ds(0, size), pl.ds(row_of(p), size)
             plgpu.copy_gmem_to_smem(ql_g.at[these], q.at[i, to], q_full.at[i])
             plgpu.copy_gmem_to_smem(qr_g.at[these], q_rope.at[i, to], q_full.at[i])
+
+        def fetch_queries(p):
+            these = pl.ds(row_of(p), size)
+            for first in range(0, RANK, WIDEST):
+                plgpu.async_prefetch(ql_g.at[these, pl.ds(first, WIDEST)])
+            plgpu.async_prefetch(qr_g.at[these])
 
         def mask(x, p, block):
             """Minus infinity where a row may not see a key of this block."""
@@ -192,18 +184,20 @@ def _body(
             unmasked = work_g[p, wp.LENGTH] - work_g[p, wp.QUERIES] + 1
             i = lax.rem(p - begin, jnp.int32(buffers))
             plgpu.barrier_wait(q_full.at[i])
-            if buffers > 1:
-                pl.when(p + 1 < end)(lambda: load_queries(p + 1))
+            pl.when(p + 1 < end)(lambda: (load_queries if buffers > 1 else fetch_queries)(p + 1))
 
             def step(j, carry):
                 top, total = carry
-                s = slot(g0 + j)
+                s = turn(g0 + j)
                 k = lib.afresh(i, simulate=simulate)
-                plgpu.barrier_wait(keys_full.at[s])
 
                 def products(acc):
-                    lib.matmul(acc, keys.at[s], q.at[k].T, simulate=simulate)
-                    lib.matmul(acc, k_rope.at[s], q_rope.at[k].T, simulate=simulate)
+                    for full, parts in keys.stages(g0 + j):
+                        plgpu.barrier_wait(full)
+                        for column, ref in parts:
+                            columns = pl.ds(column, ref.shape[1])
+                            of_q = q_rope.at[k] if column == RANK else q.at[k, :, columns]
+                            lib.matmul(acc, ref, of_q.T, simulate=simulate)
                     return acc[...]
 
                 x = pl.run_scoped(products, plgpu.ACC((BLOCK, rows), F32))
@@ -267,7 +261,7 @@ def _body(
             """``o`` times a factor of each column; all are one in most blocks."""
 
             def scaled():
-                return o * fill(shrink, RANK)
+                return [x * fill(shrink, x.shape[0]) for x in o]
 
             if simulate:
                 return scaled()
@@ -278,117 +272,71 @@ def _body(
             part, row, count = work_g[p, wp.SLOT], row_of(p), live_rows(p)
 
             def step(j, o):
-                s = slot(g0 + j)
+                g, s = g0 + j, turn(g0 + j)
                 plgpu.barrier_wait(p_ready.at[s])
                 shrink = plgpu.load(stats.at[ALPHA + s], layout=COLUMN)
                 o = rescale(o, shrink)
                 valid = length - (first + j) * BLOCK
-                pl.when(valid < BLOCK)(lambda: lib.clear_rows(keys.at[s], valid))
 
-                def products(acc):
-                    lib.matmul(acc, keys.at[s].T, weights.at[s].T, simulate=simulate)
+                @pl.when(valid < BLOCK)
+                def _():
+                    for _, ref in keys.latent(g):
+                        lib.clear_rows(ref, valid)
+
+                def products(accs):
+                    for acc, (_, ref) in zip(accs, keys.latent(g), strict=True):
+                        lib.matmul(acc, ref.T, weights.at[s].T, simulate=simulate)
 
                 o = lib.accumulate(o, products, simulate=simulate)
-                pl.when(j < n - 1)(lambda: plgpu.barrier_arrive(freed.at[s]))
+                pl.when(j < n - 1)(lambda: plgpu.barrier_arrive(freed.at[slot(g)]))
                 return o
 
-            o = lax.fori_loop(0, n, step, lib.tile(0.0, (RANK, rows), F32))
-            s, i = slot(g0 + n - 1), lax.rem(p - begin, jnp.int32(2))
+            last = keys.latent(g0 + n - 1)
+            o = [lib.tile(0.0, (ref.shape[1], rows), F32) for _, ref in last]
+            o = lax.fori_loop(0, n, step, o)
+            i = lax.rem(p - begin, jnp.int32(2))
             plgpu.barrier_wait(inverse_ready.at[i])
-            o = o * fill(plgpu.load(stats.at[INVERSE + i], layout=COLUMN), RANK)
-            result = keys.at[s, pl.ds(0, rows)]  # the last block's slot takes the result
-            turned = plgpu.layout_cast(o.astype(keys.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
-            result.T[...] = turned
+            inverse = plgpu.load(stats.at[INVERSE + i], layout=COLUMN)
+            results = []
+            for x, (column, ref) in zip(o, last, strict=True):  # into the slot of the last block
+                x = (x * fill(inverse, x.shape[0])).astype(ref.dtype)
+                result = ref.at[pl.ds(0, rows)]
+                result.T[...] = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
+                results.append((column, result))
             plgpu.commit_smem()
 
             def store(to, row):
-                lib.store_rows(result, to, row, count, rows=rows, step=sizes.step)
+                for column, result in results:
+                    columns = to.at[:, pl.ds(column, result.shape[1])]
+                    lib.store_rows(result, columns, row, count, rows=rows, step=sizes.step)
 
             pl.when(part < 0)(lambda: store(out_g, row))
             pl.when(part >= 0)(lambda: store(part_g, part * ROWS))
             if early_launch:  # sooner, and the merge would only wait longer
                 pl.when(p == end - 1)(plgpu.griddepcontrol_launch_dependents)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.barrier_arrive(freed.at[s])
+            plgpu.barrier_arrive(freed.at[slot(g0 + n - 1)])
             return g0 + n
 
         lax.fori_loop(begin, end, piece, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
 
-    def widen_keys(half: int):
-        """Units ``half, half + 2, ...`` of the stream: keys 32 ``half`` on of every block.
-
-        Unit ``h`` lies in buffer ``h % units``; whoever took it there loads unit ``h + units``,
-        always of the same half of a block.
-        """
+    def feed(i: int):
         if rows > 16:
             plgpu.set_max_registers(REGISTERS[2], action="decrease")
-        ahead, of = divmod(half + units, 2)
-        num_pages, width, page = pages_g.shape[0], table_g.shape[1], sizes.page
-        copies = _copies(page)
-
-        def ids_of(request, block):
-            """Page ids of a unit as the table has them: nothing waits for them yet."""
-            if page > KEYS:
-                columns = [lax.div(block, jnp.int32(page // BLOCK))]
-            else:
-                columns = [(2 * block + of) * copies + i for i in range(copies)]
-            return [table_g[request, jnp.clip(c, 0, width - 1)] for c in columns]
-
-        def load(block, ids, u):
-            row, size = 0, KEYS // copies
-            if page > KEYS:
-                row = lax.rem(block, jnp.int32(page // BLOCK)) * BLOCK + of * KEYS
-            for i, page_id in enumerate(ids):
-                src = pages_g.at[jnp.clip(page_id, 0, num_pages - 1), pl.ds(row, size)]
-                dst = raw.at[u, pl.ds(i * size, size)]
-                plgpu.copy_gmem_to_smem(src, dst, raw_full.at[of * units + u], oob_mode=IN_BOUNDS)
-
-        def advance(p, request, block, last):
-            """The block behind one of piece ``p``: its piece, request, number and piece's end."""
-
-            def beyond():
-                q = p + 1
-                return q, work_g[q, wp.REQUEST], work_g[q, wp.FIRST], work_g[q, wp.END]
-
-            def within():
-                return p, request, block + 1, last
-
-            return lax.cond((block + 1 < last) | (p >= end), within, beyond)
-
-        def issue(cursor, u):
-            """Load the unit of ``cursor`` if there is one; whether there is, and the next one."""
-            p, request, block, last, *ids = cursor
-            pl.when(p < end)(lambda: load(block, ids, u))
-            place = advance(p, request, block, last)
-            return p < end, (*place, *ids_of(place[1], place[2]))
-
-        request, first, last = (tasks_g[worker, c] for c in (wp.OF_REQUEST, wp.FROM, wp.TO))
-        cursor = begin, request, first, last, *ids_of(request, first)
-        found = []
-        for k in range(ahead):
-            there, cursor = issue(cursor, (2 * k + of) % units)
-            found.append(there)
-
-        def step(carry):
-            g, found, cursor = carry
-            u, s = lax.rem(2 * g + half, jnp.int32(units)), slot(g)
-            plgpu.barrier_wait(raw_full.at[half * units + u])
-            taken = widen.take(raw.at[u], simulate=simulate)
-            plgpu.commit_smem()
-            there, cursor = issue(cursor, u)
-            pl.when(g >= SLOTS)(lambda: plgpu.barrier_wait(freed.at[s]))
-            widen.put(taken, keys.at[s], k_rope.at[s], half, simulate=simulate)
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(keys_full.at[s])
-            return g + 1, (*found[1:], there), cursor
-
-        start = jnp.int32(0), tuple(found), cursor
-        g, *_ = lax.while_loop(lambda carry: carry[1][0], step, start)
-        for k in range(SLOTS, 0, -1):
-            pl.when(g >= k)(lambda k=k: plgpu.barrier_wait(freed.at[slot(g - k)]))
+        pages = Pages(
+            pages=pages_g,
+            table=table_g,
+            work=work_g,
+            tasks=tasks_g,
+            worker=worker,
+            begin=begin,
+            end=end,
+            sizes=sizes,
+        )
+        keys.run(i, pages, freed, simulate=simulate)
 
     pl.when(wg == 0)(scores)
     pl.when(wg == 1)(values)
-    pl.when(wg == 2)(lambda: widen_keys(0))
-    pl.when(wg == 3)(lambda: widen_keys(1))
+    for i in range(keys.WARPGROUPS):
+        pl.when(wg == 2 + i)(lambda i=i: feed(i))

@@ -14,7 +14,14 @@ from mla_jax.cache import FORMATS, CacheFormat
 from mla_jax.errors import ArgumentError
 from mla_jax.pallas import tuning as tuning_table
 from mla_jax.pallas.dense_decode import work_plan as wp
-from mla_jax.pallas.dense_decode.sizes_sm90 import BLOCK, FEW, RANK, ROPE, ROWS, Sizes
+from mla_jax.pallas.dense_decode.sizes_sm90 import (
+    BLOCK,
+    RANK,
+    ROPE,
+    ROWS,
+    Sizes,
+    most_columns,
+)
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.registry import OneOf, Problem, Requirement, Tuned, Within
 from mla_jax.types import Array, AttnState, Float, Int, cdiv, round_up
@@ -56,7 +63,7 @@ class Tuning:
     defer: bool  # PV of a block waits for QK of the next one
     prefetch: bool  # blocks go to the L2 cache one step early: only with defer
     early_launch: bool  # the merge kernel is launched while the main one ends
-    few: bool = False  # queries are columns of the products: 32 rows at most, e4m3 caches
+    few: bool = False  # queries are columns of the products: 16 rows at most, 32 over e4m3
     batch_invariant: bool = False  # cut requests by their own length, not by equal shares
     chunk: int = 128  # blocks of 64 keys in a piece of a batch-invariant plan
     workers: int = MULTIPROCESSORS  # thread blocks in all
@@ -85,7 +92,7 @@ def heuristic(heads: int, max_query_len: int, quantised: bool = False) -> Tuning
     rows = round_up(heads, 8) * max_query_len
     compute_bound = rows > ROWS
     defer = compute_bound or not quantised
-    few = quantised and rows <= FEW
+    few = rows <= most_columns(quantised)
     return Tuning(defer=defer, prefetch=compute_bound, early_launch=True, few=few)
 
 
@@ -171,9 +178,10 @@ def dense_decode(
             tuning=tuning,
         )
     _check(plan, sizes, tokens)
-    if tuning.few and not (format.quantised and sizes.live <= FEW):
+    most = most_columns(format.quantised)
+    if tuning.few and sizes.live > most:
         given = f"{format.name} cache, {sizes.heads * max_query_len} rows"
-        raise ArgumentError("mla_decode: tuning few", given, f"e4m3 cache, {FEW} rows at most")
+        raise ArgumentError("mla_decode: tuning few", given, f"{most} rows at most")
     if scale <= 0:  # the kernel takes the maximum before it scales
         q_latent, q_rope = (q * jnp.asarray(jnp.sign(scale), q.dtype) for q in (q_latent, q_rope))
         scale = abs(scale) or 1.0

@@ -5,12 +5,16 @@ from dataclasses import dataclass
 
 from mla_jax.types import cdiv
 
-__all__ = ["BLOCK", "FEW", "RANK", "ROPE", "ROWS", "Sizes"]
+__all__ = ["BLOCK", "RANK", "ROPE", "ROWS", "Sizes", "most_columns"]
 
 BLOCK = 64  # keys of one step
 ROWS = 64  # query rows of a tile
-FEW = 32  # query rows that may be columns of the products
 RANK, ROPE = 512, 64
+
+
+def most_columns(quantised: bool) -> int:
+    """Query rows that may be columns of the products: what fits beside the keys."""
+    return 32 if quantised else 16
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,312 @@
+"""Keys for ``few_sm90``: from the pages to shared memory, in 16 bits, block after block.
+
+``Widened``: an e4m3 cache. Two warpgroups widen 32 keys of every block each::
+
+  bytes of a unit (32 keys)       keys: two slots of 64 x 512 and 64 x 64
+  copy engine -> widen  ->  full -> scores -> (P) -> values -> freed -> widen
+
+A thread takes its bytes of a unit into registers at once, so the next load is issued before they
+are widened, and waits for neither product. The scale of the cache goes into factors.
+
+``Copied``: a cache in 16 bits. One warpgroup loads what its products take. Three blocks of 576
+columns do not fit beside the queries, so the last 128 of them have two slots, and come to the L2
+cache when the rest of their block is loaded::
+
+  columns 0..447    0   1   2   0   1   2        of block g: slot g % 3
+  columns 448..575  0   1   0   1   0   1                    slot g % 2
+"""
+
+# Mosaic GPU states its types in part only; roles are decided while tracing.
+# pyright: reportPrivateImportUsage=false
+# pyright: reportPossiblyUnboundVariable=false
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from mla_jax.pallas import mosaic_lib as lib
+from mla_jax.pallas.dense_decode import widen_sm90 as widen
+from mla_jax.pallas.dense_decode import work_plan as wp
+from mla_jax.pallas.dense_decode.sizes_sm90 import BLOCK, RANK, ROPE, Sizes
+
+__all__ = ["Copied", "Pages", "Widened"]
+
+ROW = RANK + ROPE
+KEYS = BLOCK // 2  # of a unit: what a warpgroup widens of a block
+HEAD = RANK - 64  # columns of a block that have three slots
+IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS  # makes a contiguous copy a bulk copy
+
+I32 = jnp.int32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pages:
+    """The cache, and the pieces of one worker."""
+
+    pages: Any
+    table: Any
+    work: Any
+    tasks: Any
+    worker: jax.Array
+    begin: jax.Array
+    end: jax.Array
+    sizes: Sizes
+
+    def first(self) -> tuple[jax.Array, ...]:
+        """Piece, request, number of the first block, and where its piece ends."""
+        row = (self.tasks[self.worker, c] for c in (wp.OF_REQUEST, wp.FROM, wp.TO))
+        return self.begin, *row
+
+    def behind(self, p, request, block, last) -> tuple[jax.Array, ...]:
+        """The same of the block behind one; behind the last block piece ``end``."""
+
+        def beyond():
+            q = p + 1
+            return q, self.work[q, wp.REQUEST], self.work[q, wp.FIRST], self.work[q, wp.END]
+
+        def within():
+            return p, request, block + 1, last
+
+        return lax.cond((block + 1 < last) | (p >= self.end), within, beyond)
+
+    def ids(self, request, columns: Sequence) -> list[jax.Array]:
+        """Page ids as the table has them: nothing waits for them yet."""
+        width = self.table.shape[1]
+        return [self.table[request, jnp.clip(c, 0, width - 1)] for c in columns]
+
+    def page(self, page_id) -> Any:
+        return self.pages.at[jnp.clip(page_id, 0, self.pages.shape[0] - 1)]
+
+
+def _slot(g, count: int):
+    return lax.rem(g, jnp.int32(count))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Widened:
+    """Keys of an e4m3 cache: shared memory of one thread block."""
+
+    SLOTS = 2
+    WARPGROUPS = 2
+
+    raw: Any
+    keys: Any
+    k_rope: Any
+    raw_full: Any
+    full: Any
+
+    @staticmethod
+    def scratch(dtype, sizes: Sizes) -> dict:
+        """Barriers: who arrives -> who waits, once for every use of what they guard."""
+        units = Widened._units(sizes)
+        return {
+            "raw": plgpu.SMEM((units, KEYS, ROW), widen.STORED),
+            "keys": lib.swizzled((Widened.SLOTS, BLOCK, RANK), dtype),
+            "k_rope": lib.swizzled((Widened.SLOTS, BLOCK, ROPE), dtype),
+            "raw_full": lib.barrier(max(KEYS // sizes.page, 1), 2 * units),  # copies -> each widen
+            "full": lib.barrier(2, Widened.SLOTS),  # widen -> scores
+        }
+
+    @staticmethod
+    def buffers(sizes: Sizes) -> int:
+        """Buffers of queries that fit beside the keys."""
+        return 1 if sizes.live > 16 else 2
+
+    @staticmethod
+    def _units(sizes: Sizes) -> int:
+        """Units of bytes in flight."""
+        return 3 if sizes.live == 8 else 2
+
+    def stages(self, g) -> list:
+        """Of block ``g`` of the stream: barriers, and behind each columns of the keys."""
+        s = _slot(g, self.SLOTS)
+        return [(self.full.at[s], ((0, self.keys.at[s]), (RANK, self.k_rope.at[s])))]
+
+    def latent(self, g) -> list:
+        """The latent columns of block ``g`` in order, and where each part begins."""
+        return [(0, self.keys.at[_slot(g, self.SLOTS)])]
+
+    def run(self, half: int, of: Pages, freed, *, simulate: bool) -> None:
+        """What warpgroup ``half`` does: units ``half, half + 2, ...`` of the stream.
+
+        These are keys ``32 half`` on of every block. Unit ``h`` lies in buffer ``h % units``;
+        whoever took it there loads unit ``h + units``, always of the same half of a block.
+        """
+        units, page = self._units(of.sizes), of.sizes.page
+        ahead, other = divmod(half + units, 2)
+        copies = max(KEYS // page, 1)
+
+        def ids_of(request, block):
+            if page > KEYS:
+                return of.ids(request, [lax.div(block, jnp.int32(page // BLOCK))])
+            return of.ids(request, [(2 * block + other) * copies + i for i in range(copies)])
+
+        def load(block, ids, u):
+            row, size = 0, KEYS // copies
+            if page > KEYS:
+                row = lax.rem(block, jnp.int32(page // BLOCK)) * BLOCK + other * KEYS
+            for i, page_id in enumerate(ids):
+                src, dst = of.page(page_id).at[pl.ds(row, size)], self.raw.at[u]
+                full = self.raw_full.at[other * units + u]
+                plgpu.copy_gmem_to_smem(
+                    src, dst.at[pl.ds(i * size, size)], full, oob_mode=IN_BOUNDS
+                )
+
+        def issue(cursor, u):
+            """Load the unit of ``cursor`` if there is one; whether there is, and the next one."""
+            p, _, block, _, *ids = cursor
+            pl.when(p < of.end)(lambda: load(block, ids, u))
+            place = of.behind(*cursor[:4])
+            return p < of.end, (*place, *ids_of(place[1], place[2]))
+
+        place = of.first()
+        cursor = *place, *ids_of(place[1], place[2])
+        found = []
+        for k in range(ahead):
+            there, cursor = issue(cursor, (2 * k + other) % units)
+            found.append(there)
+
+        def step(carry):
+            g, found, cursor = carry
+            u, s = _slot(2 * g + half, units), _slot(g, self.SLOTS)
+            plgpu.barrier_wait(self.raw_full.at[half * units + u])
+            taken = widen.take(self.raw.at[u], simulate=simulate)
+            plgpu.commit_smem()
+            there, cursor = issue(cursor, u)
+            pl.when(g >= self.SLOTS)(lambda: plgpu.barrier_wait(freed.at[s]))
+            widen.put(taken, self.keys.at[s], self.k_rope.at[s], half, simulate=simulate)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(self.full.at[s])
+            return g + 1, (*found[1:], there), cursor
+
+        start = jnp.int32(0), tuple(found), cursor
+        g, *_ = lax.while_loop(lambda carry: carry[1][0], step, start)
+        for k in range(self.SLOTS, 0, -1):
+            pl.when(g >= k)(lambda k=k: plgpu.barrier_wait(freed.at[_slot(g - k, self.SLOTS)]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copied:
+    """Keys of a cache in 16 bits: shared memory of one thread block."""
+
+    SLOTS = 3
+    WARPGROUPS = 1
+
+    head: Any
+    tail: Any
+    k_rope: Any
+    head_full: Any
+    tail_full: Any
+
+    @staticmethod
+    def scratch(dtype, sizes: Sizes) -> dict:
+        """Barriers: who arrives -> who waits, once for every use of what they guard."""
+        late = Copied.SLOTS - 1
+        return {
+            "head": lib.swizzled((Copied.SLOTS, BLOCK, HEAD), dtype),
+            "tail": lib.swizzled((late, BLOCK, RANK - HEAD), dtype),
+            "k_rope": lib.swizzled((late, BLOCK, ROPE), dtype),
+            "head_full": lib.barrier(sizes.copies, Copied.SLOTS),  # copy engine -> scores
+            "tail_full": lib.barrier(2 * sizes.copies, late),  # copy engine -> scores
+        }
+
+    @staticmethod
+    def buffers(sizes: Sizes) -> int:
+        """Buffers of queries that fit beside the keys."""
+        return 1 if sizes.live > 8 else 2
+
+    def _late(self, g):
+        return _slot(g, self.SLOTS - 1)
+
+    def stages(self, g) -> list:
+        """Of block ``g`` of the stream: barriers, and behind each columns of the keys."""
+        s, t = _slot(g, self.SLOTS), self._late(g)
+        return [
+            (self.head_full.at[s], ((0, self.head.at[s]),)),
+            (self.tail_full.at[t], ((HEAD, self.tail.at[t]), (RANK, self.k_rope.at[t]))),
+        ]
+
+    def latent(self, g) -> list:
+        """The latent columns of block ``g`` in order, and where each part begins."""
+        return [(0, self.head.at[_slot(g, self.SLOTS)]), (HEAD, self.tail.at[self._late(g)])]
+
+    def run(self, _: int, of: Pages, freed, *, simulate: bool) -> None:
+        """Load block after block, as slots are freed."""
+        del simulate
+        copies, parts = of.sizes.copies, of.sizes.page // BLOCK
+        size = BLOCK // copies
+        head, tail, rope = pl.ds(0, HEAD), pl.ds(HEAD, RANK - HEAD), pl.ds(RANK, ROPE)
+
+        def ids_of(request, block):
+            if copies > 1:
+                return of.ids(request, [block * copies + i for i in range(copies)])
+            return of.ids(request, [lax.div(block, jnp.int32(parts))])
+
+        def sources(cursor, columns):
+            _, _, block, _, *ids = cursor
+            row = 0
+            if parts > 1:
+                row = pl.multiple_of(lax.rem(block, jnp.int32(parts)) * BLOCK, BLOCK)
+            return [of.page(i).at[pl.ds(row, size), columns] for i in ids]
+
+        def load(cursor, columns, buffer, full):
+            for i, src in enumerate(sources(cursor, columns)):
+                plgpu.copy_gmem_to_smem(src, buffer.at[pl.ds(i * size, size)], full)
+
+        def load_head(cursor, g):
+            s = _slot(g, self.SLOTS)
+            load(cursor, head, self.head.at[s], self.head_full.at[s])
+
+        def load_tail(cursor, g):
+            t = self._late(g)
+            load(cursor, tail, self.tail.at[t], self.tail_full.at[t])
+            load(cursor, rope, self.k_rope.at[t], self.tail_full.at[t])
+
+        def fetch_tail(cursor):
+            for src in sources(cursor, pl.ds(HEAD, ROW - HEAD)):
+                plgpu.async_prefetch(src)
+
+        def there(cursor):
+            return cursor[0] < of.end
+
+        def following(cursor):
+            place = of.behind(*cursor[:4])
+            return *place, *ids_of(place[1], place[2])
+
+        place = of.first()
+        cursor = *place, *ids_of(place[1], place[2])
+        alive = []
+        for g in range(self.SLOTS):
+            late = g == self.SLOTS - 1
+            tail_cursor = cursor
+
+            @pl.when(there(cursor))
+            def _(cursor=cursor, g=g, late=late):
+                load_head(cursor, jnp.int32(g))
+                fetch_tail(cursor) if late else load_tail(cursor, jnp.int32(g))
+
+            alive.append(there(cursor))
+            cursor = following(cursor)
+
+        def step(carry):
+            g, alive, late, cursor = (
+                carry  # the tail of ``late`` and the head of ``cursor`` are due
+            )
+            plgpu.barrier_wait(freed.at[_slot(g, self.SLOTS)])
+            pl.when(there(late))(lambda: load_tail(late, g + self.SLOTS - 1))
+
+            @pl.when(there(cursor))
+            def _():
+                load_head(cursor, g + self.SLOTS)
+                fetch_tail(cursor)
+
+            return g + 1, (*alive[1:], there(cursor)), cursor, following(cursor)
+
+        start = jnp.int32(0), tuple(alive), tail_cursor, cursor
+        lax.while_loop(lambda carry: carry[1][0], step, start)
