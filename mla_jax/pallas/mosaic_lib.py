@@ -37,8 +37,10 @@ __all__ = [
     "afresh",
     "any_above",
     "any_below_one",
+    "any_of_warp_above",
     "barrier",
     "clear_rows",
+    "fence",
     "fill_rows",
     "fold_columns",
     "in_place",
@@ -119,11 +121,11 @@ def tile(value, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
     return plgpu.layout_cast(jnp.full(shape, value, dtype), WGMMA)
 
 
-def fold_columns(x: jax.Array, columns: int) -> jax.Array:
-    """Sums of the columns that are equal modulo ``columns``, all inside a thread."""
+def fold_columns(x: jax.Array, columns: int, join: Callable = jnp.add) -> jax.Array:
+    """Columns that are equal modulo ``columns`` joined to one, all inside a thread."""
     while x.shape[1] > columns:
         middle = x.shape[1] // 2
-        x = x[:, :middle] + x[:, middle:]
+        x = join(x[:, :middle], x[:, middle:])
     return x
 
 
@@ -244,6 +246,38 @@ def any_above(x: jax.Array, bound: float, *, simulate: bool) -> jax.Array:
         )
         constraints = "=r,r" + ",r" * len(values)
         return inline.number(inline.asm(text, [name, *values], constraints, result="i32"))
+
+    return vote(x) != 0
+
+
+def fence(*, simulate: bool) -> None:
+    """What a thread wrote to shared memory is there for products and copies that it lets go.
+
+    Half of ``plgpu.commit_smem``: threads do not wait for each other. Enough before all of them
+    arrive at a barrier.
+    """
+    if simulate:
+        plgpu.commit_smem()
+        return
+
+    @plgpu.inline_mgpu(arg_types=())
+    def issue(_):
+        inline.asm("fence.proxy.async.shared::cta;", [], "~{memory}")
+
+    issue()
+
+
+def any_of_warp_above(x: jax.Array, bound: float, *, simulate: bool) -> jax.Array:
+    """Whether a value of a tile is above ``bound``; each warp asks for its own 16 rows."""
+    if simulate:  # there are no warps: of the whole tile
+        return jnp.where(x > bound, 1, 0).max() > 0
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=inline.NUMBER)
+    def vote(_, x):
+        words = [word for register in x.registers.flat for word in inline.words(register)]
+        tests = (f"setp.gt.or.f32 p, ${i}, {bound!r}, p;" for i in range(1, 1 + len(words)))
+        text = "setp.ne.u32 p, 0, 0;" + "".join(tests)
+        return inline.any_lane(text, words, ",".join("r" * len(words)))
 
     return vote(x) != 0
 

@@ -20,7 +20,8 @@ cache when the rest of their block is loaded::
 # pyright: reportPrivateImportUsage=false
 # pyright: reportPossiblyUnboundVariable=false
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,17 +76,18 @@ class Pages:
 
         return lax.cond((block + 1 < last) | (p >= self.end), within, beyond)
 
-    def ids(self, request, columns: Sequence) -> list[jax.Array]:
-        """Page ids as the table has them: nothing waits for them yet."""
+    def look_up(self, place, columns: Callable[[Any], Sequence]) -> tuple[jax.Array, ...]:
+        """``place`` and page ids of its block as the table has them: nothing waits for them yet."""
+        _, request, block, _ = place
         width = self.table.shape[1]
-        return [self.table[request, jnp.clip(c, 0, width - 1)] for c in columns]
+        return *place, *(self.table[request, jnp.clip(c, 0, width - 1)] for c in columns(block))
 
     def page(self, page_id) -> Any:
         return self.pages.at[jnp.clip(page_id, 0, self.pages.shape[0] - 1)]
 
 
 def _slot(g, count: int):
-    return lax.rem(g, jnp.int32(count))
+    return lax.rem(jnp.int32(g), jnp.int32(count))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,10 +144,10 @@ class Widened:
         ahead, other = divmod(half + units, 2)
         copies = max(KEYS // page, 1)
 
-        def ids_of(request, block):
+        def columns(block):
             if page > KEYS:
-                return of.ids(request, [lax.div(block, jnp.int32(page // BLOCK))])
-            return of.ids(request, [(2 * block + other) * copies + i for i in range(copies)])
+                return [lax.div(block, jnp.int32(page // BLOCK))]
+            return [(2 * block + other) * copies + i for i in range(copies)]
 
         def load(block, ids, u):
             row, size = 0, KEYS // copies
@@ -162,11 +164,9 @@ class Widened:
             """Load the unit of ``cursor`` if there is one; whether there is, and the next one."""
             p, _, block, _, *ids = cursor
             pl.when(p < of.end)(lambda: load(block, ids, u))
-            place = of.behind(*cursor[:4])
-            return p < of.end, (*place, *ids_of(place[1], place[2]))
+            return p < of.end, of.look_up(of.behind(*cursor[:4]), columns)
 
-        place = of.first()
-        cursor = *place, *ids_of(place[1], place[2])
+        cursor = of.look_up(of.first(), columns)
         found = []
         for k in range(ahead):
             there, cursor = issue(cursor, (2 * k + other) % units)
@@ -229,34 +229,37 @@ class Copied:
         s, t = _slot(g, self.SLOTS), self._late(g)
         return [
             (self.head_full.at[s], ((0, self.head.at[s]),)),
-            (self.tail_full.at[t], ((HEAD, self.tail.at[t]), (RANK, self.k_rope.at[t]))),
+            (
+                self.tail_full.at[t],
+                ((HEAD, self.tail.at[t]), (RANK, self.k_rope.at[t])),
+            ),
         ]
 
     def latent(self, g) -> list:
         """The latent columns of block ``g`` in order, and where each part begins."""
         return [(0, self.head.at[_slot(g, self.SLOTS)]), (HEAD, self.tail.at[self._late(g)])]
 
-    def run(self, _: int, of: Pages, freed, *, simulate: bool) -> None:
+    def run(self, which: int, of: Pages, freed, *, simulate: bool) -> None:
         """Load block after block, as slots are freed."""
-        del simulate
+        del which, simulate
         copies, parts = of.sizes.copies, of.sizes.page // BLOCK
         size = BLOCK // copies
         head, tail, rope = pl.ds(0, HEAD), pl.ds(HEAD, RANK - HEAD), pl.ds(RANK, ROPE)
 
-        def ids_of(request, block):
+        def columns(block):
             if copies > 1:
-                return of.ids(request, [block * copies + i for i in range(copies)])
-            return of.ids(request, [lax.div(block, jnp.int32(parts))])
+                return [block * copies + i for i in range(copies)]
+            return [lax.div(block, jnp.int32(parts))]
 
-        def sources(cursor, columns):
+        def sources(cursor, which):
             _, _, block, _, *ids = cursor
             row = 0
             if parts > 1:
                 row = pl.multiple_of(lax.rem(block, jnp.int32(parts)) * BLOCK, BLOCK)
-            return [of.page(i).at[pl.ds(row, size), columns] for i in ids]
+            return [of.page(i).at[pl.ds(row, size), which] for i in ids]
 
-        def load(cursor, columns, buffer, full):
-            for i, src in enumerate(sources(cursor, columns)):
+        def load(cursor, which, buffer, full):
+            for i, src in enumerate(sources(cursor, which)):
                 plgpu.copy_gmem_to_smem(src, buffer.at[pl.ds(i * size, size)], full)
 
         def load_head(cursor, g):
@@ -269,35 +272,29 @@ class Copied:
             load(cursor, rope, self.k_rope.at[t], self.tail_full.at[t])
 
         def fetch_tail(cursor):
-            for src in sources(cursor, pl.ds(HEAD, ROW - HEAD)):
-                plgpu.async_prefetch(src)
+            for which in (tail, rope):
+                for src in sources(cursor, which):
+                    plgpu.async_prefetch(src)
+
+        def following(cursor):
+            return of.look_up(of.behind(*cursor[:4]), columns)
 
         def there(cursor):
             return cursor[0] < of.end
 
-        def following(cursor):
-            place = of.behind(*cursor[:4])
-            return *place, *ids_of(place[1], place[2])
+        def begin(cursor, g):
+            """Load what of block ``g`` fits before anything is freed."""
+            load_head(cursor, g)
+            fetch_tail(cursor) if g == self.SLOTS - 1 else load_tail(cursor, g)
 
-        place = of.first()
-        cursor = *place, *ids_of(place[1], place[2])
-        alive = []
-        for g in range(self.SLOTS):
-            late = g == self.SLOTS - 1
-            tail_cursor = cursor
-
-            @pl.when(there(cursor))
-            def _(cursor=cursor, g=g, late=late):
-                load_head(cursor, jnp.int32(g))
-                fetch_tail(cursor) if late else load_tail(cursor, jnp.int32(g))
-
-            alive.append(there(cursor))
-            cursor = following(cursor)
+        cursors = [of.look_up(of.first(), columns)]
+        for _ in range(self.SLOTS):  # the table is read before anything waits for it
+            cursors.append(following(cursors[-1]))
+        for g, cursor in enumerate(cursors[:-1]):
+            pl.when(there(cursor))(functools.partial(begin, cursor, g))
 
         def step(carry):
-            g, alive, late, cursor = (
-                carry  # the tail of ``late`` and the head of ``cursor`` are due
-            )
+            g, alive, late, cursor = carry  # due: the tail of ``late``, the head of ``cursor``
             plgpu.barrier_wait(freed.at[_slot(g, self.SLOTS)])
             pl.when(there(late))(lambda: load_tail(late, g + self.SLOTS - 1))
 
@@ -308,5 +305,6 @@ class Copied:
 
             return g + 1, (*alive[1:], there(cursor)), cursor, following(cursor)
 
-        start = jnp.int32(0), tuple(alive), tail_cursor, cursor
+        alive = tuple(map(there, cursors[:-1]))
+        start = jnp.int32(0), alive, *cursors[-2:]
         lax.while_loop(lambda carry: carry[1][0], step, start)

@@ -39,7 +39,7 @@ from mla_jax.pallas.mosaic_lib import WGMMA
 __all__ = ["attend", "scratch"]
 
 TURNS = 2  # blocks whose weights are kept
-REGISTERS = (128, 176, 104)  # of a thread: scores, values, feed; with 16 rows 128 suffice
+REGISTERS = (128, 176, 104)  # of a thread: scores, values, feed; 16 rows need no such division
 LOWEST = -1.0e30  # first running maximum: finite, so that exp2(-inf - LOWEST) = 0
 LAG = 8.0  # powers of two that a maximum may lag behind: it is searched for in few blocks
 ALPHA, INVERSE, LSE = 0, TURNS, TURNS + 2  # rows of the statistics buffer
@@ -131,12 +131,16 @@ def _body(
     begin, end = tasks_g[worker, wp.BEGIN], tasks_g[worker, wp.STOP]
     keys = (Widened if quantised else Copied)(**of_keys)
     rows, buffers = sizes.live, keys.buffers(sizes)
+    divided = rows > 16 and keys.WARPGROUPS > 1
 
     def blocks_of(p):
         return work_g[p, wp.END] - work_g[p, wp.FIRST]
 
     def row_of(p):
-        return pl.multiple_of(work_g[p, wp.TOKEN] * sizes.heads, 8)
+        return row_at(work_g[p, wp.TOKEN])
+
+    def row_at(token):
+        return pl.multiple_of(token * sizes.heads, 8)
 
     def live_rows(p):
         return work_g[p, wp.QUERIES] * sizes.heads
@@ -155,14 +159,14 @@ def _body(
         factor = scale * unit
         size = min(rows, ql_g.shape[0])
 
-        def load_queries(p):
+        def load_queries(p, row):
             i = lax.rem(p - begin, jnp.int32(buffers))
-            to, these = pl.ds(0, size), pl.ds(row_of(p), size)
+            to, these = pl.ds(0, size), pl.ds(row, size)
             plgpu.copy_gmem_to_smem(ql_g.at[these], q.at[i, to], q_full.at[i])
             plgpu.copy_gmem_to_smem(qr_g.at[these], q_rope.at[i, to], q_full.at[i])
 
-        def fetch_queries(p):
-            these = pl.ds(row_of(p), size)
+        def fetch_queries(_, row):
+            these = pl.ds(row, size)
             for first in range(0, RANK, WIDEST):
                 plgpu.async_prefetch(ql_g.at[these, pl.ds(first, WIDEST)])
             plgpu.async_prefetch(qr_g.at[these])
@@ -184,7 +188,8 @@ def _body(
             unmasked = work_g[p, wp.LENGTH] - work_g[p, wp.QUERIES] + 1
             i = lax.rem(p - begin, jnp.int32(buffers))
             plgpu.barrier_wait(q_full.at[i])
-            pl.when(p + 1 < end)(lambda: (load_queries if buffers > 1 else fetch_queries)(p + 1))
+            soon = load_queries if buffers > 1 else fetch_queries
+            pl.when(p + 1 < end)(lambda: soon(p + 1, row_of(p + 1)))
 
             def step(j, carry):
                 top, total = carry
@@ -228,7 +233,7 @@ def _body(
             start = top, lib.tile(0.0, (BLOCK, rows), F32)
             top, total = lax.fori_loop(0, n, step, start)
             if buffers == 1:
-                pl.when(p + 1 < end)(lambda: load_queries(p + 1))
+                pl.when(p + 1 < end)(lambda: load_queries(p + 1, row_of(p + 1)))
             total = total.sum(axis=0)
             i = lax.rem(p - begin, jnp.int32(2))
             stats[INVERSE + i] = jnp.where(total > 0.0, unit / total, 0.0)
@@ -249,12 +254,13 @@ def _body(
 
             return g0 + n
 
-        pl.when(begin < end)(lambda: load_queries(begin))
+        token = tasks_g[worker, wp.OF_TOKEN]  # one read less than that of the piece
+        pl.when(begin < end)(lambda: load_queries(begin, row_at(token)))
         lax.fori_loop(begin, end, piece, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
 
     def values():
-        if rows > 16:
+        if divided:
             plgpu.set_max_registers(REGISTERS[1], action="increase")
 
         def rescale(o, shrink):
@@ -322,7 +328,7 @@ def _body(
         plgpu.wait_smem_to_gmem(0)
 
     def feed(i: int):
-        if rows > 16:
+        if divided:
             plgpu.set_max_registers(REGISTERS[2], action="decrease")
         pages = Pages(
             pages=pages_g,

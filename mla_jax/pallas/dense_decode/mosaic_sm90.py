@@ -50,6 +50,7 @@ __all__ = ["attend", "scratch"]
 
 HALF = RANK // 2
 TAIL = 64  # latent columns of Q that stay in shared memory, beside the rotary ones
+EARLY = 64  # columns whose products are issued before the last block's weights are published
 SLOTS = 3
 REGISTERS = (184, 160)  # of a thread: scores, halves; with less, products are serialised
 LOWEST = -1.0e30  # first running maximum: finite, so that exp2(-inf - LOWEST) = 0
@@ -259,6 +260,13 @@ def _body(
     def parity(x):
         return lax.rem(x, jnp.int32(2))
 
+    def turn(s, r):
+        """Slot and buffer of rotary columns of the next block: sooner known than by a division."""
+        return jnp.where(s == SLOTS - 1, 0, s + 1), 1 - r
+
+    def turn_of_first(p, g0):
+        return slot(g0 + 1), parity(g0 - (p - begin))
+
     def scores():
         plgpu.set_max_registers(REGISTERS[0], action="increase")
         unit = scales_g[0] if quantised else 1.0
@@ -288,49 +296,71 @@ def _body(
             plgpu.barrier_arrive(q_taken.at[slot(g0)])
             plgpu.barrier_wait(tail_full)
 
+            def spill(columns):
+                return None if q_spill is None else q_spill.at[:, pl.ds(0, columns)]
+
+            def publish(s):
+                """Weights and their factor, of the block in slot ``s``: each thread its own."""
+                lib.fence(simulate=simulate)
+                plgpu.barrier_arrive(p_ready.at[s])
+
             def step(j, carry):
-                top, total = carry
-                g = g0 + 1 + j
-                s, r = slot(g), parity(g - (p - begin) - 1)
+                top, total, s, r = carry  # s, r: the block's slot, and buffer of rotary columns
                 kl, kr = k_left.at[s], k_right.at[s]
+                previous = jnp.where(s == 0, SLOTS - 1, s - 1)
 
                 def products(acc):
-                    head = None if q_spill is None else q_spill.at[:, pl.ds(0, HALF - TAIL)]
+                    def multiply(q, keys):
+                        lib.matmul_registers(acc, q, keys.T, spill(q.shape[1]))
+
                     plgpu.barrier_wait(left_full.at[s])
-                    lib.matmul_registers(acc, ql, kl.T, q_spill)
+                    multiply(ql[:, :EARLY], kl.at[:, pl.ds(0, EARLY)])
+                    if defer:  # while the tensor cores have these; PV of that block waits anyway
+                        pl.when(j > 0)(lambda: publish(previous))
+                    multiply(ql[:, EARLY:], kl.at[:, pl.ds(EARLY, HALF - EARLY)])
                     plgpu.barrier_wait(right_full.at[s])
-                    lib.matmul_registers(acc, qr, kr.at[:, pl.ds(0, HALF - TAIL)].T, head)
+                    multiply(qr, kr.at[:, pl.ds(0, HALF - TAIL)])
                     last = kr.at[:, pl.ds(HALF - TAIL, TAIL)].T
                     lib.matmul(acc, q_tail.at[0], last, simulate=simulate)
                     plgpu.barrier_wait(rope_full.at[r])
                     lib.matmul(acc, q_tail.at[1], k_rope.at[r].T, simulate=simulate)
                     if defer:  # sooner, and the other products would delay these
                         plgpu.wgmma_wait(1)
-                        pl.when(j > 0)(lambda: plgpu.barrier_arrive(go.at[slot(g + 2)]))
+                        pl.when(j > 0)(lambda: plgpu.barrier_arrive(go.at[previous]))
                     return acc[...]
 
                 x = pl.run_scoped(products, plgpu.ACC((ROWS, BLOCK), F32))
                 block = first + j
                 full = (block + 1) * BLOCK <= unmasked
                 x = lax.cond(full, lambda: x, lambda: mask(x, p, block))
-                new_top = x.max(axis=1) * factor
-                new_top = jnp.where(new_top > top + LAG, new_top, top)
-                shrink = jnp.exp2(top - new_top)
-                w = jnp.exp2(x * factor - lib.fill_rows(new_top, BLOCK))
+
+                def rise():
+                    found = x.max(axis=1) * factor
+                    found = jnp.where(found > top + LAG, found, top)
+                    return found, jnp.exp2(top - found)
+
+                def stay():
+                    return top, lib.row_vector(1.0, ROWS)
+
+                above = lib.fold_columns(x, 8, jnp.maximum) * factor - lib.fill_rows(top, 8)
+                rises = lib.any_of_warp_above(above, LAG, simulate=simulate)
+                top, shrink = lax.cond(rises, rise, stay)
+                w = jnp.exp2(x * factor - lib.fill_rows(top, BLOCK))
                 stats[ALPHA + s] = shrink
                 k_rope[r] = w.astype(k_rope.dtype)
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(p_ready.at[s])
+                if not defer:
+                    publish(s)
                 total = total * lib.fill_rows(shrink, 8) + lib.fold_columns(w, 8)
-                return new_top, total
+                return top, total, *turn(s, r)
 
             top = lib.row_vector(LOWEST, ROWS)
             if live < ROWS:  # no weights in other rows: a product with zeros takes less power
                 row_of_tile = plgpu.broadcasted_iota(I32, (ROWS,), 0, layout=ROW)
                 top = jnp.where(row_of_tile < count, top, lib.row_vector(-LOWEST, ROWS))
-            start = top, lib.tile(0.0, (ROWS, 8), F32)
-            top, total = lax.fori_loop(0, n, step, start)
+            carry = top, lib.tile(0.0, (ROWS, 8), F32), *turn_of_first(p, g0)
+            top, total, *_ = lax.fori_loop(0, n, step, carry)
             if defer:
+                publish(slot(g0 + n))
                 plgpu.barrier_arrive(go.at[slot(g0 + n)])
             total = total.sum(axis=1)
             i = parity(p - begin)
@@ -491,9 +521,8 @@ def _body(
             refill(found, slot(g0))
 
             def step(j, carry):
-                o, before, found = carry  # elements: the last step loads one, this one the next
+                o, before, found, s, r = carry  # the last step loads ``before``, this one ``found``
                 g = g0 + 1 + j
-                s, r = slot(g), parity(g - (p - begin) - 1)
                 following = ahead(j + 2 + SLOTS)
                 soon = element(p, n, j + 3)
                 if right and not quantised:
@@ -521,17 +550,18 @@ def _body(
                         settle(*soon, g + 2)
                     else:
                         plgpu.barrier_arrive(left_done.at[s])
-                    return o, found, following
+                    return o, found, following, *turn(s, r)
                 if right:
                     plgpu.barrier_wait(left_done.at[s])
                     load_rope(next_rope, r)
                 else:
                     plgpu.barrier_arrive(left_done.at[s])
                 pl.when(j < n - 1)(lambda: refill(found, s))
-                return o, found, following
+                return o, found, following, *turn(s, r)
 
             o = plgpu.layout_cast(jnp.zeros((ROWS, HALF), F32), WGMMA)
-            o, found, _ = lax.fori_loop(0, n, step, (o, found, ahead(jnp.int32(1 + SLOTS))))
+            carry = o, found, ahead(jnp.int32(1 + SLOTS)), *turn_of_first(p, g0)
+            o, found, *_ = lax.fori_loop(0, n, step, carry)
             s, i = slot(g0 + n), parity(p - begin)
             plgpu.barrier_wait(inverse_ready.at[i])
             o = o * lib.fill_rows(plgpu.load(stats.at[INVERSE + i], layout=ROW), HALF)
