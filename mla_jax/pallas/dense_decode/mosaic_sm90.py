@@ -15,8 +15,9 @@ the next piece is on its way while the present one ends::
   slot   0   1   2   0   1   2   0   1        Q of piece p, its blocks, Q of p + 1, ...
          Q   k0  k1  k2  k3  Q'  k0' k1'
 
-  scores      wait full -> QK(i+1) -> softmax -> P_ready          right, left
-                              `-- go(i) -> PV(i) -> consumed -> reload slot
+  scores      wait full -> QK(i+1) -> softmax -> P ----.          right, left
+                |             `-- go(i) -> PV(i) -> consumed -> reload slot
+                `-- P_ready(i), behind the first products of QK(i+1)
 
 Bytes of an e4m3 cache come into the slot that their keys will have, two elements ahead; the
 halves convert them while their products run (``widen_sm90``), and the scale goes into factors.
