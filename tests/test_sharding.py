@@ -15,7 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 from mla_jax import ops
 from mla_jax.cache import LatentCache
+from mla_jax.errors import ArgumentError
 from mla_jax.metadata.mla import DecodeMetadata
+from mla_jax.pallas.dense_decode import mosaic
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.types import cdiv
 from tests.cases import V2_LITE, V3, Decode, Prefill, decode_case, draw, paged, prefill_case
@@ -165,3 +167,21 @@ def test_a_device_is_asked_for_within_shard_map(sharded):
 
     sharded(run, P(), out=P(), kind="xla")(jnp.zeros(2))
     assert found == [DeviceInfo.of(jax.devices()[0])]
+
+
+def test_kernels_refuse_the_check_of_what_varies(rng):
+    """In words of ours, before Mosaic is asked."""
+    case: Decode = decode_case(rng, dims=DIMS, seq_lens=[20, 3], page=16)
+    mesh = jax.make_mesh((DEVICES,), ("heads",), devices=jax.devices("cpu")[:DEVICES])
+
+    def run(q_latent, q_rope, cache, meta):
+        return mosaic.dense_decode(
+            q_latent, q_rope, cache.pages, cache.scale, meta.page_table, meta.seq_lens,
+            meta.query_starts, max_query_len=1, scale=1.0, format=cache.format,
+            out_dtype=q_latent.dtype,
+        )  # fmt: skip
+
+    divided = jax.shard_map(run, mesh=mesh, in_specs=(HEADS, HEADS, P(), P()), out_specs=HEADS)
+    places = [NamedSharding(mesh, spec) for spec in (HEADS, HEADS, P(), P())]
+    with pytest.raises(ArgumentError, match="check_vma=False"):
+        jax.eval_shape(divided, *map(jax.device_put, case.args, places))

@@ -26,6 +26,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
+from mla_jax.errors import ArgumentError
 from mla_jax.pallas import mosaic_inline as inline
 from mla_jax.types import round_up
 
@@ -69,14 +70,30 @@ def kernel(body: Callable, **options: Any) -> Callable:
 
     XLA hands a kernel a slice of an array in place, and lets it write its result into one,
     wherever that begins; Mosaic refuses what is not aligned to 256 bytes.
+
+    Raises:
+        ArgumentError: an array varies between devices and ``jax.shard_map`` checks that.
     """
     run = plgpu.kernel(body, **options)
 
     def call(*operands):
+        if any(map(_varies, operands)):
+            raise ArgumentError(
+                "a Mosaic kernel under jax.shard_map",
+                "check_vma=True",
+                "check_vma=False",
+                "JAX does not see what varies between devices inside of a kernel; "
+                'backend="xla" runs with its check.',
+            )
         whole = [lax.optimization_barrier(x) if isinstance(x, jax.Array) else x for x in operands]
         return jax.tree.map(lax.optimization_barrier, run(*whole))
 
     return call
+
+
+def _varies(x: object) -> bool:
+    """Whether ``jax.shard_map`` keeps account of devices among which an array differs."""
+    return bool(jax.typeof(x).manual_axis_type.varying)
 
 
 def in_place(

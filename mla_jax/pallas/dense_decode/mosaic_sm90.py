@@ -359,7 +359,7 @@ def _body(
                 row_of_tile = plgpu.broadcasted_iota(I32, (ROWS,), 0, layout=ROW)
                 top = jnp.where(row_of_tile < count, top, lib.row_vector(-LOWEST, ROWS))
             carry = top, lib.tile(0.0, (ROWS, 8), F32), *turn_of_first(p, g0)
-            top, total, *rest = lax.fori_loop(0, n, step, carry)
+            top, total, *_rest = lax.fori_loop(0, n, step, carry)
             if defer:
                 publish(slot(g0 + n))
                 plgpu.barrier_arrive(go.at[slot(g0 + n)])
