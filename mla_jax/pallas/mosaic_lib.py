@@ -31,6 +31,8 @@ from mla_jax.pallas import mosaic_inline as inline
 from mla_jax.types import round_up
 
 __all__ = [
+    "LAG",
+    "LOWEST",
     "ROW",
     "SHARED_MEMORY",
     "WGMMA",
@@ -63,6 +65,14 @@ ROW = plgpu.Layout.WGMMA.reduce(1)
 
 SHARED_MEMORY = 232448
 """Bytes of shared memory that one thread block may use on sm_90."""
+
+
+LOWEST = -1.0e30
+"""A first running maximum of scores: finite, so that exp2(-inf - LOWEST) = 0."""
+
+LAG = 8.0
+"""Powers of two that a running maximum may lag behind: few blocks search for it and rescale sums.
+Weights are at most 2**LAG, which 16 bits and float32 sums hold as exactly as 1."""
 
 
 def kernel(body: Callable, **options: Any) -> Callable:

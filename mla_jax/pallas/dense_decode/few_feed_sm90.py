@@ -36,7 +36,7 @@ from mla_jax.pallas.dense_decode import widen_sm90 as widen
 from mla_jax.pallas.dense_decode import work_plan as wp
 from mla_jax.pallas.dense_decode.sizes_sm90 import BLOCK, RANK, ROPE, Sizes
 
-__all__ = ["Copied", "Pages", "Widened"]
+__all__ = ["Copied", "Pages", "Widened", "feed_of"]
 
 ROW = RANK + ROPE
 KEYS = BLOCK // 2  # of a unit: what a warpgroup widens of a block
@@ -308,3 +308,8 @@ class Copied:
         alive = tuple(map(there, cursors[:-1]))
         start = jnp.int32(0), alive, *cursors[-2:]
         lax.while_loop(lambda carry: carry[1][0], step, start)
+
+
+def feed_of(quantised: bool) -> type[Widened] | type[Copied]:
+    """How the keys of a cache come."""
+    return Widened if quantised else Copied

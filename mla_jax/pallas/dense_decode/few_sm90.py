@@ -32,16 +32,14 @@ from mla_jax.pallas import mosaic_lib as lib
 from mla_jax.pallas.dense_decode import widen_sm90 as widen
 from mla_jax.pallas.dense_decode import work_plan as wp
 from mla_jax.pallas.dense_decode.combine_sm90 import CHAINS
-from mla_jax.pallas.dense_decode.few_feed_sm90 import Copied, Pages, Widened
+from mla_jax.pallas.dense_decode.few_feed_sm90 import Pages, feed_of
 from mla_jax.pallas.dense_decode.sizes_sm90 import BLOCK, RANK, ROPE, ROWS, Sizes
-from mla_jax.pallas.mosaic_lib import WGMMA
+from mla_jax.pallas.mosaic_lib import LAG, LOWEST, WGMMA
 
 __all__ = ["attend", "scratch"]
 
 TURNS = 2  # blocks whose weights are kept
 REGISTERS = (128, 176, 104)  # of a thread: scores, values, feed; 16 rows need no such division
-LOWEST = -1.0e30  # first running maximum: finite, so that exp2(-inf - LOWEST) = 0
-LAG = 8.0  # powers of two that a maximum may lag behind: it is searched for in few blocks
 ALPHA, INVERSE, LSE = 0, TURNS, TURNS + 2  # rows of the statistics buffer
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
 WIDEST = 256  # columns of one prefetch
@@ -56,7 +54,7 @@ def scratch(dtype, sizes: Sizes, quantised: bool) -> dict:
 
     Barriers: who arrives -> who waits, once for every use of what they guard.
     """
-    rows, keys = sizes.live, Widened if quantised else Copied
+    rows, keys = sizes.live, feed_of(quantised)
     queries = keys.buffers(sizes)
 
     return {
@@ -109,7 +107,7 @@ def attend(
         scratch_types=scratch(dtype, sizes, quantised),
         grid=(sizes.workers,),
         grid_names=("worker",),
-        num_threads=2 + (Widened if quantised else Copied).WARPGROUPS,
+        num_threads=2 + feed_of(quantised).WARPGROUPS,
         thread_name="wg",
         kernel_name="mla_dense_decode_few",
         interpret=interpret,
@@ -129,7 +127,7 @@ def _body(
 ):  # fmt: skip
     wg, worker = lax.axis_index("wg"), lax.axis_index("worker")
     begin, end = tasks_g[worker, wp.BEGIN], tasks_g[worker, wp.STOP]
-    keys = (Widened if quantised else Copied)(**of_keys)
+    keys = feed_of(quantised)(**of_keys)
     rows, buffers = sizes.live, keys.buffers(sizes)
     divided = rows > 16 and keys.WARPGROUPS > 1
 

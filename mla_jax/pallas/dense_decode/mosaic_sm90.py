@@ -45,7 +45,7 @@ from mla_jax.pallas.dense_decode import widen_sm90 as widen
 from mla_jax.pallas.dense_decode import work_plan as wp
 from mla_jax.pallas.dense_decode.combine_sm90 import CHAINS
 from mla_jax.pallas.dense_decode.sizes_sm90 import BLOCK, RANK, ROPE, ROWS, Sizes
-from mla_jax.pallas.mosaic_lib import ROW, WGMMA
+from mla_jax.pallas.mosaic_lib import LAG, LOWEST, ROW, WGMMA
 
 __all__ = ["attend", "scratch"]
 
@@ -54,8 +54,6 @@ TAIL = 64  # latent columns of Q that stay in shared memory, beside the rotary o
 EARLY = 64  # columns whose products are issued before the last block's weights are published
 SLOTS = 3
 REGISTERS = (184, 160)  # of a thread: scores, halves; with less, products are serialised
-LOWEST = -1.0e30  # first running maximum: finite, so that exp2(-inf - LOWEST) = 0
-LAG = 8.0  # powers of two that a maximum may lag behind: sums are rescaled less often
 ALPHA, INVERSE, LSE = 0, SLOTS, SLOTS + 2  # rows of the statistics buffer
 
 I32 = jnp.int32

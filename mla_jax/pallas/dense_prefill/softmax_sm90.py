@@ -1,9 +1,8 @@
 """Softmax of the prefill kernel: weights relative to a maximum that may lag behind.
 
 Scores of a block become exponents relative to the maximum of the blocks before. Only where one
-of them is above ``LAG`` does a warp look for the new maximum and correct what it has: weights
-are at most 2**LAG, which 16 bits and float32 sums hold as exactly as 1. A score that is ``J``
-powers of two above all blocks before is rounded to ``J * 2**-24``.
+of them is above ``LAG`` does a warp look for the new maximum and correct what it has. A score that
+is ``J`` powers of two above all blocks before is rounded to ``J * 2**-24``.
 
 A block is taken in halves for what can run side by side: the exponentials of the first with the
 look at the second, and the exponentials of the second with the rounding of the first.
@@ -24,12 +23,10 @@ from jax.typing import DTypeLike
 
 from mla_jax.pallas import mosaic_lib as lib
 from mla_jax.pallas.dense_prefill import inline_sm90 as inline
-from mla_jax.pallas.mosaic_lib import WGMMA
+from mla_jax.pallas.mosaic_lib import LAG, LOWEST, WGMMA
 
 __all__ = ["close", "complete", "mask", "proceed", "rescale", "start"]
 
-LAG = 8.0  # of the maximum that weights are relative to, in powers of two
-LOWEST = -1.0e30  # first maximum at least: finite, so that exp2(-inf - LOWEST) = 0
 PARTS = 8  # partial sums of a row: two in each of the four threads that share it
 
 
