@@ -391,8 +391,13 @@ def test_page_ids_beyond_two_gigaelements(format, heads, elements, rng):
     case = decode_case(rng, dims=dims, seq_lens=[300, 70], page=64, format=format)
     q_latent, q_rope, cache, meta = case.args
     before = elements // (64 * 576) + 1
-    unused = jnp.full((before, 64, 576), jnp.nan, cache.pages.dtype)
-    far = dataclasses.replace(cache, pages=jnp.concatenate([unused, cache.pages]))
+
+    @jax.jit  # in one program: the unused pages do not exist apart
+    def behind_unused(pages):
+        unused = jnp.full((before, *pages.shape[1:]), jnp.nan, pages.dtype)
+        return jnp.concatenate([unused, pages])
+
+    far = dataclasses.replace(cache, pages=behind_unused(cache.pages))
     table = jnp.where(meta.page_table < 10**6, meta.page_table + before, meta.page_table)
     args = (q_latent, q_rope, far, dataclasses.replace(meta, page_table=table))
     judge_decode(attend(dataclasses.replace(case, args=args)), case)
