@@ -15,8 +15,8 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 __all__ = [
-    "NUMBER", "SCALAR", "address", "any_lane", "asm", "constant", "number", "strided", "wide",
-    "words",
+    "NUMBER", "SCALAR", "address", "any_lane", "any_of", "asm", "constant", "number", "strided",
+    "wide", "words",
 ]  # fmt: skip
 
 SCALAR = plgpu.Layout.WGMMA
@@ -33,6 +33,12 @@ def asm(text: str, operands: Sequence[Any], constraints: str, *, result: str = "
 
     kind = ir.Type.parse(result if result.startswith("i") else f"!llvm.{result}")
     return llvm.inline_asm(kind, operands, text, constraints, has_side_effects=True)
+
+
+def any_of(comparison: str, bound: str, count: int, *, first: int) -> str:
+    """``p``: whether one of ``count`` operands from ``$first`` on compares so with ``bound``."""
+    tests = (f"setp.{comparison}.or.f32 p, ${first + i}, {bound}, p;" for i in range(count))
+    return "setp.ne.u32 p, 0, 0;" + "".join(tests)
 
 
 def any_lane(tests: str, operands: Sequence[Any], constraints: str) -> Any:

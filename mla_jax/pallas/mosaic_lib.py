@@ -261,12 +261,10 @@ def any_above(x: jax.Array, bound: float, *, simulate: bool) -> jax.Array:
     def vote(_, x):
         values = [word for register in x.registers.flat for word in inline.words(register)]
         name = mgpu.utils.warpgroup_barrier_idx(sync=False)
-        tests = (f"setp.gt.or.f32 p, ${i}, {bound!r}, p;" for i in range(2, 2 + len(values)))
         text = "\n".join(
             (
                 "{ .reg .pred p;",
-                "setp.ne.u32 p, 0, 0;",
-                *tests,
+                inline.any_of("gt", repr(bound), len(values), first=2),
                 "bar.red.or.pred p, $1, 128, p;",
                 "selp.u32 $0, 1, 0, p; }",
             )
@@ -302,9 +300,8 @@ def any_of_warp_above(x: jax.Array, bound: float, *, simulate: bool) -> jax.Arra
     @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=inline.NUMBER)
     def vote(_, x):
         words = [word for register in x.registers.flat for word in inline.words(register)]
-        tests = (f"setp.gt.or.f32 p, ${i}, {bound!r}, p;" for i in range(1, 1 + len(words)))
-        text = "setp.ne.u32 p, 0, 0;" + "".join(tests)
-        return inline.any_lane(text, words, ",".join("r" * len(words)))
+        tests = inline.any_of("gt", repr(bound), len(words), first=1)
+        return inline.any_lane(tests, words, ",".join("r" * len(words)))
 
     return vote(x) != 0
 

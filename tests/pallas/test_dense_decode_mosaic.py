@@ -93,6 +93,7 @@ INTERPRETED_FEW = {
 FP16 = {"dtype": "float16", "format": "fp16"}
 INTERPRETED_FEW |= {f"{name}_fp8": case | FP8 for name, case in INTERPRETED_FEW.items()}
 INTERPRETED_FEW["one_block_each"] |= FP16
+INTERPRETED_FEW["ragged_queries_fp8"] |= {"query_lens": [2, 3, 1]}
 more = {"seq_lens": [70, 0, 130], "query_lens": [4, 1, 3], "page": 16}
 INTERPRETED_FEW["one_buffer_of_queries_fp8"] = more | FP8
 INTERPRETED_FEW["one_buffer_of_queries"] = more | {"query_lens": [2, 1, 2]}

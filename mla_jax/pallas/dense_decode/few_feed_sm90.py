@@ -21,8 +21,7 @@ cache when the rest of their block is loaded::
 # pyright: reportPossiblyUnboundVariable=false
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -36,19 +35,21 @@ from mla_jax.pallas.dense_decode import widen_sm90 as widen
 from mla_jax.pallas.dense_decode import work_plan as wp
 from mla_jax.pallas.dense_decode.sizes_sm90 import BLOCK, RANK, ROPE, Sizes
 
-__all__ = ["Copied", "Pages", "Widened", "feed_of"]
+__all__ = ["Copied", "Pages", "Widened", "feed_of", "ring"]
 
 ROW = RANK + ROPE
 KEYS = BLOCK // 2  # of a unit: what a warpgroup widens of a block
 HEAD = RANK - 64  # columns of a block that have three slots
 IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS  # makes a contiguous copy a bulk copy
 
-I32 = jnp.int32
-
 
 @dataclass(frozen=True, kw_only=True)
 class Pages:
-    """The cache, and the pieces of one worker."""
+    """The cache, and the pieces of one worker, in runs of keys.
+
+    Run ``part`` of a block are ``keys`` keys from ``part * keys`` on; a cursor is the place of a
+    block and the page ids of its run.
+    """
 
     pages: Any
     table: Any
@@ -58,14 +59,17 @@ class Pages:
     begin: jax.Array
     end: jax.Array
     sizes: Sizes
+    keys: int = BLOCK
+    part: int = 0
 
     def first(self) -> tuple[jax.Array, ...]:
-        """Piece, request, number of the first block, and where its piece ends."""
+        """Piece, request, number of the first block, where its piece ends; page ids."""
         row = (self.tasks[self.worker, c] for c in (wp.OF_REQUEST, wp.FROM, wp.TO))
-        return self.begin, *row
+        return self._look_up(self.begin, *row)
 
-    def behind(self, p, request, block, last) -> tuple[jax.Array, ...]:
+    def behind(self, cursor) -> tuple[jax.Array, ...]:
         """The same of the block behind one; behind the last block piece ``end``."""
+        p, request, block, last, *_ = cursor
 
         def beyond():
             q = p + 1
@@ -74,19 +78,36 @@ class Pages:
         def within():
             return p, request, block + 1, last
 
-        return lax.cond((block + 1 < last) | (p >= self.end), within, beyond)
+        return self._look_up(*lax.cond((block + 1 < last) | (p >= self.end), within, beyond))
 
-    def look_up(self, place, columns: Callable[[Any], Sequence]) -> tuple[jax.Array, ...]:
-        """``place`` and page ids of its block as the table has them: nothing waits for them yet."""
-        _, request, block, _ = place
-        width = self.table.shape[1]
-        return *place, *(self.table[request, jnp.clip(c, 0, width - 1)] for c in columns(block))
+    def there(self, cursor) -> jax.Array:
+        """Whether there is such a block."""
+        return cursor[0] < self.end
 
-    def page(self, page_id) -> Any:
-        return self.pages.at[jnp.clip(page_id, 0, self.pages.shape[0] - 1)]
+    def rows(self, cursor) -> list:
+        """The run in the cache, page by page, and where each part of it goes in a buffer."""
+        _, _, block, _, *ids = cursor
+        page, row, size = self.sizes.page, 0, self.keys // len(ids)
+        if page > self.keys:
+            row = lax.rem(block, jnp.int32(page // BLOCK)) * BLOCK + self.part * self.keys
+            row = pl.multiple_of(row, self.keys)
+        found = (self.pages.at[jnp.clip(i, 0, self.pages.shape[0] - 1)] for i in ids)
+        return [(p.at[pl.ds(row, size)], pl.ds(i * size, size)) for i, p in enumerate(found)]
+
+    def _look_up(self, p, request, block, last) -> tuple[jax.Array, ...]:
+        """Page ids as the table has them: nothing waits for them yet."""
+        page, width = self.sizes.page, self.table.shape[1]
+        if page > self.keys:
+            columns = [lax.div(block, jnp.int32(page // BLOCK))]
+        else:
+            run, copies = block * (BLOCK // self.keys) + self.part, self.sizes.pages_of(self.keys)
+            columns = [run * copies + i for i in range(copies)]
+        ids = (self.table[request, jnp.clip(c, 0, width - 1)] for c in columns)
+        return p, request, block, last, *ids
 
 
-def _slot(g, count: int):
+def ring(g, count: int):
+    """Place of element ``g`` of a stream among ``count``."""
     return lax.rem(jnp.int32(g), jnp.int32(count))
 
 
@@ -111,7 +132,7 @@ class Widened:
             "raw": plgpu.SMEM((units, KEYS, ROW), widen.STORED),
             "keys": lib.swizzled((Widened.SLOTS, BLOCK, RANK), dtype),
             "k_rope": lib.swizzled((Widened.SLOTS, BLOCK, ROPE), dtype),
-            "raw_full": lib.barrier(max(KEYS // sizes.page, 1), 2 * units),  # copies -> each widen
+            "raw_full": lib.barrier(sizes.pages_of(KEYS), 2 * units),  # copies -> each widen
             "full": lib.barrier(2, Widened.SLOTS),  # widen -> scores
         }
 
@@ -127,12 +148,8 @@ class Widened:
 
     def stages(self, g) -> list:
         """Of block ``g`` of the stream: barriers, and behind each columns of the keys."""
-        s = _slot(g, self.SLOTS)
+        s = ring(g, self.SLOTS)
         return [(self.full.at[s], ((0, self.keys.at[s]), (RANK, self.k_rope.at[s])))]
-
-    def latent(self, g) -> list:
-        """The latent columns of block ``g`` in order, and where each part begins."""
-        return [(0, self.keys.at[_slot(g, self.SLOTS)])]
 
     def run(self, half: int, of: Pages, freed, *, simulate: bool) -> None:
         """What warpgroup ``half`` does: units ``half, half + 2, ...`` of the stream.
@@ -140,33 +157,21 @@ class Widened:
         These are keys ``32 half`` on of every block. Unit ``h`` lies in buffer ``h % units``;
         whoever took it there loads unit ``h + units``, always of the same half of a block.
         """
-        units, page = self._units(of.sizes), of.sizes.page
+        units = self._units(of.sizes)
         ahead, other = divmod(half + units, 2)
-        copies = max(KEYS // page, 1)
+        of = replace(of, keys=KEYS, part=other)
 
-        def columns(block):
-            if page > KEYS:
-                return [lax.div(block, jnp.int32(page // BLOCK))]
-            return [(2 * block + other) * copies + i for i in range(copies)]
-
-        def load(block, ids, u):
-            row, size = 0, KEYS // copies
-            if page > KEYS:
-                row = lax.rem(block, jnp.int32(page // BLOCK)) * BLOCK + other * KEYS
-            for i, page_id in enumerate(ids):
-                src, dst = of.page(page_id).at[pl.ds(row, size)], self.raw.at[u]
+        def load(cursor, u):
+            for src, to in of.rows(cursor):
                 full = self.raw_full.at[other * units + u]
-                plgpu.copy_gmem_to_smem(
-                    src, dst.at[pl.ds(i * size, size)], full, oob_mode=IN_BOUNDS
-                )
+                plgpu.copy_gmem_to_smem(src, self.raw.at[u, to], full, oob_mode=IN_BOUNDS)
 
         def issue(cursor, u):
             """Load the unit of ``cursor`` if there is one; whether there is, and the next one."""
-            p, _, block, _, *ids = cursor
-            pl.when(p < of.end)(lambda: load(block, ids, u))
-            return p < of.end, of.look_up(of.behind(*cursor[:4]), columns)
+            pl.when(of.there(cursor))(lambda: load(cursor, u))
+            return of.there(cursor), of.behind(cursor)
 
-        cursor = of.look_up(of.first(), columns)
+        cursor = of.first()
         found = []
         for k in range(ahead):
             there, cursor = issue(cursor, (2 * k + other) % units)
@@ -174,7 +179,7 @@ class Widened:
 
         def step(carry):
             g, found, cursor = carry
-            u, s = _slot(2 * g + half, units), _slot(g, self.SLOTS)
+            u, s = ring(2 * g + half, units), ring(g, self.SLOTS)
             plgpu.barrier_wait(self.raw_full.at[half * units + u])
             taken = widen.take(self.raw.at[u], simulate=simulate)
             plgpu.commit_smem()
@@ -188,7 +193,7 @@ class Widened:
         start = jnp.int32(0), tuple(found), cursor
         g, *_ = lax.while_loop(lambda carry: carry[1][0], step, start)
         for k in range(self.SLOTS, 0, -1):
-            pl.when(g >= k)(lambda k=k: plgpu.barrier_wait(freed.at[_slot(g - k, self.SLOTS)]))
+            pl.when(g >= k)(lambda k=k: plgpu.barrier_wait(freed.at[ring(g - k, self.SLOTS)]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,48 +227,27 @@ class Copied:
         return 1 if sizes.live > 8 else 2
 
     def _late(self, g):
-        return _slot(g, self.SLOTS - 1)
+        return ring(g, self.SLOTS - 1)
 
     def stages(self, g) -> list:
         """Of block ``g`` of the stream: barriers, and behind each columns of the keys."""
-        s, t = _slot(g, self.SLOTS), self._late(g)
+        s, t = ring(g, self.SLOTS), self._late(g)
         return [
             (self.head_full.at[s], ((0, self.head.at[s]),)),
-            (
-                self.tail_full.at[t],
-                ((HEAD, self.tail.at[t]), (RANK, self.k_rope.at[t])),
-            ),
+            (self.tail_full.at[t], ((HEAD, self.tail.at[t]), (RANK, self.k_rope.at[t]))),
         ]
-
-    def latent(self, g) -> list:
-        """The latent columns of block ``g`` in order, and where each part begins."""
-        return [(0, self.head.at[_slot(g, self.SLOTS)]), (HEAD, self.tail.at[self._late(g)])]
 
     def run(self, which: int, of: Pages, freed, *, simulate: bool) -> None:
         """Load block after block, as slots are freed."""
         del which, simulate
-        copies, parts = of.sizes.copies, of.sizes.page // BLOCK
-        size = BLOCK // copies
         head, tail, rope = pl.ds(0, HEAD), pl.ds(HEAD, RANK - HEAD), pl.ds(RANK, ROPE)
 
-        def columns(block):
-            if copies > 1:
-                return [block * copies + i for i in range(copies)]
-            return [lax.div(block, jnp.int32(parts))]
-
-        def sources(cursor, which):
-            _, _, block, _, *ids = cursor
-            row = 0
-            if parts > 1:
-                row = pl.multiple_of(lax.rem(block, jnp.int32(parts)) * BLOCK, BLOCK)
-            return [of.page(i).at[pl.ds(row, size), which] for i in ids]
-
-        def load(cursor, which, buffer, full):
-            for i, src in enumerate(sources(cursor, which)):
-                plgpu.copy_gmem_to_smem(src, buffer.at[pl.ds(i * size, size)], full)
+        def load(cursor, columns, buffer, full):
+            for src, to in of.rows(cursor):
+                plgpu.copy_gmem_to_smem(src.at[:, columns], buffer.at[to], full)
 
         def load_head(cursor, g):
-            s = _slot(g, self.SLOTS)
+            s = ring(g, self.SLOTS)
             load(cursor, head, self.head.at[s], self.head_full.at[s])
 
         def load_tail(cursor, g):
@@ -272,40 +256,34 @@ class Copied:
             load(cursor, rope, self.k_rope.at[t], self.tail_full.at[t])
 
         def fetch_tail(cursor):
-            for which in (tail, rope):
-                for src in sources(cursor, which):
-                    plgpu.async_prefetch(src)
-
-        def following(cursor):
-            return of.look_up(of.behind(*cursor[:4]), columns)
-
-        def there(cursor):
-            return cursor[0] < of.end
+            for columns in (tail, rope):
+                for src, _ in of.rows(cursor):
+                    plgpu.async_prefetch(src.at[:, columns])
 
         def begin(cursor, g):
             """Load what of block ``g`` fits before anything is freed."""
             load_head(cursor, g)
             fetch_tail(cursor) if g == self.SLOTS - 1 else load_tail(cursor, g)
 
-        cursors = [of.look_up(of.first(), columns)]
+        cursors = [of.first()]
         for _ in range(self.SLOTS):  # the table is read before anything waits for it
-            cursors.append(following(cursors[-1]))
+            cursors.append(of.behind(cursors[-1]))
         for g, cursor in enumerate(cursors[:-1]):
-            pl.when(there(cursor))(functools.partial(begin, cursor, g))
+            pl.when(of.there(cursor))(functools.partial(begin, cursor, g))
 
         def step(carry):
             g, alive, late, cursor = carry  # due: the tail of ``late``, the head of ``cursor``
-            plgpu.barrier_wait(freed.at[_slot(g, self.SLOTS)])
-            pl.when(there(late))(lambda: load_tail(late, g + self.SLOTS - 1))
+            plgpu.barrier_wait(freed.at[ring(g, self.SLOTS)])
+            pl.when(of.there(late))(lambda: load_tail(late, g + self.SLOTS - 1))
 
-            @pl.when(there(cursor))
+            @pl.when(of.there(cursor))
             def _():
                 load_head(cursor, g + self.SLOTS)
                 fetch_tail(cursor)
 
-            return g + 1, (*alive[1:], there(cursor)), cursor, following(cursor)
+            return g + 1, (*alive[1:], of.there(cursor)), cursor, of.behind(cursor)
 
-        alive = tuple(map(there, cursors[:-1]))
+        alive = tuple(map(of.there, cursors[:-1]))
         start = jnp.int32(0), alive, *cursors[-2:]
         lax.while_loop(lambda carry: carry[1][0], step, start)
 

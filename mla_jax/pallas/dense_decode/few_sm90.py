@@ -32,7 +32,7 @@ from mla_jax.pallas import mosaic_lib as lib
 from mla_jax.pallas.dense_decode import widen_sm90 as widen
 from mla_jax.pallas.dense_decode import work_plan as wp
 from mla_jax.pallas.dense_decode.combine_sm90 import CHAINS
-from mla_jax.pallas.dense_decode.few_feed_sm90 import Pages, feed_of
+from mla_jax.pallas.dense_decode.few_feed_sm90 import Pages, feed_of, ring
 from mla_jax.pallas.dense_decode.sizes_sm90 import BLOCK, RANK, ROPE, ROWS, Sizes
 from mla_jax.pallas.mosaic_lib import LAG, LOWEST, WGMMA
 
@@ -129,7 +129,7 @@ def _body(
     begin, end = tasks_g[worker, wp.BEGIN], tasks_g[worker, wp.STOP]
     keys = feed_of(quantised)(**of_keys)
     rows, buffers = sizes.live, keys.buffers(sizes)
-    divided = rows > 16 and keys.WARPGROUPS > 1
+    divided = rows > 16  # over e4m3 only
 
     def blocks_of(p):
         return work_g[p, wp.END] - work_g[p, wp.FIRST]
@@ -147,10 +147,15 @@ def _body(
         return lax.broadcast_in_dim(x, (size, rows), [1])
 
     def turn(g):
-        return lax.rem(g, jnp.int32(TURNS))
+        return ring(g, TURNS)
 
     def slot(g):
-        return lax.rem(g, jnp.int32(keys.SLOTS))
+        return ring(g, keys.SLOTS)
+
+    def latent(g):
+        """The latent columns of block ``g`` in order, and where each part begins."""
+        parts = (part for _, found in keys.stages(g) for part in found)
+        return [(column, ref) for column, ref in parts if column < RANK]
 
     def scores():
         unit = scales_g[0] if quantised else 1.0
@@ -163,7 +168,7 @@ def _body(
             plgpu.copy_gmem_to_smem(ql_g.at[these], q.at[i, to], q_full.at[i])
             plgpu.copy_gmem_to_smem(qr_g.at[these], q_rope.at[i, to], q_full.at[i])
 
-        def fetch_queries(_, row):
+        def fetch_queries(row):
             these = pl.ds(row, size)
             for first in range(0, RANK, WIDEST):
                 plgpu.async_prefetch(ql_g.at[these, pl.ds(first, WIDEST)])
@@ -186,8 +191,11 @@ def _body(
             unmasked = work_g[p, wp.LENGTH] - work_g[p, wp.QUERIES] + 1
             i = lax.rem(p - begin, jnp.int32(buffers))
             plgpu.barrier_wait(q_full.at[i])
-            soon = load_queries if buffers > 1 else fetch_queries
-            pl.when(p + 1 < end)(lambda: soon(p + 1, row_of(p + 1)))
+
+            @pl.when(p + 1 < end)
+            def _():
+                row = row_of(p + 1)
+                load_queries(p + 1, row) if buffers > 1 else fetch_queries(row)
 
             def step(j, carry):
                 top, total = carry
@@ -284,18 +292,18 @@ def _body(
 
                 @pl.when(valid < BLOCK)
                 def _():
-                    for _, ref in keys.latent(g):
+                    for _, ref in latent(g):
                         lib.clear_rows(ref, valid)
 
                 def products(accs):
-                    for acc, (_, ref) in zip(accs, keys.latent(g), strict=True):
+                    for acc, (_, ref) in zip(accs, latent(g), strict=True):
                         lib.matmul(acc, ref.T, weights.at[s].T, simulate=simulate)
 
                 o = lib.accumulate(o, products, simulate=simulate)
                 pl.when(j < n - 1)(lambda: plgpu.barrier_arrive(freed.at[slot(g)]))
                 return o
 
-            last = keys.latent(g0 + n - 1)
+            last = latent(g0 + n - 1)
             o = [lib.tile(0.0, (ref.shape[1], rows), F32) for _, ref in last]
             o = lax.fori_loop(0, n, step, o)
             i = lax.rem(p - begin, jnp.int32(2))

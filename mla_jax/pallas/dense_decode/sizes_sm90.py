@@ -44,4 +44,8 @@ class Sizes:
     @property
     def copies(self) -> int:
         """Pages that one block touches."""
-        return max(BLOCK // self.page, 1)
+        return self.pages_of(BLOCK)
+
+    def pages_of(self, keys: int) -> int:
+        """Pages that so many keys touch, from a multiple of their number on."""
+        return max(keys // self.page, 1)
