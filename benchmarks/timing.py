@@ -4,7 +4,9 @@ Isolated calls are traced: the *sum* of their kernels' device times, and the *sp
 start of the first kernel to the end of the last, in which gaps count and overlaps do not count
 twice. *Back to back* is the slope of wall time over the number of calls: launches, gaps and
 sinking clocks count. Its longer runs take 10 ms more than the shorter ones, because the start of a
-run is as uncertain as 0.1 ms.
+run is as uncertain as 0.1 ms. Clocks follow the power drawn in the last tenths of a second: at the
+limit of power each side, timed right behind the other, would have the other's clocks. So each
+calls itself for 0.2 s before it is timed.
 """
 
 import json
@@ -24,7 +26,8 @@ ROUNDS = 2
 CALLS = 12  # of one traced stretch
 FEW, LEAST = 2, 2  # chains of a short run; how many more a long one has at least
 STRETCH = 1e4  # microseconds that a long run takes more
-RUNS, TRIES = 7, 3
+SETTLE = 2e5  # microseconds of its own calls before a side is timed
+TURNS, RUNS, TRIES = 2, 4, 3  # turns of each side, timed pairs of a turn, repetitions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +63,11 @@ def back_to_back_us(
     for _ in range(TRIES):
         rest = {k: run for k, run in runs.items() if not found.get(k, -1.0) >= least_us}
         seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in rest}
-        for _ in range(RUNS):
+        for _ in range(TURNS):
             for name, run in rest.items():
-                seconds[name].append((_seconds(run, FEW), _seconds(run, FEW + more[name])))
+                run(math.ceil(more[name] * SETTLE / STRETCH))
+                for _ in range(RUNS):
+                    seconds[name].append((_seconds(run, FEW), _seconds(run, FEW + more[name])))
         for name, pairs in seconds.items():
             few, many = map(statistics.median, zip(*pairs, strict=True))
             found[name] = 1e6 * (many - few) / more[name] / calls[name]

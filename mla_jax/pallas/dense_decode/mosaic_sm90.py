@@ -15,9 +15,13 @@ the next piece is on its way while the present one ends::
   slot   0   1   2   0   1   2   0   1        Q of piece p, its blocks, Q of p + 1, ...
          Q   k0  k1  k2  k3  Q'  k0' k1'
 
-  scores      wait full -> QK(i+1) -> softmax -> P ----.          right, left
-                |             `-- go(i) -> PV(i) -> consumed -> reload slot
+  scores      wait full -> QK(i+1) -> softmax -> P ----.
+                |             `-- go(i) -> left:  PV(i) -> consumed -> reload slot
+                |                            `-- issued(i) -> right: the same
                 `-- P_ready(i), behind the first products of QK(i+1)
+
+Scores read the left half of a slot first, so its products are queued first too: it is free, and
+loaded again, half of a ``PV`` sooner than the right one.
 
 Bytes of an e4m3 cache come into the slot that their keys will have, two elements ahead; the
 halves convert them while their products run (``widen_sm90``), and the scale goes into factors.
@@ -87,7 +91,8 @@ def scratch(dtype, copies: int, simulate: bool, quantised: bool = False) -> dict
         "tail_full": lib.barrier(2),  # copy engine -> scores
         "q_taken": lib.barrier(count=SLOTS),  # scores -> left, right: the slot of Q is free
         "p_ready": lib.barrier(count=SLOTS),  # scores -> left, right: P and its factor
-        "go": lib.barrier(count=SLOTS),  # scores -> left, right: QK of the next block is done
+        "go": lib.barrier(count=SLOTS),  # scores -> left, or both: QK of the next block is done
+        "left_issued": lib.barrier(count=SLOTS),  # left -> right: products of PV are queued
         "left_done": lib.barrier(count=SLOTS),  # left -> right: P was read
         "inverse_ready": lib.barrier(count=2),  # scores -> left, right: 1 / sum of a piece
     }
@@ -167,12 +172,13 @@ def _body(
     *, sizes, scale, defer, prefetch, early_launch, simulate, quantised,
     left, right, k_rope, q_tail, stats,
     left_full, right_full, rope_full, tail_full,
-    q_taken, p_ready, go, left_done, inverse_ready,
+    q_taken, p_ready, go, left_issued, left_done, inverse_ready,
     left_raw=None, right_raw=None, left_bytes=None, right_bytes=None, q_spill=None,
 ):  # fmt: skip
     wg, worker, tile = (lax.axis_index(n) for n in ("wg", "worker", "tile"))
     begin, end = tasks_g[worker, wp.BEGIN], tasks_g[worker, wp.STOP]
     live = sizes.live
+    in_turn = defer and not quantised  # e4m3: right's bytes would be widened later
     shared = quantised and not simulate  # keys and their bytes
     (k_left, *in_left), (k_right, *in_right) = (x if shared else (x,) for x in (left, right))
     page, copies, num_pages, width = sizes.page, sizes.copies, pages_g.shape[0], table_g.shape[1]
@@ -533,10 +539,12 @@ def _body(
                 valid = length - (first + j) * BLOCK
                 pl.when(valid < BLOCK)(lambda: lib.clear_rows(keys.at[s], valid))
                 if defer:
-                    plgpu.barrier_wait(go.at[s])
+                    plgpu.barrier_wait(left_issued.at[s] if in_turn and right else go.at[s])
 
                 def products(acc):
                     lib.matmul(acc, k_rope.at[r], keys.at[s], simulate=simulate)
+                    if in_turn and not right:
+                        plgpu.barrier_arrive(left_issued.at[s])
                     if prefetch:
                         fetch(following, columns, min(int(right), sizes.tiles - 1))
                     convert(*soon, g + 2)
