@@ -18,6 +18,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
+from mla_jax import ops
 from mla_jax.cache import LatentCache
 from mla_jax.config import ModelConfig
 from mla_jax.errors import EngineError
@@ -113,6 +114,9 @@ class Engine:
         length = config.max_positions if max_model_len is None else max_model_len
         if length > config.max_positions:
             raise EngineError("max_model_len", length, f"at most {config.max_positions} positions")
+        names = ops.REGISTRY.names
+        if backend is not None and backend not in names:
+            raise EngineError("backend", backend, f"{' or '.join(names)}, or None: the best")
         self.config = config
         self.want_logits = want_logits
         self.pool = PagePool(num_pages)

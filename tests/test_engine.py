@@ -267,6 +267,14 @@ def test_a_length_beyond_the_model_is_refused(make):
         make(max_model_len=129)
 
 
+def test_an_unknown_backend_is_refused_before_anything_is_loaded():
+    def load():
+        raise AssertionError("loaded")
+
+    with pytest.raises(EngineError, match=r"backend: given xal; allowed: mosaic or xla, or None"):
+        Engine(load, CONFIG, num_pages=4, backend="xal")
+
+
 @pytest.mark.parametrize(
     "setting",
     [

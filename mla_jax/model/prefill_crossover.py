@@ -13,12 +13,9 @@ The rates are measured per kind of GPU (``python -m benchmarks.crossover``) and 
 without a record keeps to the expanded path.
 """
 
-import functools
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import resources
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -30,7 +27,7 @@ from mla_jax.errors import UnsupportedError
 from mla_jax.pallas.dense_prefill.schedule import ROWS
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.registry import Problem
-from mla_jax.pallas.tuning import folder_name
+from mla_jax.pallas.tuning import packaged
 from mla_jax.types import cdiv
 
 __all__ = ["PathRate", "PrefillCrossover", "absorbed_flops", "expanded_flops", "tiled_flops"]
@@ -104,7 +101,7 @@ class PrefillCrossover:
 
         Records hold for the widths of DeepSeek V2 to R1 only.
         """
-        record = _read(folder_name(device.kind))
+        record = packaged("prefill_crossover", device.kind)
         if record is None or (dims.rank, dims.nope, dims.rope, dims.v) != (512, 128, 64, 128):
             return None
         rates = min(record["rates"], key=lambda r: abs(math.log(r["heads"] / dims.heads)))
@@ -197,9 +194,3 @@ class PrefillCrossover:
                 f"rates: {self.measured}",
             ]
         )
-
-
-@functools.cache
-def _read(folder: str) -> dict | None:
-    path = resources.files("mla_jax.pallas").joinpath("tuned", folder, "prefill_crossover.json")
-    return json.loads(path.read_text()) if path.is_file() else None

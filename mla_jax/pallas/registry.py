@@ -147,6 +147,11 @@ class Registry:
         names = [(b.op, b.name) for b in self.backends]
         assert len(set(names)) == len(names), f"a backend is registered twice: {names}"
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name that a caller may ask for, of whichever operation."""
+        return tuple(dict.fromkeys(b.name for b in self.backends))
+
     def of(self, op: str) -> tuple[Backend, ...]:
         """Backends of an operation in order of preference."""
         return tuple(b for b in self.backends if b.op == op)

@@ -15,7 +15,7 @@ from typing import Any
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.registry import Problem
 
-__all__ = ["Record", "Table", "folder_name", "lookup", "read"]
+__all__ = ["Record", "Table", "folder_name", "lookup", "packaged", "read"]
 
 REACH = 2.0
 """How far a near feature may be away, as a factor."""
@@ -72,12 +72,17 @@ def folder_name(kind: str) -> str:
 
 
 @functools.cache
+def packaged(name: str, kind: str) -> dict[str, Any] | None:
+    """What was measured on a kind of device, ``NVIDIA H200``; None if nothing was."""
+    path = resources.files("mla_jax.pallas").joinpath("tuned", folder_name(kind), f"{name}.json")
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+@functools.cache
 def read(op: str, kind: str) -> Table | None:
     """The packaged table of an operation on a kind of device; None if there is none."""
-    path = resources.files("mla_jax.pallas").joinpath("tuned", folder_name(kind), f"{op}.json")
-    if not path.is_file():
+    if (data := packaged(op, kind)) is None:
         return None
-    data = json.loads(path.read_text())
     return Table(
         measured=data["measured"],
         exact=tuple(data["exact"]),
