@@ -34,7 +34,7 @@ HONEST = 0.93  # of the floor: a slope below was disturbed and is measured again
 LAUNCHES = 200
 METHOD = (
     "us: summed kernel time of an isolated call (kineto), span_us: start of its first kernel to "
-    "end of its last, slope_us: slope of wall time over 10 ms of calls behind 0.2 s of the "
+    "end of its last, slope_us: slope of wall time over 10 ms of calls behind 0.5 s of the "
     "same (ours 20 in one jit, the peer as graph replays), in all three the plan is given to "
     "both sides; step_us: such a slope with the plan made by every call of both sides; medians, "
     "both sides in turn, in one process, on the same arrays; a slope below 93 % of the floor is "

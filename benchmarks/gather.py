@@ -24,7 +24,7 @@ __all__ = ["CASES", "METHOD", "Case", "run"]
 
 METHOD = (
     "us: summed kernel time of an isolated call (kineto), span_us: start of its first kernel to "
-    "end of its last, slope_us: slope of wall time over 10 ms of calls behind 0.2 s of the "
+    "end of its last, slope_us: slope of wall time over 10 ms of calls behind 0.5 s of the "
     "same (ours in one jit, torch as graph replays); medians, all sides in turn, in one process, "
     "on the same data, of which "
     "there are several sets that all calls take in turn, so that none is found in the L2 cache "

@@ -94,7 +94,7 @@ CASES = (
 METHOD = (
     "schedule given; us: summed kernel time of an isolated call (kineto), span_us: start of its "
     "first kernel to end of its last, slope_us: slope of wall time over 10 ms of calls or more "
-    "behind 0.2 s of the same (ours 8 in one jit, the peer as graph replays); medians, both sides "
+    "behind 0.5 s of the same (ours 8 in one jit, the peer as graph replays); medians, both sides "
     "in turn, in one process, on the same arrays; random-normal data; peer: its kernels alone, "
     "keys and values ready; concat: the concatenation of its keys counted; tflops and "
     "floor_percent are of span_us"

@@ -6,7 +6,7 @@ twice. *Back to back* is the slope of wall time over the number of calls: launch
 sinking clocks count. Its longer runs take 10 ms more than the shorter ones, because the start of a
 run is as uncertain as 0.1 ms. Clocks follow the power drawn in the last tenths of a second: at the
 limit of power each side, timed right behind the other, would have the other's clocks. So each
-calls itself for 0.2 s before it is timed.
+calls itself for half a second before it is timed.
 """
 
 import json
@@ -26,7 +26,7 @@ ROUNDS = 2
 CALLS = 12  # of one traced stretch
 FEW, LEAST = 2, 2  # chains of a short run; how many more a long one has at least
 STRETCH = 1e4  # microseconds that a long run takes more
-SETTLE = 2e5  # microseconds of its own calls before a side is timed
+SETTLE = 5e5  # microseconds of its own calls before a side is timed
 TURNS, RUNS, TRIES = 2, 4, 3  # turns of each side, timed pairs of a turn, repetitions
 
 
@@ -59,13 +59,14 @@ def back_to_back_us(
     is measured again, a few times at most.
     """
     found: dict[str, float] = {}
-    more = {name: _more(run) for name, run in runs.items()}
+    each = {name: _each_us(run) for name, run in runs.items()}
+    more = {name: max(LEAST, math.ceil(STRETCH / us)) for name, us in each.items()}
     for _ in range(TRIES):
         rest = {k: run for k, run in runs.items() if not found.get(k, -1.0) >= least_us}
         seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in rest}
         for _ in range(TURNS):
             for name, run in rest.items():
-                run(math.ceil(more[name] * SETTLE / STRETCH))
+                run(math.ceil(SETTLE / each[name]))
                 for _ in range(RUNS):
                     seconds[name].append((_seconds(run, FEW), _seconds(run, FEW + more[name])))
         for name, pairs in seconds.items():
@@ -74,11 +75,10 @@ def back_to_back_us(
     return found
 
 
-def _more(run: Callable[[int], None]) -> int:
-    """Chains that a long run has more than a short one."""
+def _each_us(run: Callable[[int], None]) -> float:
+    """Microseconds that one more chain takes, roughly: not less than ten."""
     run(FEW)
-    each = (_seconds(run, FEW + LEAST) - _seconds(run, FEW)) / LEAST
-    return max(LEAST, math.ceil(STRETCH / 1e6 / max(each, 1e-5)))
+    return max((_seconds(run, FEW + LEAST) - _seconds(run, FEW)) / LEAST * 1e6, 10.0)
 
 
 def _seconds(run: Callable[[int], None], n: int) -> float:
