@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mla_jax.errors import MetadataError
 from mla_jax.metadata.buckets import CommonBucket
 from mla_jax.metadata.context_parallel import WHOLE, ContextShard, dcp_local_seq_lens
 from mla_jax.types import PAD_SLOT, Array, Bool, Int
@@ -199,10 +200,21 @@ class CommonAttentionHost:
     def padded_arrays(
         self, bucket: CommonBucket
     ) -> tuple[Int[np.ndarray, "starts"], Int[np.ndarray, "requests"], np.int32]:
-        """What ``build_common`` takes besides the block table: starts, lengths, real requests."""
+        """What ``build_common`` takes besides the block table: starts, lengths, real requests.
+
+        Raises:
+            MetadataError: the host has upper bounds of the lengths only, which no kernel may take.
+        """
+        if self.seq_lens_cpu is None:
+            raise MetadataError(
+                "seq_lens_cpu",
+                None,
+                "exact lengths",
+                "Give build_common those that the device has.",
+            )
         bucket.check_holds(requests=self.num_reqs, tokens=self.num_actual_tokens, pages=0)
         starts = _pad(self.query_start_loc_cpu, bucket.requests + 1, "edge")
-        return starts, _pad(self.seq_lens_cpu_upper_bound, bucket.requests), np.int32(self.num_reqs)
+        return starts, _pad(self.seq_lens_cpu, bucket.requests), np.int32(self.num_reqs)
 
     def pad_to(self, bucket: CommonBucket) -> "CommonAttentionHost":
         """Padded requests have length 0; the counts stay those of the real ones."""

@@ -17,12 +17,13 @@ __all__ = [
 
 @runtime_checkable
 class AttentionImpl(Protocol):
-    """What a layer's attention says of itself."""
+    """What a layer's attention says of itself.
 
-    sliding_window: tuple[int, int] | None  # keys to the left and right of a query
-    logits_soft_cap: float | None
+    It may also have ``sliding_window`` (keys to the left and right of a query, or None),
+    ``logits_soft_cap`` and ``has_sinks``: what it lacks, its layer has not.
+    """
+
     scale: float
-    has_sinks: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,7 @@ class PerLayerParameters:
     window_left: int  # -1 = no sliding window
     logits_soft_cap: float | None  # None = no cap
     sm_scale: float
-    has_sinks: bool
+    has_sinks: bool = False
 
 
 _PLANNED = ("window_left", "logits_soft_cap", "sm_scale")
@@ -74,10 +75,10 @@ def get_per_layer_parameters(
             )
     return {
         name: PerLayerParameters(
-            window_left=-1 if impl.sliding_window is None else impl.sliding_window[0],
-            logits_soft_cap=impl.logits_soft_cap,
+            window_left=(getattr(impl, "sliding_window", None) or (-1,))[0],
+            logits_soft_cap=getattr(impl, "logits_soft_cap", None),
             sm_scale=impl.scale,
-            has_sinks=impl.has_sinks,
+            has_sinks=getattr(impl, "has_sinks", False),
         )
         for name, impl in layers.items()
     }

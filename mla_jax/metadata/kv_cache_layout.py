@@ -41,9 +41,13 @@ def set_kv_cache_layout(layout: str) -> None:
 
 
 def get_kv_cache_layout(required: str | None = None) -> KVCacheLayout:
-    """The layout set, else the one a connector requires, else ``NHD``; the first answer stays."""
+    """The layout set, else the one a connector requires, else ``NHD``; the first answer stays.
+
+    No environment variable is read (vLLM: ``VLLM_KV_CACHE_LAYOUT``): who has one sets it.
+    """
+    needed = _checked(required or "NHD")
     if _choice.frozen is None:
-        _choice.frozen = _choice.wanted or _checked(required or "NHD")
+        _choice.frozen = _choice.wanted or needed
     return _choice.frozen
 
 

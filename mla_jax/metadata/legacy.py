@@ -103,7 +103,7 @@ class MLACommonMetadata:
         if num_seqs < num_queries:
             raise MetadataError("num_seqs", num_seqs, f"at least num_queries = {num_queries}")
         step = self._decodes_only(num_seqs) if turn_prefills_into_decodes else self
-        step._check_decodes(num_seqs, stale=not turn_prefills_into_decodes)
+        step._check_decodes(num_seqs, num_queries, stale=not turn_prefills_into_decodes)
         assert step.seq_lens is not None, "checked above"
         grown = tuple(n + (i < num_queries) for i, n in enumerate(step.seq_lens))
         lens = np.array(grown, np.int32)
@@ -129,9 +129,9 @@ class MLACommonMetadata:
             context_chunks=None,
         )
 
-    def _check_decodes(self, num_seqs: int, *, stale: bool) -> None:
+    def _check_decodes(self, num_seqs: int, num_queries: int, *, stale: bool) -> None:
         """Refuse what cannot be advanced, naming the first field that stands in the way."""
-        lens = self.seq_lens or ()
+        lens, contexts = self.seq_lens or (), self.context_lens_tensor
         wanted = {
             "num_prefills": (self.num_prefills, 0),
             "num_prefill_tokens": (self.num_prefill_tokens, 0),
@@ -141,6 +141,10 @@ class MLACommonMetadata:
             "number of seq_lens": (len(lens), num_seqs),
             "number of slots": (len(self.slot_mapping), num_seqs),
             "number of block_tables": (len(self.block_tables), num_seqs),
+            "number of seq_lens_tensor": (len(self.seq_lens_tensor), num_seqs),
+            "number of seq_start_loc": (len(self.seq_start_loc), num_seqs + 1),
+            "number of query_start_loc": (len(self.query_start_loc), num_queries + 1),
+            "number of context_lens": (-1 if contexts is None else len(contexts), num_queries),
         }
         if stale:
             wanted["max_decode_seq_len"] = (self.max_decode_seq_len, max(lens, default=0))
@@ -183,7 +187,10 @@ def to_decodes_first(
 ) -> tuple[CommonAttentionHost, Int[np.ndarray, "requests pages"], BatchOrder]:
     """``(host facts, page table, order)`` of the same step with decodes first, graph slots gone.
 
-    ``order.inverse()`` brings results of the step back to the order of ``meta``.
+    ``order.inverse()`` brings results of the step back to the order of ``meta``. The table is that
+    of ``meta``: rows of prompts that see only themselves are empty, and with blocks of a sliding
+    window a row has the last pages only. Slots do not follow from such a row; they are
+    ``order.per_token`` of ``meta.slot_mapping``.
     """
     order = decodes_first(meta.query_start_loc, meta.num_prefills)
     real = len(order.requests)

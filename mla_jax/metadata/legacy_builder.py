@@ -149,12 +149,12 @@ class LegacyBuilder:
             context_len=seq.context_len,
             sliding_window=self.sliding_window,
             block_size=self.block_size,
-            block_table=None if tables is None else tables[seq.seq_id],
+            block_table=None if tables is None or _unknown(tables) else tables[seq.seq_id],
         )
 
     def _row(self, group: SequenceGroup, seq: SequenceStep, any_hit: bool) -> Sequence[int]:
         """The pages attention may read: none for a prompt that only sees its own tokens."""
-        if group.block_tables is None:
+        if group.block_tables is None or _unknown(group.block_tables):
             return ()
         pages = group.block_tables[seq.seq_id]
         if any_hit:
@@ -174,6 +174,11 @@ class LegacyBuilder:
         for out, row in zip(table, rows, strict=False):
             out[: len(row)] = row[:width]
         return table
+
+
+def _unknown(block_tables: Mapping[int, Sequence[int] | None]) -> bool:
+    """Whether no sequence has a table: a profile run, as without a mapping."""
+    return all(table is None for table in block_tables.values())
 
 
 def _starts(lens: Sequence[int]) -> Int[np.ndarray, "starts"]:

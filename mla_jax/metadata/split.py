@@ -65,7 +65,7 @@ def split_decodes_and_prefills(
     short = treat_short_extends_as_decodes
     first = host.leading_up_to(decode_threshold)
     alike = decode_threshold == 1 and (host.max_query_len <= 1 or starts[1] > 0)
-    if 0 < first and (debug or not short or (require_uniform and not alike)):
+    if debug or (0 < first and (not short or (require_uniform and not alike))):
         lens = host.query_lens_cpu[:requests]
         prefill = lens > decode_threshold
         if require_uniform:
@@ -74,7 +74,8 @@ def split_decodes_and_prefills(
             prefill = prefill | _is_prefilling(host)
         if debug and not require_uniform:
             _check_order(lens, prefill)
-        first = int(prefill.argmax()) if prefill.any() else requests
+        if first > 0:
+            first = int(prefill.argmax()) if prefill.any() else requests
     if first == requests:
         return DecodePrefillSplit(requests, 0, tokens, 0)
     before = int(starts[first])
@@ -114,7 +115,7 @@ def split_decodes_prefills_and_extends(
     decodes, rest, decode_tokens, rest_tokens = split_decodes_and_prefills(host, decode_threshold)
     starts = host.query_start_loc_cpu
     lens = np.diff(starts[: host.num_reqs + 1])[decodes:]
-    pure = seq_lens[decodes : host.num_reqs] == lens
+    pure = (seq_lens[decodes : host.num_reqs] == lens) & (lens > decode_threshold)
     extends = int(np.argmax(pure)) if pure.any() else rest
     extend_tokens = int(starts[decodes + extends]) - decode_tokens
     if extends == rest:

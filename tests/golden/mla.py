@@ -198,7 +198,7 @@ def slots(case: Case) -> str | None:
         shard = ContextShard(
             ranks=given["cp_world_size"], rank=given["cp_rank"], interleave=given["cp_interleave"]
         )
-        r, t = _rung(len(starts)), _rung(tokens)
+        r, t = max(_rung(len(starts)), len(table) + 1), _rung(tokens)
         request, real = _token_to_request(_padded(starts, r, mode="edge"), tokens=t)
         got = _slot_mapping(
             _padded(table, r - 1, _rung(table.shape[1])),
@@ -233,10 +233,7 @@ def _layers(layers: list[dict]) -> dict:
     classes = {"A": _A, "B": _B, "C": _C}
     return {
         layer["name"]: classes[layer["impl_class"]](
-            sliding_window=layer["sliding_window"],
-            logits_soft_cap=layer["logits_soft_cap"],
-            scale=layer["scale"],
-            has_sinks=layer["has_sinks"],
+            **{k: v for k, v in layer.items() if k not in ("name", "impl_class")}
         )
         for layer in layers
     }
@@ -507,7 +504,7 @@ def _device_slots(case: Case, meta: MLACommonMetadata) -> str | None:
     """Slots of the converted step, back in the old order, where the table holds the pages.
 
     The old table lacks the pages of prompts that see only themselves, and the old slots lack
-    positions outside a window; a captured table may be cut.
+    positions outside a window, or the pages before its blocks; a captured table may be cut.
     """
     page = case["in"]["block_size"]
     host, table, order = to_decodes_first(meta)
@@ -521,6 +518,9 @@ def _device_slots(case: Case, meta: MLACommonMetadata) -> str | None:
     want = np.asarray(case["out"]["slot_mapping"])[:real]
     held = positions < table.shape[1] * page
     held &= table.any(axis=1)[request] if table.size else False
+    seqs = [s for group in case["in"]["groups"] for s in group["seqs"]]
+    cut = np.array([s["curr_sliding_window_block"] > 0 for s in seqs])
+    held &= ~order.per_request(cut)[request]
     held &= want >= 0
     return compare(want[held], got[held], where="converted.slot_mapping")
 

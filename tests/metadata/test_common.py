@@ -253,6 +253,9 @@ def test_padded_arrays_are_those_of_the_padded_host():
     assert requests == 2 and requests.dtype == np.int32
     with pytest.raises(MetadataError, match="requests of a batch"):
         host.padded_arrays(CommonBucket(requests=1, tokens=8, pages=2))
+    bounds = CommonAttentionHost.of(np.array([1], np.int32), np.array([9], np.int32), exact=False)
+    with pytest.raises(MetadataError, match="seq_lens_cpu: given None; allowed: exact lengths"):
+        bounds.padded_arrays(bucket)
 
 
 @pytest.mark.parametrize("few", [0, 2**24])

@@ -6,6 +6,7 @@ import pytest
 
 from mla_jax.errors import MetadataError
 from mla_jax.metadata.hyperparameters import (
+    PerLayerParameters,
     get_per_layer_parameters,
     infer_global_hyperparameters,
 )
@@ -44,6 +45,12 @@ def test_disagreement_names_layers_and_values():  # edge 34
     assert not found.has_same_all_params
 
 
+def test_what_an_implementation_lacks_its_layer_has_not():
+    found = get_per_layer_parameters({"a": SimpleNamespace(scale=0.5)}, SimpleNamespace)
+    assert found == {"a": PerLayerParameters(window_left=-1, logits_soft_cap=None, sm_scale=0.5)}
+    assert not found["a"].has_sinks
+
+
 def test_sinks_are_reported_but_not_refused():
     found = infer_global_hyperparameters(parameters(a=layer(), b=layer(sinks=True)))
     assert found.has_same_window_lefts
@@ -74,6 +81,13 @@ def test_the_first_answer_stays():  # edge 35
     reset_kv_cache_layout()
     set_kv_cache_layout("HND")
     assert get_kv_cache_layout(required="NHD") == "HND"
+
+
+@pytest.mark.usefixtures("_fresh_layout")
+def test_an_unknown_requirement_is_refused_beside_a_setting():
+    set_kv_cache_layout("HND")
+    with pytest.raises(MetadataError, match="KV cache layout"):
+        get_kv_cache_layout("XXX")
 
 
 @pytest.mark.usefixtures("_fresh_layout")

@@ -164,6 +164,27 @@ def test_prefills_cannot_advance(change, message):
         dataclasses.replace(mixed(), **change).advance(num_seqs=3, num_queries=3)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"seq_lens_tensor": np.array([7, 5], np.int32)},
+            "seq_lens_tensor: given 2; .* 3",
+        ),
+        (
+            {"query_start_loc": np.arange(5, dtype=np.int32)},
+            "query_start_loc: given 5; .* 4",
+        ),
+        ({"seq_start_loc": np.arange(3, dtype=np.int32)}, "seq_start_loc: given 3; .* 4"),
+        ({"context_lens_tensor": np.arange(2, dtype=np.int32)}, "number of context_lens: given 2"),
+    ],
+)
+def test_arrays_of_another_step_cannot_advance(change, message):
+    step = mixed().advance(num_seqs=3, num_queries=3, turn_prefills_into_decodes=True)
+    with pytest.raises(MetadataError, match=message):
+        dataclasses.replace(step, **change).advance(num_seqs=3, num_queries=3)
+
+
 def test_more_queries_than_sequences_are_refused():
     with pytest.raises(MetadataError, match="num_seqs: given 2; allowed: at least num_queries = 3"):
         mixed().advance(num_seqs=2, num_queries=3)

@@ -90,7 +90,15 @@ def test_short_extends_need_to_be_known():
 def test_debug_refuses_an_unordered_batch():
     with pytest.raises(MetadataError, match=r"query_lens\[2\]: given 1 behind a prefill"):
         split_decodes_and_prefills(host([1, 5, 1, 3]), debug=True)
+    with pytest.raises(MetadataError, match=r"query_lens\[1\]: given 1 behind a prefill"):
+        split_decodes_and_prefills(host([3, 1, 1]), debug=True)
     assert split_decodes_and_prefills(host([1, 3, 0, 0]), debug=True) == (1, 3, 1, 3)
+    assert split_decodes_and_prefills(host([3, 4]), require_uniform=True, debug=True) == (
+        0,
+        2,
+        0,
+        7,
+    )
 
 
 @pytest.mark.parametrize(
@@ -100,6 +108,7 @@ def test_debug_refuses_an_unordered_batch():
         ([1, 4, 4], [9, 8, 10], (1, 2, 0, 1, 8, 0)),
         ([1, 1], [9, 8], (2, 0, 0, 2, 0, 0)),
         ([4], [4], (0, 0, 1, 0, 0, 4)),
+        ([1, 4, 0], [9, 8, 0], (1, 2, 0, 1, 4, 0)),  # a padding row is no prefill
     ],
 )
 def test_three_regions(query_lens, seq_lens, expected):
