@@ -67,7 +67,7 @@ def build_decode_tensors(
         lens = jnp.where(real[:, None], jnp.maximum(lens, 0), 0)
         there = j < decode_lens[:, None]
         token = jnp.where(there, query_starts[request][:, None] + j, -1)
-        requires_padding = jnp.any(real & (decode_lens != decode_len))
+        requires_padding = jnp.any(real & (decode_lens != decode_lens[0]))
     lens = lens // ratio
     return DeepSeekV32IndexerDecodeMetadata(
         block_table=jnp.where(real[:, None], page_table[request], 0),

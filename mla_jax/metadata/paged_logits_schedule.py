@@ -39,12 +39,15 @@ def paged_mqa_logits_schedule(
     Source: DeepGEMM paged MQA-logits metadata (``first``/``atom``: spring 2026).
     """
     rows, queries = seq_lens.shape
+    if rows == 0:
+        return jnp.zeros((num_sms + 1, 2), jnp.int32)
     width = queries if item == "token" else cdiv(queries, 2)
     first = jnp.arange(rows, dtype=jnp.int32) * width  # first item of each row's request
     items = jnp.full((rows,), width, jnp.int32)
     segments = (jnp.maximum(seq_lens[:, -1], 0) + split - 1) // split
     if request is not None:
-        same = request == request[:, None]
+        run = jnp.cumsum(jnp.diff(request, prepend=request[:1]) != 0)
+        same = run == run[:, None]
         items = jnp.sum(same, axis=1, dtype=jnp.int32)
         first = jnp.argmax(same, axis=1).astype(jnp.int32)
         segments = jnp.where(jnp.arange(rows) == first + items - 1, segments, 0)
@@ -57,10 +60,8 @@ def paged_mqa_logits_schedule(
 
     row = jnp.sum(done[1:] <= start[:, None], axis=1, dtype=jnp.int32)
     busy = row < rows
-    row = jnp.minimum(row, max(rows - 1, 0))
+    row = jnp.minimum(row, rows - 1)
     offset = start - done[row]
-    if rows == 0:
-        return jnp.zeros((num_sms + 1, 2), jnp.int32)
     if item == "token":
         at, segment = first[row], offset // jnp.maximum(items[row], 1)
     else:

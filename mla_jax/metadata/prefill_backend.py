@@ -255,7 +255,7 @@ class MLAPrefillBackend(ABC):
 
     @classmethod
     def _missing_packages(cls) -> list[tuple[str, str]]:
-        return [(p, how) for p, how in cls.packages.items() if not importlib.util.find_spec(p)]
+        return [(p, how) for p, how in cls.packages.items() if not _installed(p)]
 
     @classmethod
     def create_builder_state(
@@ -280,6 +280,13 @@ class MLAPrefillBackend(ABC):
         """After the whole of a step is made, for plans that need both parts. Pure."""
         del state, dims
         return am
+
+
+def _installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # of a parent
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)

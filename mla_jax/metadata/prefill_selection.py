@@ -126,7 +126,7 @@ class PrefillRegistry:
             return ["not registered"]
         try:
             backend = self.get(name)
-        except ImportError as error:
+        except Exception as error:  # whatever a module does when it is imported is a reason
             return [f"import of {self.path(name)} failed: {error}"]
         return backend.validate_configuration(capability, config)
 

@@ -31,7 +31,7 @@ from mla_jax.metadata.plan import (
 )
 from mla_jax.metadata.sparse import c128a_width, compressed_lens
 from mla_jax.metadata.sparse_buckets import SWABucket, SWALadder, swa_bucket
-from mla_jax.metadata.split import DecodePrefillSplit, split_decodes_and_prefills
+from mla_jax.metadata.split import split_decodes_and_prefills
 from mla_jax.metadata.window import (
     NO_CHUNK,
     WindowLimits,
@@ -142,12 +142,9 @@ class DeepseekSparseSWAMetadataBuilder(
         return [(RATIOS[name], limits.rows(RATIOS[name])) for name in self.layer_types]
 
     def decide(self, host: CommonAttentionHost) -> SWADecision:
-        """Split, workspace chunks and bucket. A step without tokens is empty."""
-        split, first = DecodePrefillSplit(0, 0, 0, 0), host.num_reqs
-        if host.num_actual_tokens:
-            split = split_decodes_and_prefills(host, self.next_n)
-            first = split.num_decodes
-        queries, keys = host.lens_from(first)
+        """Split, workspace chunks and bucket."""
+        split = split_decodes_and_prefills(host, self.next_n)
+        queries, keys = host.lens_from(split.num_decodes)
         tails = gather_lens_of(queries, keys, self.window)
         plans = window_plans(keys, tails, self._workspaces)
         width = 0

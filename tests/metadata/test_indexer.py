@@ -52,6 +52,7 @@ def decode_of(queries, lens, *, flatten, next_n, rows=12, ratio=1, decodes=None)
         ([1, 1, 0], [5, 64, 0], 1, [[5], [64], [0]], True),
         ([2, 2], [10, 7], 2, [[9, 10], [6, 7]], False),
         ([2, 2, 0], [10, 7, 0], 2, [[9, 10], [6, 7], [0, 0]], True),
+        ([0, 0], [0, 0], 1, [[0], [0]], False),
     ],
 )
 def test_native_rows(queries, lens, next_n, seq_lens, padding):

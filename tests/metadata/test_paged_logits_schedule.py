@@ -37,6 +37,20 @@ def test_remainder_to_the_last():
     np.testing.assert_array_equal(got, [(0, 0), (1, 0), (1, 1), (2, 0), (3, 0)])
 
 
+def test_requests_are_runs_of_equal_numbers():
+    """Padding rows are those of request 0 again, without keys."""
+
+    def schedule(lens, request):
+        return paged_mqa_logits_schedule(
+            last_column(lens), num_sms=3, item="token", request=jnp.array(request, jnp.int32)
+        )
+
+    want = schedule([300, 301, 600, 0, 0], [0, 0, 1, 2, 2])
+    assert want[0].tolist() == [0, 0]
+    np.testing.assert_array_equal(schedule([300, 301, 600, 0, 0], [0, 0, 1, 0, 0]), want)
+    assert not schedule([], []).any()
+
+
 def test_token_items():
     got = paged_mqa_logits_schedule(last_column([300, 512], 2), num_sms=3, item="token")
     np.testing.assert_array_equal(got, [(0, 0), (0, 1), (2, 1), (4, 0)])

@@ -198,6 +198,12 @@ def test_nothing_qualifies_lists_every_backend_with_its_reasons():
         registry().select(SM90, config())
 
 
+def test_a_module_of_a_missing_package_is_a_reason(monkeypatch):
+    monkeypatch.setattr(Demanding, "packages", {"no_such_library.part": "pip install it"})
+    (reason,) = Demanding.validate_configuration(SM100, config())
+    assert "no_such_library.part" in reason
+
+
 def test_an_explicit_choice_is_that_backend_or_an_error():
     backends = originals(LATER_ORDER)
     assert backends.select(SM100, config(), "FLASHINFER") is Blackwell
