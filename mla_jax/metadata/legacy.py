@@ -144,7 +144,7 @@ class MLACommonMetadata:
             "number of seq_lens_tensor": (len(self.seq_lens_tensor), num_seqs),
             "number of seq_start_loc": (len(self.seq_start_loc), num_seqs + 1),
             "number of query_start_loc": (len(self.query_start_loc), num_queries + 1),
-            "number of context_lens": (-1 if contexts is None else len(contexts), num_queries),
+            "number of context_lens": (None if contexts is None else len(contexts), num_queries),
         }
         if stale:
             wanted["max_decode_seq_len"] = (self.max_decode_seq_len, max(lens, default=0))

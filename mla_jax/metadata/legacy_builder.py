@@ -141,7 +141,6 @@ class LegacyBuilder:
         )
 
     def _slots(self, group: SequenceGroup, seq: SequenceStep) -> Int[np.ndarray, "tokens"]:
-        tables = group.block_tables
         return sequence_slots(
             is_prompt=group.is_prompt,
             seq_len=seq.orig_seq_len,
@@ -149,14 +148,14 @@ class LegacyBuilder:
             context_len=seq.context_len,
             sliding_window=self.sliding_window,
             block_size=self.block_size,
-            block_table=None if tables is None or _unknown(tables) else tables[seq.seq_id],
+            block_table=_pages_of(group, seq),
         )
 
     def _row(self, group: SequenceGroup, seq: SequenceStep, any_hit: bool) -> Sequence[int]:
         """The pages attention may read: none for a prompt that only sees its own tokens."""
-        if group.block_tables is None or _unknown(group.block_tables):
+        pages = _pages_of(group, seq)
+        if pages is None:
             return ()
-        pages = group.block_tables[seq.seq_id]
         if any_hit:
             return pages
         if not (self.chunked_prefill or not group.is_prompt):
@@ -176,9 +175,12 @@ class LegacyBuilder:
         return table
 
 
-def _unknown(block_tables: Mapping[int, Sequence[int] | None]) -> bool:
-    """Whether no sequence has a table: a profile run, as without a mapping."""
-    return all(table is None for table in block_tables.values())
+def _pages_of(group: SequenceGroup, seq: SequenceStep) -> Sequence[int] | None:
+    """The block table of a sequence. None in a profile run, where none of its group has one."""
+    tables = group.block_tables
+    if tables is None or all(table is None for table in tables.values()):
+        return None
+    return tables[seq.seq_id]
 
 
 def _starts(lens: Sequence[int]) -> Int[np.ndarray, "starts"]:

@@ -93,12 +93,8 @@ def test_debug_refuses_an_unordered_batch():
     with pytest.raises(MetadataError, match=r"query_lens\[1\]: given 1 behind a prefill"):
         split_decodes_and_prefills(host([3, 1, 1]), debug=True)
     assert split_decodes_and_prefills(host([1, 3, 0, 0]), debug=True) == (1, 3, 1, 3)
-    assert split_decodes_and_prefills(host([3, 4]), require_uniform=True, debug=True) == (
-        0,
-        2,
-        0,
-        7,
-    )
+    uniform = split_decodes_and_prefills(host([3, 4]), require_uniform=True, debug=True)
+    assert uniform == (0, 2, 0, 7)
 
 
 @pytest.mark.parametrize(
