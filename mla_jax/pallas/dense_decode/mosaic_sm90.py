@@ -23,8 +23,9 @@ the next piece is on its way while the present one ends::
 Scores read the left half of a slot first, so its products are queued first too: it is free, and
 loaded again, half of a ``PV`` sooner than the right one.
 
-Bytes of an e4m3 cache come into the slot that their keys will have, two elements ahead; the
-halves convert them while their products run (``widen_sm90``), and the scale goes into factors.
+Bytes of an e4m3 cache come into the slot that their keys will have, two elements ahead. The
+halves widen them while their products run (``widen_sm90``), scores the rotary columns under the
+first products of a block; the scale goes into factors.
 
 The bound: 64 rows need 2176 tensor-core cycles a block (QK 1152, PV 1024), and 73,728 bytes.
 With all of Q in shared memory its traffic alone would take 2368 cycles; so 232 KB, 1856.
@@ -71,23 +72,23 @@ def scratch(dtype, copies: int, simulate: bool, quantised: bool = False) -> dict
     """
     parts = 1 if quantised else copies
 
-    def ring(*bytes_of):
-        keys = lib.swizzled((SLOTS, BLOCK, HALF), dtype)
-        return plgpu.RefUnion(keys, *bytes_of) if bytes_of else keys
-
-    stored = (widen.raw(SLOTS, HALF),) if quantised else ()
-    stored_right = (*stored, widen.raw_rope(SLOTS, ROPE)) if quantised else ()
     apart = simulate and quantised  # the interpreter takes a union as one place, not as slots
 
+    def keys(slots, columns):
+        numbers = lib.swizzled((slots, BLOCK, columns), dtype)
+        if not quantised or apart:
+            return numbers
+        return plgpu.RefUnion(numbers, widen.raw(slots, columns))
+
     buffers = {
-        "left": ring() if apart else ring(*stored),
-        "right": ring() if apart else ring(*stored_right),
-        "k_rope": lib.swizzled((2, BLOCK, ROPE), dtype),  # then P of the same block
+        "left": keys(SLOTS, HALF),
+        "right": keys(SLOTS, HALF),
+        "k_rope": keys(2, ROPE),  # then P of the same block
         "q_tail": lib.swizzled((2, ROWS, 64), dtype),
         "stats": plgpu.SMEM((SLOTS + 3, ROWS), F32),
         "left_full": lib.barrier(parts, SLOTS),  # copy engine, or left if quantised -> scores
         "right_full": lib.barrier(parts, SLOTS),  # copy engine, or right -> scores
-        "rope_full": lib.barrier(parts, 2),  # copy engine, or right -> scores
+        "rope_full": lib.barrier(copies, 2),  # copy engine -> scores, which widen bytes
         "tail_full": lib.barrier(2),  # copy engine -> scores
         "q_taken": lib.barrier(count=SLOTS),  # scores -> left, right: the slot of Q is free
         "p_ready": lib.barrier(count=SLOTS),  # scores -> left, right: P and its factor
@@ -97,11 +98,11 @@ def scratch(dtype, copies: int, simulate: bool, quantised: bool = False) -> dict
         "inverse_ready": lib.barrier(count=2),  # scores -> left, right: 1 / sum of a piece
     }
     if quantised:
-        groups = BLOCK // widen.GROUP
-        buffers["left_raw"] = lib.barrier(groups, SLOTS)  # copy engine -> left: bytes of a block
-        buffers["right_raw"] = lib.barrier(2 * groups, SLOTS)  # copy engine -> right
+        buffers["left_raw"] = lib.barrier(copies, SLOTS)  # copy engine -> left: bytes of a block
+        buffers["right_raw"] = lib.barrier(copies, SLOTS)  # copy engine -> right
     if apart:
-        buffers |= {"left_bytes": stored, "right_bytes": stored_right}
+        buffers |= {f"{half}_bytes": widen.raw(SLOTS, HALF) for half in ("left", "right")}
+        buffers["rope_bytes"] = widen.raw(2, ROPE)
     if simulate:
         buffers["q_spill"] = plgpu.SMEM((ROWS, HALF), dtype)
     return buffers
@@ -173,14 +174,14 @@ def _body(
     left, right, k_rope, q_tail, stats,
     left_full, right_full, rope_full, tail_full,
     q_taken, p_ready, go, left_issued, left_done, inverse_ready,
-    left_raw=None, right_raw=None, left_bytes=None, right_bytes=None, q_spill=None,
+    left_raw=None, right_raw=None,
+    left_bytes=None, right_bytes=None, rope_bytes=None, q_spill=None,
 ):  # fmt: skip
     wg, worker, tile = (lax.axis_index(n) for n in ("wg", "worker", "tile"))
     begin, end = tasks_g[worker, wp.BEGIN], tasks_g[worker, wp.STOP]
     live = sizes.live
-    in_turn = defer and not quantised  # e4m3: right's bytes would be widened later
-    shared = quantised and not simulate  # keys and their bytes
-    (k_left, *in_left), (k_right, *in_right) = (x if shared else (x,) for x in (left, right))
+    if quantised and not simulate:
+        (left, left_bytes), (right, right_bytes), (k_rope, rope_bytes) = left, right, k_rope
     page, copies, num_pages, width = sizes.page, sizes.copies, pages_g.shape[0], table_g.shape[1]
 
     def blocks_of(p):
@@ -232,23 +233,14 @@ def _body(
 
         return lax.cond(e <= n, here, later)
 
-    def load_block(block, ids, columns, buffer, barrier):
+    def load_block(block, ids, columns, buffer, stored, barrier):
+        """Columns of a block to ``buffer``, or their bytes to where they are widened."""
         ids, row = place_of(block, ids)
         size = BLOCK // copies
+        buffer = stored.at[1] if quantised else buffer
         for i, page_id in enumerate(ids):
             src = pages_g.at[page_id, pl.ds(row, size), columns]
             plgpu.copy_gmem_to_smem(src, buffer.at[pl.ds(i * size, size)], barrier)
-
-    def load_bytes(block, ids, columns, group, barrier):
-        """As ``load_block``, in groups of keys: ``group(i)`` takes one."""
-        ids, row = place_of(block, ids)
-        for i in range(BLOCK // widen.GROUP):
-            at = i * widen.GROUP
-            page_id, first = (ids[at // page], at % page) if copies > 1 else (ids[0], row + at)
-            if not isinstance(first, int):
-                first = pl.multiple_of(first, widen.GROUP)
-            src = pages_g.at[page_id, pl.ds(first, widen.GROUP), columns]
-            plgpu.copy_gmem_to_smem(src, group(i), barrier)
 
     def load_queries(first, columns, buffer, barrier):
         parts = 1 if quantised else copies  # as many arrivals as a block has
@@ -258,6 +250,9 @@ def _body(
             plgpu.copy_gmem_to_smem(
                 ql_g.at[rows, columns], buffer.at[pl.ds(i * size, size)], barrier
             )
+
+    def at(refs, i):
+        return None if refs is None else refs.at[i]
 
     def slot(g):
         return lax.rem(g, jnp.int32(SLOTS))
@@ -295,8 +290,8 @@ def _body(
             unmasked = work_g[p, wp.LENGTH] - work_g[p, wp.QUERIES] + 1
             plgpu.barrier_wait(left_full.at[slot(g0)])
             plgpu.barrier_wait(right_full.at[slot(g0)])
-            ql = plgpu.load(k_left.at[slot(g0)], layout=WGMMA)
-            qr = plgpu.load(k_right.at[slot(g0), :, pl.ds(0, HALF - TAIL)], layout=WGMMA)
+            ql = plgpu.load(left.at[slot(g0)], layout=WGMMA)
+            qr = plgpu.load(right.at[slot(g0), :, pl.ds(0, HALF - TAIL)], layout=WGMMA)
             plgpu.commit_smem()
             plgpu.barrier_arrive(q_taken.at[slot(g0)])
             plgpu.barrier_wait(tail_full)
@@ -311,7 +306,7 @@ def _body(
 
             def step(j, carry):
                 top, total, s, r = carry  # s, r: the block's slot, and buffer of rotary columns
-                kl, kr = k_left.at[s], k_right.at[s]
+                kl, kr = left.at[s], right.at[s]
                 previous = jnp.where(s == 0, SLOTS - 1, s - 1)
 
                 def products(acc):
@@ -328,6 +323,9 @@ def _body(
                     last = kr.at[:, pl.ds(HALF - TAIL, TAIL)].T
                     lib.matmul(acc, q_tail.at[0], last, simulate=simulate)
                     plgpu.barrier_wait(rope_full.at[r])
+                    if quantised:
+                        widen.keys(k_rope.at[r], at(rope_bytes, r), simulate=simulate)
+                        plgpu.commit_smem()
                     lib.matmul(acc, q_tail.at[1], k_rope.at[r].T, simulate=simulate)
                     if defer:  # sooner, and the other products would delay these
                         plgpu.wgmma_wait(1)
@@ -390,9 +388,9 @@ def _body(
         lax.fori_loop(begin, end, piece, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
 
-    def half(right: bool, keys, full, stored, raw):
+    def half(is_right: bool, keys, full, stored, raw):
         plgpu.set_max_registers(REGISTERS[1], action="decrease")
-        columns = pl.ds(HALF if right else 0, HALF)
+        columns = pl.ds(HALF if is_right else 0, HALF)
         rope = pl.ds(RANK, ROPE)
 
         def load(found, s):
@@ -404,15 +402,11 @@ def _body(
             load_queries(first, columns, keys.at[s], full.at[s])
 
         def load_keys(block, ids, s):
-            if not quantised:
-                load_block(block, ids, columns, keys.at[s], full.at[s])
-                return
-            load_bytes(block, ids, columns, lambda i: stored[0].at[s, i, 1], raw.at[s])
-            if right:
-                load_bytes(block, ids, rope, lambda i: stored[1].at[s, i, 0], raw.at[s])
+            to = raw if quantised else full
+            load_block(block, ids, columns, keys.at[s], at(stored, s), to.at[s])
 
         def convert(p, e, g):
-            """Bytes of element ``g`` of the stream, ``e`` of piece ``p``, to keys: a first part."""
+            """Bytes of element ``g`` of the stream, ``e`` of piece ``p``, to keys."""
             if not quantised:
                 return
 
@@ -420,23 +414,9 @@ def _body(
             def _():
                 s = slot(g)
                 plgpu.barrier_wait(raw.at[s])
-                widen.keys(keys.at[s], stored[0].at[s], right=right, simulate=simulate)
-                if not right:
-                    plgpu.commit_smem()
-                    plgpu.barrier_arrive(full.at[s])
-
-        def settle(p, e, g):
-            """The rest, in the right half, once the buffer of the rotary columns is free."""
-            if not (quantised and right):
-                return
-
-            @pl.when((p < end) & (e > 0))
-            def _():
-                s, r = slot(g), parity(g - (p - begin) - 1)
-                widen.rest(keys.at[s], k_rope.at[r], stored[1].at[s], simulate=simulate)
+                widen.keys(keys.at[s], stored.at[s], simulate=simulate)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(full.at[s])
-                plgpu.barrier_arrive(rope_full.at[r])
 
         def load_tail(first):
             size = min(live, ql_g.shape[0])
@@ -448,7 +428,8 @@ def _body(
 
         def load_rope(found, r):
             p, _, block, *ids = found
-            pl.when(p < end)(lambda: load_block(block, ids, rope, k_rope.at[r], rope_full.at[r]))
+            to = k_rope.at[r], at(rope_bytes, r), rope_full.at[r]
+            pl.when(p < end)(lambda: load_block(block, ids, rope, *to))
 
         def fetch(found, which, of_tile=0):
             """Bring columns of a block to the L2 cache: one tile does so for all."""
@@ -463,7 +444,7 @@ def _body(
         def refill(found, s):
             """``load``, and fetch the rotary columns: their buffer is free one block later."""
             load(found, s)
-            if right and not quantised:
+            if is_right:
                 fetch(found, rope)
 
         @pl.when(begin < end)
@@ -471,30 +452,29 @@ def _body(
             request, token = tasks_g[worker, wp.OF_REQUEST], tasks_g[worker, wp.OF_TOKEN]
             first, last = tasks_g[worker, wp.FROM], tasks_g[worker, wp.TO]
             load_rows(row_at(token), 0)
-            if right:
+            if is_right:
                 load_tail(row_at(token))
             found = begin, 1, first, *ids_of(request, first)
             load(found, 1)
-            if right and not quantised:
+            if is_right:
                 load_rope(found, 0)
 
             @pl.when(first + 1 < last)
             def _():
                 found = begin, 2, first + 1, *ids_of(request, first + 1)
                 load(found, 2)
-                if right and not quantised:
+                if is_right:
                     load_rope(found, 1)
 
             @pl.when((first + 1 == last) & (begin + 1 < end))
             def _():
                 load_rows(row_of(begin + 1), 2)
-                if right and not quantised:
+                if is_right:
                     block = work_g[begin + 1, wp.FIRST]
                     ids = ids_of(work_g[begin + 1, wp.REQUEST], block)
                     load_rope((begin + 1, 1, block, *ids), 1)
 
             convert(begin, 1, jnp.int32(1))
-            settle(begin, 1, jnp.int32(1))
 
         def rescale(o, shrink):
             """``o`` times a factor of each row; all of a warp's are one in most blocks."""
@@ -521,7 +501,6 @@ def _body(
             found = ahead(jnp.int32(SLOTS))
             second = element(p, n, jnp.int32(2))
             convert(*second, g0 + 2)
-            settle(*second, g0 + 2)
             plgpu.barrier_wait(q_taken.at[slot(g0)])
             refill(found, slot(g0))
 
@@ -530,35 +509,27 @@ def _body(
                 g = g0 + 1 + j
                 following = ahead(j + 2 + SLOTS)
                 soon = element(p, n, j + 3)
-                if right and not quantised:
+                if is_right:
                     next_rope = find(p, n, j + 3, lambda: before, queries=0)
                 plgpu.barrier_wait(p_ready.at[s])
-                if right:
+                if is_right:
                     pl.when((j == n - 1) & (p + 1 < end))(lambda: load_tail(row_of(p + 1)))
                 o = rescale(o, plgpu.load(stats.at[ALPHA + s], layout=ROW))
                 valid = length - (first + j) * BLOCK
                 pl.when(valid < BLOCK)(lambda: lib.clear_rows(keys.at[s], valid))
                 if defer:
-                    plgpu.barrier_wait(left_issued.at[s] if in_turn and right else go.at[s])
+                    plgpu.barrier_wait(left_issued.at[s] if is_right else go.at[s])
 
                 def products(acc):
                     lib.matmul(acc, k_rope.at[r], keys.at[s], simulate=simulate)
-                    if in_turn and not right:
+                    if defer and not is_right:
                         plgpu.barrier_arrive(left_issued.at[s])
                     if prefetch:
-                        fetch(following, columns, min(int(right), sizes.tiles - 1))
+                        fetch(following, columns, min(int(is_right), sizes.tiles - 1))
                     convert(*soon, g + 2)
 
                 o = lib.accumulate(o, products, simulate=simulate)
-                if quantised:
-                    pl.when(j < n - 1)(lambda: load(found, s))
-                    if right:
-                        plgpu.barrier_wait(left_done.at[s])
-                        settle(*soon, g + 2)
-                    else:
-                        plgpu.barrier_arrive(left_done.at[s])
-                    return o, found, following, *turn(s, r)
-                if right:
+                if is_right:
                     plgpu.barrier_wait(left_done.at[s])
                     load_rope(next_rope, r)
                 else:
@@ -582,7 +553,7 @@ def _body(
 
             pl.when(part < 0)(lambda: store(out_g, row))
             pl.when(part >= 0)(lambda: store(part_g, (part * sizes.tiles + tile) * ROWS))
-            if right and early_launch:  # sooner, and the merge would only wait longer
+            if is_right and early_launch:  # sooner, and the merge would only wait longer
                 pl.when(p == end - 1)(plgpu.griddepcontrol_launch_dependents)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             refill(found, s)
@@ -592,5 +563,5 @@ def _body(
         plgpu.wait_smem_to_gmem(0)
 
     pl.when(wg == 0)(scores)
-    pl.when(wg == 1)(lambda: half(False, k_left, left_full, left_bytes or in_left, left_raw))
-    pl.when(wg == 2)(lambda: half(True, k_right, right_full, right_bytes or in_right, right_raw))
+    pl.when(wg == 1)(lambda: half(False, left, left_full, left_bytes, left_raw))
+    pl.when(wg == 2)(lambda: half(True, right, right_full, right_bytes, right_raw))

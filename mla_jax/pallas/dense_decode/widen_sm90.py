@@ -1,16 +1,14 @@
 """e4m3 keys to the 16-bit tiles of the products, in shared memory of a Hopper block.
 
-``take`` and ``put`` go by way of registers, ``keys`` and ``rest`` widen in place. There half a
-slot is 64 keys x 256 columns of 16 bits: 4 KB for every 8 keys, four swizzled tiles of 64
-columns. Warp ``w`` converts keys ``16 w`` to ``16 w + 15``, whose 8 KB are, in kilobytes::
+``take`` and ``put`` go by way of registers, ``keys`` widens in place. There the bytes of 64 keys
+lie behind the middle of the very place where the numbers go: of 256 columns, in kilobytes::
 
-          0     1     2     3     4     5     6     7
-  before  rope  .     .     .     a0    b0    a1    b1    a, b: columns 0..127, 128..255
-  after   a0    a0    b0    b0    a1    a1    b1    b1    0, 1: keys 0..7, 8..15
+          0         8         16        24        32
+  before  .         .         b0   b1   b2   b3          parts of 16 keys
+  after   n0        n1        n2        n3
 
-In the order a0, b0, a1, b1 no step overwrites what a later one reads, so a warp waits for itself
-alone. The right half carries the rotary columns of the block too. They go to a buffer that is
-free after the products of a block before, so ``keys`` parks them, and ``rest`` takes them and b1.
+All warps take each part together. Numbers of the first half of the parts overwrite no bytes; the
+rest is in registers of all warps before the first of them stores any of it.
 
 e4m3 is exact in bfloat16 and float16; the scale of the cache stays outside.
 """
@@ -31,57 +29,40 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mla_jax.pallas import mosaic_inline as inline
 
-__all__ = ["GROUP", "STORED", "keys", "put", "raw", "raw_rope", "rest", "take"]
+__all__ = ["STORED", "keys", "put", "raw", "take"]
 
-GROUP = 16
-"""Keys of one warp, and rows of one copy."""
-
-WARPS = 4
+KEYS = 64
 STORED = jnp.float8_e4m3fn
 KB = 1024
-ROPE, A0, B0, A1, B1 = 0, 4 * KB, 5 * KB, 6 * KB, 7 * KB  # where the bytes are
-TO = {A0: 0, B0: 2 * KB, A1: 4 * KB, B1: 6 * KB, ROPE: 0}  # where the keys go
-PARKED = 6 * KB  # rotary columns, after a1 and before b1
+PART = 4 * KB  # bytes that a warpgroup takes at once: 32 of a thread
 UNIT, TILES = 32, 9  # rows of ``take``, and their tiles of 64 columns
 WORDS = UNIT * TILES * 16
 TAKEN = plgpu.ShapeDtypeStruct(
     (WORDS,), jnp.int32, layout=plgpu.Layout.WG_STRIDED((WORDS,), vec_size=4)
 )
 SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-SYNC = "bar.warp.sync -1;"
+SYNC = "bar.sync $1, 128;"
 
 
 def raw(slots: int, columns: int) -> plgpu.SMEM:
-    """The bytes of a ring of half slots: ``[slot, warp, 1]`` takes 16 keys."""
-    return _bytes(slots, WARPS, 2, GROUP, columns)
-
-
-def raw_rope(slots: int, columns: int) -> plgpu.SMEM:
-    """Rotary columns in the same ring: ``[slot, warp, 0]`` takes 16 keys."""
-    return _bytes(slots, WARPS, 8 * KB // (GROUP * columns), GROUP, columns)
-
-
-def _bytes(*shape: int) -> plgpu.SMEM:
+    """The bytes of a ring of slots of 64 keys: ``[slot, 1]`` takes those of ``keys``."""
     transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(64))
-    return plgpu.SMEM(shape, STORED, transforms=transforms)
+    return plgpu.SMEM((slots, 2, KEYS, columns), STORED, transforms=transforms)
 
 
-def keys(slot, stored, *, right: bool, simulate: bool) -> None:
-    """Bytes of one half slot to keys; in the right half all but ``rest``. Does not publish."""
+def keys(slot, stored, *, simulate: bool) -> None:
+    """Bytes in the upper half of a slot to its keys, by a warpgroup. Does not publish."""
     if simulate:
-        for w in range(WARPS):
-            slot[pl.ds(w * GROUP, GROUP)] = stored[w, 1].astype(slot.dtype)
+        slot[...] = stored[1].astype(slot.dtype)
         return
-    _assemble(_keys(slot.dtype, right), slot)
+    text = _block(_keys(slot.dtype, slot.shape[1]))
 
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(SWIZZLED),))
+    def issue(_, place):
+        operands = mgpu.utils.memref_ptr(place), mgpu.utils.warpgroup_barrier_idx(sync=False)
+        inline.asm(text, operands, "r,r,~{memory}")
 
-def rest(slot, rope, stored_rope, *, simulate: bool) -> None:
-    """What ``keys`` left of a right half, and its rotary columns to ``rope``."""
-    if simulate:
-        for w in range(WARPS):
-            rope[pl.ds(w * GROUP, GROUP)] = stored_rope[w, 0].astype(rope.dtype)
-        return
-    _assemble(_rest(slot.dtype), slot, rope)
+    issue(slot)
 
 
 def take(unit, *, simulate: bool):
@@ -119,44 +100,45 @@ def put(taken, latent, rope, half: int, *, simulate: bool) -> None:
     issue(taken, latent, rope)
 
 
-def _keys(dtype, right: bool):
-    yield from _places("$0", 8 * KB)
-    if right:
-        yield from _load("rope", ROPE)
-    for tile in (A0, B0, A1) if right else (A0, B0, A1, B1):
-        yield from (*_load("raw", tile), SYNC, *_store("raw", tile, dtype))
-    if right:
-        yield from _park("rope")
+def _keys(dtype, columns: int):
+    """In the order of ``load``, with two parts in registers at a time."""
+    parts = KEYS * columns // PART
+    free = parts // 2  # parts whose numbers overwrite no bytes
+    yield from _places(KEYS * columns)
+    for part in range(min(2, parts)):
+        yield from _load(part)
+    for part in range(parts):
+        if part == free:
+            yield SYNC
+        yield from _store(part, dtype)
+        if part + 2 < parts:
+            yield from _load(part + 2)
 
 
-def _rest(dtype):
-    yield from (*_places("$0", 8 * KB), *_load("rope", PARKED))
-    yield from (*_load("raw", B1), SYNC, *_store("raw", B1, dtype))
-    yield from (*_places("$1", 2 * KB), *_store("rope", ROPE, dtype))
+def _places(middle: int):
+    """Addresses of a thread: a warp has two tiles, of 8 keys and 64 columns, of every part.
 
-
-def _places(base: str, pitch: int):
-    """Addresses of a thread in the ``pitch`` bytes of its warp.
-
-    Of a tile of 8 keys and 64 columns it has key ``row`` and columns ``16 q`` to ``16 q + 15``.
-    Units of 16 bytes are exchanged by the key's number: the swizzles of 64 and 128 bytes.
+    Of a tile a thread has key ``row`` and columns ``16 q`` to ``16 q + 15``. Units of 16 bytes
+    are exchanged by the key's number: the swizzles of 64 and 128 bytes.
     """
     yield from (
         "mov.u32 x, %tid.x;",
-        "bfe.u32 y, x, 5, 2;",
-        f"mad.lo.u32 warp, y, {pitch}, {base};",
+        "bfe.u32 warp, x, 5, 2;",
         "and.b32 row, x, 7;",
         "bfe.u32 q, x, 3, 2;",
         "bfe.u32 y, x, 1, 2;",
         "xor.b32 y, y, q;",
         "shl.b32 y, y, 4;",
         "mad.lo.u32 in, row, 64, y;",
-        "add.u32 in, in, warp;",
+        f"mad.lo.u32 y, warp, {KB}, $0;",
+        "add.u32 in, in, y;",
+        f"add.u32 in, in, {middle};",
         "shl.b32 y, q, 1;",
         "xor.b32 y, y, row;",
         "shl.b32 y, y, 4;",
         "mad.lo.u32 out0, row, 128, y;",
-        "add.u32 out0, out0, warp;",
+        f"mad.lo.u32 y, warp, {2 * KB}, $0;",
+        "add.u32 out0, out0, y;",
         "xor.b32 out1, out0, 16;",
     )
 
@@ -213,22 +195,18 @@ def _put(dtype, half: int):
         yield from _units(4 * half * KB if i == last else (4 * half * last + i) * KB)
 
 
-def _load(words: str, at: int):
-    """Of each of two tiles of 64 columns, the 16 bytes of a thread."""
+def _load(part: int):
+    """Of each of a warp's tiles, the 16 bytes of a thread."""
     for i in range(2):
-        yield f"ld.shared.v4.b32 {{{_four(f'{words}{i}')}}}, [in+{at + i * 512}];"
+        words = _four(f"raw{part % 2}{i}")
+        yield f"ld.shared.v4.b32 {{{words}}}, [in+{part * PART + i * 512}];"
 
 
-def _park(words: str):
+def _store(part: int, dtype):
+    """Sixteen numbers to two units of 16 bytes, of each of a warp's tiles."""
     for i in range(2):
-        yield f"st.shared.v4.b32 [in+{PARKED + i * 512}], {{{_four(f'{words}{i}')}}};"
-
-
-def _store(words: str, tile: int, dtype):
-    """Sixteen numbers to two units of 16 bytes, of each tile of 64 columns."""
-    for i in range(2):
-        yield from _widen([f"{words}{i}{k}" for k in range(4)], dtype)
-        yield from _units(TO[tile] + i * KB)
+        yield from _widen([f"raw{part % 2}{i}{k}" for k in range(4)], dtype)
+        yield from _units(part * 2 * PART + i * KB)
 
 
 def _units(at: int):
@@ -254,17 +232,6 @@ def _widen(words: Sequence[str], dtype):
 
 
 def _block(lines: Iterable[str]) -> str:
-    words = ", ".join(_four(k) for k in ("raw0", "raw1", "rope0", "rope1", "lo", "hi"))
+    words = ", ".join(_four(k) for k in ("raw00", "raw01", "raw10", "raw11", "lo", "hi"))
     head = [f".reg .b32 x, y, warp, row, q, in, out0, out1, {words};", ".reg .b16 h<4>;"]
     return "\n".join(("{", *head, ".reg .f32 f<2>;", *lines, "}"))
-
-
-def _assemble(lines: Iterable[str], *refs) -> None:
-    text = _block(lines)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(SWIZZLED),) * len(refs))
-    def issue(_, *places):
-        at = [mgpu.utils.memref_ptr(place) for place in places]
-        inline.asm(text, at, "r," * len(places) + "~{memory}")
-
-    issue(*refs)
