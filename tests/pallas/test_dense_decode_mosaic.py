@@ -213,7 +213,7 @@ def test_heuristic_follows_the_rows_of_a_tile():
     assert mosaic.heuristic(16, 1).few
     assert not mosaic.heuristic(16, 2).few
     assert not mosaic.heuristic(64, 1).prefetch
-    assert mosaic.heuristic(128, 1, quantised=True).defer
+    assert not mosaic.heuristic(128, 1, quantised=True).defer
     assert mosaic.heuristic(20, 3).prefetch
 
 

@@ -12,6 +12,7 @@ from mla_jax.pallas.dense_decode import widen_sm90 as widen
 KB = 1024
 ARITHMETIC = {
     "mov.u32": lambda a: a,
+    "mul.lo.u32": lambda a, b: a * b,
     "bfe.u32": lambda a, at, size: (a >> at) & ((1 << size) - 1),
     "mad.lo.u32": lambda a, b, c: a * b + c,
     "and.b32": lambda a, b: a & b,
@@ -62,10 +63,9 @@ def run(lines, memory, base, backwards):
                 step(line, regs, memory)
 
 
-def unit(row, byte, width):
-    """Place of a byte in swizzled tiles of 8 rows x ``width`` bytes."""
-    moved = (byte // 16) ^ (row % 8 if width == 128 else row // 2 % 4)
-    return row % 8 * width + moved * 16 + byte % 16
+def unit(row, byte):
+    """Place of a byte in swizzled tiles of 8 rows x 128 bytes."""
+    return row % 8 * 128 + ((byte // 16) ^ row % 8) * 16 + byte % 16
 
 
 @pytest.mark.parametrize("backwards", [False, True])
@@ -78,14 +78,13 @@ def test_every_byte_becomes_its_number(dtype, columns, backwards, rng):
     before = memory.copy()
     base = KB
     for r, c in np.ndindex(*codes.shape):
-        tile = base + codes.size + r // 8 * columns * 8 + c // 64 * 512
-        memory[tile + unit(r, c % 64, 64)] = codes[r, c]
+        memory[base + codes.size + r * columns + c] = codes[r, c]
     run(widen._keys(jnp.dtype(dtype), columns), memory, base, backwards)
     stored = np.dtype(getattr(ml_dtypes, dtype, dtype))
     wanted = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32).astype(stored)
     got = np.zeros_like(wanted)
     for r, c in np.ndindex(*codes.shape):
-        at = base + r // 8 * columns * 16 + c // 64 * KB + unit(r, c % 64 * 2, 128)
+        at = base + r // 8 * columns * 16 + c // 64 * KB + unit(r, c % 64 * 2)
         got[r, c] = memory[at : at + 2].view(stored)[0]
     np.testing.assert_array_equal(got, wanted)
     around = [slice(base), slice(base + 2 * codes.size, None)]
@@ -113,6 +112,6 @@ def test_rows_through_registers(dtype, half, rng):
     for r, c in np.ndindex(32, 576):
         row = 32 * half + r
         tile = latent + row // 8 * 8 * KB + c // 64 * KB if c < 512 else rope + row // 8 * KB
-        at = tile + unit(row, c % 64 * 2, 128)
+        at = tile + unit(row, c % 64 * 2)
         got[r, c] = memory[at : at + 2].view(stored)[0]
     np.testing.assert_array_equal(got, wanted)

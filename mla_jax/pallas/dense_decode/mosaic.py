@@ -86,14 +86,13 @@ def tune(problem: Problem, device: DeviceInfo) -> Tuned:
 def heuristic(heads: int, max_query_len: int, quantised: bool = False) -> Tuning:
     """Two or more tiles of 64 rows share each page: compute bound. One: memory bound.
 
-    One tile over an e4m3 cache is bound by the time from a block's load to its product, unless
-    its rows are few.
+    Over an e4m3 cache the time from a block's load to its product is the bound, unless rows are
+    few.
     """
     rows = round_up(heads, 8) * max_query_len
-    compute_bound = rows > ROWS
-    defer = compute_bound or not quantised
+    prefetch = rows > ROWS and not quantised
     few = rows <= most_columns(quantised)
-    return Tuning(defer=defer, prefetch=compute_bound, early_launch=True, few=few)
+    return Tuning(defer=not quantised, prefetch=prefetch, early_launch=True, few=few)
 
 
 def make_plan(

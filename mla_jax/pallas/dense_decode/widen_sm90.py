@@ -1,7 +1,8 @@
 """e4m3 keys to the 16-bit tiles of the products, in shared memory of a Hopper block.
 
 ``take`` and ``put`` go by way of registers, ``keys`` widens in place. There the bytes of 64 keys
-lie behind the middle of the very place where the numbers go: of 256 columns, in kilobytes::
+lie, key after key, behind the middle of the very place where the numbers go; of 256 columns, in
+kilobytes::
 
           0         8         16        24        32
   before  .         .         b0   b1   b2   b3          parts of 16 keys
@@ -46,8 +47,7 @@ SYNC = "bar.sync $1, 128;"
 
 def raw(slots: int, columns: int) -> plgpu.SMEM:
     """The bytes of a ring of slots of 64 keys: ``[slot, 1]`` takes those of ``keys``."""
-    transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(64))
-    return plgpu.SMEM((slots, 2, KEYS, columns), STORED, transforms=transforms)
+    return plgpu.SMEM((slots, 2, KEYS, columns), STORED)
 
 
 def keys(slot, stored, *, simulate: bool) -> None:
@@ -104,7 +104,7 @@ def _keys(dtype, columns: int):
     """In the order of ``load``, with two parts in registers at a time."""
     parts = KEYS * columns // PART
     free = parts // 2  # parts whose numbers overwrite no bytes
-    yield from _places(KEYS * columns)
+    yield from _places(columns)
     for part in range(min(2, parts)):
         yield from _load(part)
     for part in range(parts):
@@ -115,32 +115,43 @@ def _keys(dtype, columns: int):
             yield from _load(part + 2)
 
 
-def _places(middle: int):
+def _places(columns: int):
     """Addresses of a thread: a warp has two tiles, of 8 keys and 64 columns, of every part.
 
-    Of a tile a thread has key ``row`` and columns ``16 q`` to ``16 q + 15``. Units of 16 bytes
-    are exchanged by the key's number: the swizzles of 64 and 128 bytes.
+    Of a tile a thread has key ``row`` and columns ``16 q`` to ``16 q + 15``: 16 bytes, and two
+    units of 16 bytes of numbers, exchanged by the key's number (the swizzle of 128 bytes). Where
+    the tiles of a warp lie side by side, odd rows have them in the other order: eight threads,
+    two rows, then read and write all banks.
     """
+    wide = columns > 64
     yield from (
-        "mov.u32 x, %tid.x;",
-        "bfe.u32 warp, x, 5, 2;",
-        "and.b32 row, x, 7;",
-        "bfe.u32 q, x, 3, 2;",
-        "bfe.u32 y, x, 1, 2;",
-        "xor.b32 y, y, q;",
-        "shl.b32 y, y, 4;",
-        "mad.lo.u32 in, row, 64, y;",
-        f"mad.lo.u32 y, warp, {KB}, $0;",
-        "add.u32 in, in, y;",
-        f"add.u32 in, in, {middle};",
-        "shl.b32 y, q, 1;",
-        "xor.b32 y, y, row;",
-        "shl.b32 y, y, 4;",
-        "mad.lo.u32 out0, row, 128, y;",
-        f"mad.lo.u32 y, warp, {2 * KB}, $0;",
-        "add.u32 out0, out0, y;",
-        "xor.b32 out1, out0, 16;",
+        *_lane(),
+        "shl.b32 x, q, 4;",
+        f"mad.lo.u32 in0, row, {columns}, x;",
+        "shl.b32 x, q, 1;",
+        "xor.b32 x, x, row;",
+        "shl.b32 x, x, 4;",
+        "mad.lo.u32 out00, row, 128, x;",
     )
+    if wide:
+        yield from (
+            "and.b32 y, row, 1;",
+            "mad.lo.u32 in0, y, 64, in0;",
+            f"mad.lo.u32 out00, y, {KB}, out00;",
+        )
+    yield from (
+        f"xor.b32 in1, in0, {64 if wide else 512};",
+        f"mad.lo.u32 out00, warp, {2 * KB}, out00;",
+        f"xor.b32 out10, out00, {KB};",
+        f"mul.lo.u32 x, warp, {128 if wide else KB};",
+    )
+    if wide:  # warps 2 and 3 have the other 8 keys
+        yield from ("bfe.u32 y, warp, 1, 1;", f"mad.lo.u32 x, y, {8 * columns - 256}, x;")
+    yield f"add.u32 x, x, {KEYS * columns};"
+    for i in range(2):
+        yield from (f"add.u32 in{i}, in{i}, x;", f"add.u32 in{i}, in{i}, $0;")
+        yield f"add.u32 out{i}0, out{i}0, $0;"
+        yield f"xor.b32 out{i}1, out{i}0, 16;"
 
 
 def _four(words: str) -> str:
@@ -165,13 +176,13 @@ def _take():
     yield from _lane()
     yield from (
         "mad.lo.u32 row, warp, 8, row;",
-        f"mad.lo.u32 in, row, {64 * TILES}, ${count};",
+        f"mad.lo.u32 in0, row, {64 * TILES}, ${count};",
         "shl.b32 y, q, 4;",
-        "add.u32 in, in, y;",
+        "add.u32 in0, in0, y;",
     )
     for i in range(TILES):
         four = ", ".join(f"${4 * i + k}" for k in range(4))
-        yield f"ld.shared.v4.b32 {{{four}}}, [in+{64 * i}];"
+        yield f"ld.shared.v4.b32 {{{four}}}, [in0+{64 * i}];"
 
 
 def _put(dtype, half: int):
@@ -187,31 +198,31 @@ def _put(dtype, half: int):
         if i in (0, last):
             pitch, base = (KB * last, "$0") if i == 0 else (KB, "$1")
             yield from (
-                f"mad.lo.u32 out0, warp, {pitch}, {base};",
-                "add.u32 out0, out0, q;",
-                "xor.b32 out1, out0, 16;",
+                f"mad.lo.u32 out00, warp, {pitch}, {base};",
+                "add.u32 out00, out00, q;",
+                "xor.b32 out01, out00, 16;",
             )
         yield from _widen([f"${2 + 4 * i + k}" for k in range(4)], dtype)
-        yield from _units(4 * half * KB if i == last else (4 * half * last + i) * KB)
+        yield from _units(0, 4 * half * KB if i == last else (4 * half * last + i) * KB)
 
 
 def _load(part: int):
     """Of each of a warp's tiles, the 16 bytes of a thread."""
     for i in range(2):
         words = _four(f"raw{part % 2}{i}")
-        yield f"ld.shared.v4.b32 {{{words}}}, [in+{part * PART + i * 512}];"
+        yield f"ld.shared.v4.b32 {{{words}}}, [in{i}+{part * PART}];"
 
 
 def _store(part: int, dtype):
     """Sixteen numbers to two units of 16 bytes, of each of a warp's tiles."""
     for i in range(2):
         yield from _widen([f"raw{part % 2}{i}{k}" for k in range(4)], dtype)
-        yield from _units(part * 2 * PART + i * KB)
+        yield from _units(i, part * 2 * PART)
 
 
-def _units(at: int):
+def _units(tile: int, at: int):
     for k, half in enumerate(("lo", "hi")):
-        yield f"st.shared.v4.b32 [out{k}+{at}], {{{_four(half)}}};"
+        yield f"st.shared.v4.b32 [out{tile}{k}+{at}], {{{_four(half)}}};"
 
 
 def _widen(words: Sequence[str], dtype):
@@ -233,5 +244,6 @@ def _widen(words: Sequence[str], dtype):
 
 def _block(lines: Iterable[str]) -> str:
     words = ", ".join(_four(k) for k in ("raw00", "raw01", "raw10", "raw11", "lo", "hi"))
-    head = [f".reg .b32 x, y, warp, row, q, in, out0, out1, {words};", ".reg .b16 h<4>;"]
+    places = "in0, in1, out00, out01, out10, out11"
+    head = [f".reg .b32 x, y, warp, row, q, {places}, {words};", ".reg .b16 h<4>;"]
     return "\n".join(("{", *head, ".reg .f32 f<2>;", *lines, "}"))
