@@ -2,7 +2,7 @@
 
 Each case is compared with the reference. Those of decode and prefill run on the CPU: under a
 sanitizer XLA compiles them for a GPU so slowly that its alarm goes off, and the process with it.
-Parts: decode, prefill, cache.
+Parts: decode, quantised (decode over e4m3), prefill, cache.
 """
 
 import functools
@@ -24,7 +24,7 @@ DECODE = (  # requests, queries, heads, keys: pieces of one block and of several
     (1, 1, 128, 3000),
     (140, 1, 64, 65),
 )
-QUANTISED = (((3, 2, 16, 200), "fp8_e4m3"), ((3, 1, 64, 200), "fp8_e4m3"))
+QUANTISED = ((3, 2, 16, 200), (3, 1, 64, 200))
 PREFILL = (  # queries, keys, causal: one tile, several, none, padding behind all
     ((300, 17, 0, 129), (300, 17, 0, 129), True),
     ((5, 70, 61), (133, 200, 0), False),
@@ -37,9 +37,9 @@ def on_host():
     return jax.default_device(jax.devices("cpu")[0])
 
 
-def run_decode() -> None:
+def run_decode(cases=DECODE, format: str = "bf16") -> None:
     """Plan, kernel and merge, by both plans."""
-    for sizes, format in (*((sizes, "bf16") for sizes in DECODE), *QUANTISED):
+    for sizes in cases:
         for changes in ((), (("batch_invariant", True), ("chunk", 3))):
             case = decode.Case(*sizes, tuning=changes, format=format)
             with on_host():
@@ -99,7 +99,13 @@ def run_cache() -> None:
 
 def main() -> None:
     """The parts that are named, or all."""
-    parts = {"decode": run_decode, "prefill": run_prefill, "cache": run_cache}
+    quantised = functools.partial(run_decode, QUANTISED, "fp8_e4m3")
+    parts = {
+        "decode": run_decode,
+        "quantised": quantised,
+        "prefill": run_prefill,
+        "cache": run_cache,
+    }
     for part in sys.argv[1:] or parts:
         parts[part]()
 
