@@ -11,7 +11,7 @@ export JAX_PLATFORMS ?= cpu
 # Interpreted Pallas kernels need more host threads than a small machine has cores.
 export NPROC ?= 16
 
-.PHONY: demo test lint format types parity notebooks docs clean
+.PHONY: demo test compile lint format types parity notebooks docs clean
 .DEFAULT_GOAL := test
 
 # One stamp per set of extras; a changed pyproject or constraint installs again.
@@ -36,6 +36,9 @@ demo: $(CLI)
 test: $(DEV)
 	@JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(BIN)/python -m pytest -q -n $(WORKERS) $(PYTEST_ARGS)
 
+compile:
+	@tools/compile.sh .venv-sm90 -n $(WORKERS) $(PYTEST_ARGS)
+
 lint: $(DEV)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -57,5 +60,5 @@ docs: $(DEV)
 	@$(BIN)/python tools/docs.py
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .parity
+	rm -rf $(VENV) .venv-sm90 build dist .pytest_cache .ruff_cache .hypothesis .parity
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
