@@ -47,6 +47,11 @@ REGISTRY = Registry(
 )
 
 
+def named(op: str, backend: str | None) -> str | None:
+    """``backend`` where the operation has one of that name, else None: its best."""
+    return backend if any(b.op == op and b.name == backend for b in REGISTRY.backends) else None
+
+
 def write_latent(
     cache: LatentCache,
     kv_latent: Float[Array, "latents rank"],

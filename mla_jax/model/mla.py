@@ -10,7 +10,8 @@ Both give the same numbers with the same ``scale``; the cache row ``[c | k_r]`` 
 Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.
 """
 
-import jax
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
@@ -18,27 +19,48 @@ from jax.typing import DTypeLike
 
 from mla_jax import ops
 from mla_jax.cache import LatentCache
-from mla_jax.config import ModelConfig
+from mla_jax.config import MLADims, ModelConfig
 from mla_jax.metadata.mla import ContextMetadata, MLAMetadata, PrefillMetadata
 from mla_jax.model.linear import Linear, contract
 from mla_jax.model.norm import RMSNorm
 from mla_jax.model.rope import cos_sin, rotate
-from mla_jax.types import Array, AttnState, Float
+from mla_jax.types import Array, AttnState, Float, Int
 
-__all__ = ["MLA", "Absorbed", "absorb_weights"]
-
-
-class Absorbed(nnx.Variable):
-    """Weights derived from others at load time: never trained, never in a checkpoint."""
+__all__ = ["MLA", "Absorbed", "absorb_weights", "plan_step"]
 
 
-@jax.jit(static_argnames=("nope",))
-def absorb_weights(
-    kv_up: Float[Array, "rank heads nope_v"], *, nope: int
-) -> tuple[Float[Array, "heads nope rank"], Float[Array, "heads rank v"]]:
+class Absorbed(NamedTuple):
+    """The up-projection as decoding wants it; follows from ``MLA.kv_up`` alone."""
+
+    k: Float[Array, "heads nope rank"]  # U_k^T
+    v: Float[Array, "heads rank v"]  # U_v
+
+
+def absorb_weights(kv_up: Float[Array, "rank heads nope_v"], *, nope: int) -> Absorbed:
     """``(U_k^T, U_v)`` per head from the interleaved up-projection ``[U_k | U_v]``."""
     u_k, u_v = kv_up[..., :nope], kv_up[..., nope:]
-    return u_k.transpose(1, 2, 0), u_v.transpose(1, 0, 2)
+    return Absorbed(u_k.transpose(1, 2, 0), u_v.transpose(1, 0, 2))
+
+
+def plan_step(
+    dims: MLADims,
+    meta: MLAMetadata,
+    cache: LatentCache,
+    *,
+    dtype: DTypeLike,
+    backend: str | None = None,
+) -> object:
+    """What all layers of a step share when they decode; None where there is nothing."""
+    if meta.decode is None:
+        return None
+    return ops.plan_decode(
+        meta.decode,
+        cache,
+        tokens=meta.bucket.decode_tokens,
+        heads=dims.heads,
+        dtype=dtype,
+        backend=backend,
+    )
 
 
 class MLA(nnx.Module):
@@ -61,15 +83,11 @@ class MLA(nnx.Module):
         self.kv_norm = RMSNorm(d.rank, eps=config.latent_eps, dtype=dtype)
         self.kv_up = linear(d.rank, d.heads, d.nope + d.v)
         self.out = Linear((d.heads, d.v), (config.hidden,), bias=biased, dtype=dtype, rngs=rngs)
-        self.k_absorb = Absorbed(jnp.zeros((d.heads, d.nope, d.rank), dtype))
-        self.v_absorb = Absorbed(jnp.zeros((d.heads, d.rank, d.v), dtype))
         self.dims, self.rope, self.scale = d, config.rope, config.scale
 
-    def absorb(self) -> None:
-        """Derive the decode weights from ``kv_up``; call after every change of it."""
-        k, v = absorb_weights(self.kv_up.kernel[...], nope=self.dims.nope)
-        self.k_absorb.set_value(k)
-        self.v_absorb.set_value(v)
+    def absorbed(self) -> Absorbed:
+        """The decode weights, derived from ``kv_up`` as it is now."""
+        return absorb_weights(self.kv_up.kernel[...], nope=self.dims.nope)
 
     def queries(
         self, x: Float[Array, "tokens hidden"], angles: tuple[Array, Array]
@@ -87,59 +105,52 @@ class MLA(nnx.Module):
         latent, rope = kv[:, : self.dims.rank], kv[:, self.dims.rank :]
         return self.kv_norm(latent), rotate(rope, *angles, interleaved=self.rope.interleaved)
 
-    def plan(
-        self,
-        meta: MLAMetadata,
-        cache: LatentCache,
-        *,
-        dtype: DTypeLike,
-        backend: str | None = None,
-    ) -> object:
-        """What all layers of a step share when they decode; None where there is nothing."""
-        if meta.decode is None:
-            return None
-        return ops.plan_decode(
-            meta.decode,
-            cache,
-            tokens=meta.bucket.decode_tokens,
-            heads=self.dims.heads,
-            dtype=dtype,
-            backend=backend,
-        )
-
     def __call__(
         self,
         x: Float[Array, "tokens hidden"],
         meta: MLAMetadata,
         cache: LatentCache,
         *,
+        layer: Int[Array, ""] | int | None = None,
+        absorbed: Absorbed | None = None,
         backend: str | None = None,
         plan: object = None,
     ) -> tuple[Float[Array, "tokens hidden"], LatentCache]:
         """Write the new rows, attend over pages and new tokens, project back.
 
-        ``backend`` names the attention backend; None takes the best that qualifies. ``plan`` is
-        ``self.plan`` of the same step, which serves every layer.
+        ``layer`` is this layer's number in a stacked cache. ``absorbed`` is ``self.absorbed()``;
+        a server keeps it, without it the step derives it again. ``backend`` names the backend of
+        every operation that has one of that name; None takes the best that qualifies. ``plan`` is
+        ``plan_step`` of the same step, which serves every layer.
         """
         angles = cos_sin(meta.positions, self.rope)
         q_nope, q_rope = self.queries(x, angles)
         latent, k_rope = self.latents(x, angles)
-        cache = ops.write_latent(cache, latent, k_rope, meta.slots)
+        cache = ops.write_latent(
+            cache,
+            latent,
+            k_rope,
+            meta.slots,
+            layer=layer,
+            backend=ops.named("write_latent", backend),
+        )
 
         heads = jnp.zeros((x.shape[0], self.dims.heads, self.dims.v), x.dtype)
         if meta.decode is not None:
             n = meta.bucket.decode_tokens
-            q_latent = contract("thd,hdr->thr", q_nope[:n], self.k_absorb[...])
+            u = self.absorbed() if absorbed is None else absorbed
+            q_latent = contract("thd,hdr->thr", q_nope[:n], u.k)
             state = ops.mla_decode(
                 q_latent,
                 q_rope[:n],
                 cache,
                 meta.decode,
                 scale=self.scale,
+                layer=layer,
                 backend=backend,
                 plan=plan,
             )
-            heads = heads.at[:n].set(contract("thr,hrv->thv", state.out, self.v_absorb[...]))
+            heads = heads.at[:n].set(contract("thr,hrv->thv", state.out, u.v))
         if meta.prefill is not None:
             start, size = meta.num_decode_tokens, meta.bucket.prefill_tokens
             alone = not meta.bucket.decodes
@@ -149,7 +160,14 @@ class MLA(nnx.Module):
 
             q = jnp.concatenate([new(q_nope), new(q_rope)], axis=-1)
             state = self.prefill(
-                q, new(latent), new(k_rope), cache, meta.prefill, meta.context, backend=backend
+                q,
+                new(latent),
+                new(k_rope),
+                cache,
+                meta.prefill,
+                meta.context,
+                layer=layer,
+                backend=backend,
             )
             out = state.out.astype(x.dtype)
             heads = out if alone else lax.dynamic_update_slice_in_dim(heads, out, start, 0)
@@ -164,13 +182,14 @@ class MLA(nnx.Module):
         new: PrefillMetadata,
         context: ContextMetadata | None,
         *,
+        layer: Int[Array, ""] | int | None = None,
         backend: str | None = None,
     ) -> AttnState:
         """Expanded attention of new tokens among themselves and over their cached context."""
         if context is None:
             return self._expanded(q, latent, k_rope, new, backend=backend)
         state = self._expanded(q, latent, k_rope, new, out_dtype=jnp.float32, backend=backend)
-        return self._add_context(state, q, cache, context, backend=backend)
+        return self._add_context(state, q, cache, context, layer=layer, backend=backend)
 
     def full(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
         """One whole sequence by the expanded path, without a cache; differentiable.
@@ -216,6 +235,7 @@ class MLA(nnx.Module):
         cache: LatentCache,
         context: ContextMetadata,
         *,
+        layer: Int[Array, ""] | int | None,
         backend: str | None,
     ) -> AttnState:
         """Merge the cached context into ``state`` (float32), as many trips as there are chunks.
@@ -233,9 +253,12 @@ class MLA(nnx.Module):
                 meta.key_starts,
                 rows=context.rows,
                 dtype=q.dtype,
+                layer=layer,
+                backend=ops.named("gather_latent", backend),
             )
             latent, k_rope = rows[:, : self.dims.rank], rows[:, self.dims.rank :]
             part = self._expanded(q, latent, k_rope, meta, causal=False, backend=backend)
-            return ops.merge_attn_states(part, state, out_dtype=jnp.float32)
+            merging = ops.named("merge_attn_states", backend)
+            return ops.merge_attn_states(part, state, out_dtype=jnp.float32, backend=merging)
 
         return lax.fori_loop(0, context.num_chunks(), one_chunk, state)

@@ -7,7 +7,8 @@ Quantised tensors ``X`` (e4m3) come with ``X_scale_inv``, one float32 per 128 x 
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -15,12 +16,14 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from flax import nnx
+from jax import lax
 
 from mla_jax.config import ModelConfig
 from mla_jax.errors import WeightsError
 from mla_jax.model.safetensors_io import Checkpoint, Tensor, write_safetensors
+from mla_jax.model.stack import Place
 from mla_jax.model.weight_table import Weight, expected_shapes, fused_experts, weight_table
-from mla_jax.types import Array, cdiv
+from mla_jax.types import Array, Int, cdiv
 
 __all__ = ["Progress", "dequantise", "load", "place", "save"]
 
@@ -39,9 +42,12 @@ def load(
     *,
     dtype: str | np.dtype | type,
     progress: Progress | None = None,
-    put: Callable[[str, np.ndarray], Array] | None = None,
+    sharding: Callable[[str], jax.sharding.NamedSharding] | None = None,
 ) -> dict[str, Array]:
-    """Leaves by path, on the default device unless ``put(path, array)`` says where.
+    """Leaves by path, on the default device unless ``sharding(path)`` says where.
+
+    A leaf of stacked layers is filled row by row where it will stay: beside the leaves, one
+    layer's part of one of them is in memory at a time, and each device is sent its own share.
 
     The router and its choice bias are float32, everything else is ``dtype``. Multi-token
     prediction layers, rotary buffers and the head of a tied model are skipped.
@@ -57,13 +63,38 @@ def load(
     reader.total = sum(
         reader.tensors[n].nbytes for w in table for name in w.names() for n in reader.parts(name)
     )
-    put = put or (lambda path, array: jax.device_put(array))
-    leaves: dict[str, Array] = {}
+    filling = _Filling(sharding=sharding)
     for weight in table:
         target = np.dtype(np.float32) if weight.float32 else jnp.dtype(dtype)
         for path, array in zip(weight.paths, reader.leaves(weight, target), strict=True):
-            leaves[path] = put(path, array)
-    return leaves
+            filling.put(path, array, weight.place)
+    return filling.leaves
+
+
+@dataclass(kw_only=True)
+class _Filling:
+    """Leaves in the making. A stack begins as zeros and gets its rows in place."""
+
+    sharding: Callable[[str], jax.sharding.NamedSharding] | None
+    leaves: dict[str, Array] = field(default_factory=dict)
+
+    def put(self, path: str, array: np.ndarray, place: Place | None) -> None:
+        """A whole leaf, or the row ``place.index`` of a stack."""
+        sharding = self.sharding and self.sharding(path)
+        if place is None:
+            self.leaves[path] = jax.device_put(array, sharding)
+            return
+        if path not in self.leaves:
+            shape = (place.repeats, *array.shape)
+            self.leaves[path] = jnp.zeros(shape, array.dtype, device=sharding)
+        row = sharding and sharding.update(spec=jax.sharding.PartitionSpec(*sharding.spec[1:]))
+        self.leaves[path] = _set_row(self.leaves[path], jax.device_put(array, row), place.index)
+
+
+@partial(jax.jit, donate_argnums=0)
+def _set_row(stack: Array, row: Array, index: Int[Array, ""] | int) -> Array:
+    """``stack`` with ``stack[index] = row``, in place."""
+    return lax.dynamic_update_index_in_dim(stack, row, index, 0)
 
 
 @dataclass(kw_only=True)
@@ -259,6 +290,7 @@ def _released(
 ) -> Iterator[tuple[str, np.ndarray]]:
     for weight in weight_table(config):
         leaf = np.asarray(weights[weight.paths[0]])
+        leaf = leaf if weight.place is None else leaf[weight.place.index]
         for e, name in enumerate(weight.names()):
             yield name, weight.to_checkpoint(leaf[e] if weight.experts else leaf)
 

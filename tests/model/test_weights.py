@@ -74,7 +74,8 @@ def test_the_table_is_the_module(path: Path):
     model = nnx.eval_shape(lambda: DeepseekV3(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
     leaves = _leaves(config, "bfloat16")
     place(model, leaves)
-    assert model.layers[0].attn.kv_up.kernel[...] is leaves["layers.0.attn.kv_up.kernel"]
+    first = model.stacks[0].blocks[0]
+    assert first.attn.kv_up.kernel[...] is leaves["stacks.0.blocks.0.attn.kv_up.kernel"]
     del leaves["final_norm.scale"]
     leaves["embed.embedding"] = leaves["embed.embedding"][1:]
     with pytest.raises(WeightsError) as error:
@@ -86,8 +87,8 @@ def test_files_are_plain_safetensors(folder: Path):
     theirs, ours = load_file(folder / "model.safetensors"), _tensors(folder)
     _assert_equal(theirs, ours)
     experts = ours["model.layers.1.mlp.experts.3.down_proj.weight"]
-    leaf = _leaves(_config())["layers.1.moe.experts.down"]
-    np.testing.assert_array_equal(experts, np.asarray(leaf[3]).T)
+    leaf = _leaves(_config())["stacks.1.blocks.0.moe.experts.down"]
+    np.testing.assert_array_equal(experts, np.asarray(leaf[0, 3]).T)
 
 
 def test_heads_and_transposes(folder: Path):
@@ -96,7 +97,7 @@ def test_heads_and_transposes(folder: Path):
 
     def both(name: str, path: str) -> tuple[np.ndarray, np.ndarray]:
         w = tensors[f"model.layers.1.{name}.weight"]
-        return w, np.asarray(leaves[f"layers.1.{path}"])
+        return w, np.asarray(leaves[f"stacks.1.blocks.0.{path}"][0])
 
     w, leaf = both("self_attn.q_b_proj", "attn.q_up.kernel")
     np.testing.assert_array_equal(leaf[5, 2], w[2 * d.qk : 3 * d.qk, 5])

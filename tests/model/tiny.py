@@ -75,10 +75,10 @@ def model(cfg: ModelConfig, seed: int = 0) -> DeepseekV3:
         elif path.endswith("bias"):
             x = 0.3 * x
         elif not path.startswith("embed"):
-            x = x * shape[-2 if ".experts." in path else 0] ** -0.5
+            inputs = shape[1:] if path.startswith("stacks.") else shape
+            x = x * inputs[-2 if ".experts." in path else 0] ** -0.5
         leaves[path] = jnp.asarray(x)
     place(module, leaves)
-    module.absorb()
     return module
 
 
