@@ -88,7 +88,9 @@ def test_every_dependency_is_imported():
     assert not unused, f"nothing imports {unused}"
 
 
-@pytest.mark.parametrize(("version", "accepted"), [("0.3.1", True), ("0.4.1", True), ("0.3", False)])
+@pytest.mark.parametrize(
+    ("version", "accepted"), [("0.3.1", True), ("0.4.1", True), ("0.3", False)]
+)
 def test_the_triton_extra_takes_what_works_with_triton_3_6(version, accepted):
     (line,) = PYPROJECT["optional-dependencies"]["triton"]
     assert (version in Requirement(line).specifier) == accepted
