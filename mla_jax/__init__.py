@@ -6,9 +6,12 @@ from typing import TYPE_CHECKING
 from mla_jax.cache import FORMATS, CacheFormat, LatentCache
 from mla_jax.config import MLADims, ModelConfig, MoEConfig, RopeConfig, YarnConfig
 from mla_jax.errors import (
+    ArgumentError,
     ConfigError,
     EngineError,
     MetadataError,
+    MLAError,
+    PrefillBackendError,
     UnsupportedError,
     WeightsError,
 )
@@ -34,6 +37,7 @@ from mla_jax.ops import (
     write_latent,
 )
 from mla_jax.types import AttnState
+from mla_jax.version import __version__
 
 if TYPE_CHECKING:
     from mla_jax.engine import Engine
@@ -43,6 +47,7 @@ _LATER = {"Engine": "engine", "SamplingParams": "model.sampling"}
 
 __all__ = [
     "FORMATS",
+    "ArgumentError",
     "AttnState",
     "CacheFormat",
     "ConfigError",
@@ -53,17 +58,20 @@ __all__ = [
     "LatentCache",
     "MLABucket",
     "MLADims",
+    "MLAError",
     "MLALadder",
     "MLAMetadata",
     "MetadataError",
     "MoEConfig",
     "ModelConfig",
+    "PrefillBackendError",
     "PrefillMetadata",
     "RopeConfig",
     "SamplingParams",
     "UnsupportedError",
     "WeightsError",
     "YarnConfig",
+    "__version__",
     "apply_sinks",
     "build_mla",
     "copy_blocks",

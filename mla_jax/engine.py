@@ -20,8 +20,10 @@ from jax.typing import DTypeLike
 
 from mla_jax import ops
 from mla_jax.cache import LatentCache
+from mla_jax.checks import checked_size
 from mla_jax.config import ModelConfig
 from mla_jax.errors import EngineError
+from mla_jax.inputs import checked_params, checked_prompts, checked_wishes
 from mla_jax.metadata.buckets import MLABucket, MLALadder
 from mla_jax.metadata.packed import pack
 from mla_jax.model.deepseek_v3 import DeepseekV3
@@ -111,9 +113,12 @@ class Engine:
         absorb_prefills: bool = True,
         want_logits: bool = False,
     ):
-        length = config.max_positions if max_model_len is None else max_model_len
-        if length > config.max_positions:
-            raise EngineError("max_model_len", length, f"at most {config.max_positions} positions")
+        length = config.max_positions
+        if max_model_len is not None:
+            allowed = f"at most {config.max_positions} positions"
+            length = checked_size("max_model_len", max_model_len, high=length, allowed=allowed)
+        if context_rows is not None:
+            checked_size("context_rows", context_rows)
         names = ops.REGISTRY.names
         if backend is not None and backend not in names:
             raise EngineError("backend", backend, f"{' or '.join(names)}, or None: the best")
@@ -198,7 +203,7 @@ class Engine:
         """
         if id is None:
             id = next(name for n in self._ids if (name := f"request-{n}") not in self.scheduler)
-        return self.scheduler.add(id, prompt_ids, params or SamplingParams()).id
+        return self.scheduler.add(id, prompt_ids, checked_params(params)).id
 
     def cancel(self, id: str) -> bool:
         """End a request now; its last event is delivered with the next step's. False if unknown."""
@@ -228,9 +233,8 @@ class Engine:
         ``params`` is one for all or one each; ``on_progress`` sees every event of these prompts.
         If one of them is refused, or the call is interrupted, none of them stays behind.
         """
-        each = [params] * len(prompts) if not isinstance(params, Sequence) else params
-        if len(each) != len(prompts):
-            raise EngineError("generate: params", len(each), f"one, or {len(prompts)}, one each")
+        prompts = checked_prompts(prompts)
+        each = checked_wishes(params, len(prompts))
         ids: list[str] = []
         inbox: list[Event] = []
         done: dict[str, Completion] = {}

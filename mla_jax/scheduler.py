@@ -10,16 +10,18 @@ arrival, so the oldest request can evict every other and always advances: nobody
 import math
 import operator
 from array import array
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from mla_jax.errors import EngineError
+from mla_jax.checks import checked_size
+from mla_jax.errors import EngineError, shown
+from mla_jax.inputs import checked_prompt
 from mla_jax.model.sampling import SamplingParams
 from mla_jax.pages import PagePool
+from mla_jax.request_queue import Queue
 from mla_jax.types import cdiv
 
 __all__ = ["Completion", "Event", "Plan", "Request", "Scheduler", "Work", "checked_ids"]
@@ -112,7 +114,8 @@ def checked_ids(ids: Sequence[Any], *, vocab: int, where: str) -> list[int]:
             tokens.append(-1)
         if not 0 <= tokens[-1] < vocab:
             allowed = f"integers from 0 to {vocab - 1} (vocabulary)"
-            raise EngineError(f"{where}: token {i}", repr(token), allowed)
+            given = shown(token) if isinstance(token, int) else repr(token)
+            raise EngineError(f"{where}: token {i}", given, allowed)
     return tokens
 
 
@@ -136,8 +139,7 @@ class Scheduler:
             ("max_prefill_tokens", max_prefill_tokens),
             ("max_model_len", max_model_len),
         ):
-            if value < 1:
-                raise EngineError(f"Scheduler: {name}", value, "1 or more")
+            checked_size(f"Scheduler: {name}", value)
         self.pool = pool
         self.page = page
         self.max_requests = max_requests
@@ -146,8 +148,8 @@ class Scheduler:
         self.vocab = vocab
         self.eos = frozenset(eos)
         self.preemptions = 0
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []
+        self.waiting: Queue[Request] = Queue()
+        self.running: Queue[Request] = Queue()
         self._live: dict[str, Request] = {}
 
     def __len__(self) -> int:
@@ -181,6 +183,7 @@ class Scheduler:
         """The prompt as a list of its own, once it is known to be servable."""
         if id in self:
             raise EngineError("request id", repr(id), "an id that no live request has")
+        checked_prompt(prompt, where=f"request {id}: prompt")
         if len(prompt) == 0:
             raise EngineError(f"request {id}: prompt", "no tokens", "1 token or more")
         tokens = checked_ids(prompt, vocab=self.vocab, where=f"request {id}: prompt")
@@ -303,10 +306,8 @@ class Scheduler:
         logprob: float = math.nan,
     ) -> Event:
         request.finish_reason = reason
-        if request in self.running:
-            self.running.remove(request)
-        else:
-            self.waiting.remove(request)
+        queue = self.running if request in self.running else self.waiting
+        queue.remove(request)
         self._return_pages(request)
         del self._live[request.id]
         completion = Completion(

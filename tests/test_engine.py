@@ -164,7 +164,9 @@ def test_tokens_do_not_depend_on_the_path_of_a_prefill(make, alone):
 
 def test_tokens_do_not_depend_on_which_pages(make, alone):
     engine = make()
-    random.Random(1).shuffle(engine.pool._free)
+    pages = engine.pool.alloc(engine.pool.free)
+    random.Random(1).shuffle(pages)
+    engine.pool.release(pages)
     same(engine.generate(PROMPTS, PARAMS), alone)
 
 
@@ -251,6 +253,39 @@ def test_one_bad_prompt_leaves_none_behind(make):
     assert engine.step() == []
 
 
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        ([1, 2, 3], None, r"prompt 0: given 1 \(int\).*A single prompt is written \[\[1, 2, 3\]\]"),
+        (np.array([1, 2]), None, r"prompt 0: given .*A single prompt is written"),
+        ("text", None, r"prompts: given 'text' \(str\).*tokenizer"),
+        (["text"], None, r"prompt 0: given 'text' \(str\).*tokenizer"),
+        (5, None, r"prompts: given 5 \(int\); allowed: a sequence of prompts"),
+        ([[1]], {"temperature": 1}, r"params: given .*dict\).*SamplingParams\(temperature=…\)"),
+        ([[1]], {}, r"params: given \{\} \(dict\)"),
+        ([[1]], [{}], r"params 0: given \{\} \(dict\)"),
+        ([[1]], 0.7, r"params: given 0.7 \(float\); allowed: a SamplingParams, or None"),
+        ([[1]], "hot", r"params: given 'hot' \(str\)"),
+    ],
+    ids=str,
+)
+def test_what_is_no_prompt_or_wish_is_refused_in_words(make, prompts, params, message):
+    engine = make()
+    with pytest.raises(EngineError, match=message):
+        engine.generate(prompts, params)
+    if params in ({}, 0.7, "hot"):
+        with pytest.raises(EngineError, match="params: given"):
+            engine.add([1], params)
+    assert settled(engine)
+
+
+def test_arrays_ranges_and_one_wish_each_are_taken(make):
+    engine = make()
+    got = engine.generate((range(1, 4), np.array([1, 2, 3])), (wish(1), None))
+    assert got[0].prompt_ids == got[1].prompt_ids == (1, 2, 3)
+    assert engine.generate([]) == []
+
+
 def test_an_interrupted_generate_leaves_none_behind(make):
     engine = make()
 
@@ -283,6 +318,13 @@ def test_an_unknown_backend_is_refused_before_anything_is_loaded():
         {"page": 0},
         {"max_requests": 0},
         {"context_rows": 0},
+        {"context_rows": 1.5},
+        {"context_rows": "9"},
+        {"max_model_len": "9"},
+        {"max_model_len": 9.0},
+        {"page": 8.0},
+        {"num_pages": 2**31},
+        {"num_pages": 7.5},
         {"pages": 8},  # no such setting
     ],
     ids=str,
@@ -291,7 +333,8 @@ def test_a_setting_is_refused_before_weights_are_read(setting):
     def read():
         raise AssertionError("weights were read")
 
-    with pytest.raises((ArgumentError, EngineError, MetadataError, TypeError)):
+    kinds = (TypeError,) if "pages" in setting else (ArgumentError, EngineError, MetadataError)
+    with pytest.raises(kinds):
         Engine(read, CONFIG, **{"num_pages": 8} | setting)
 
 

@@ -2,6 +2,7 @@ import math
 import random
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -9,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from mla_jax.errors import EngineError
 from mla_jax.model.sampling import SamplingParams
 from mla_jax.pages import PagePool
-from mla_jax.scheduler import Plan, Scheduler
+from mla_jax.scheduler import Plan, Request, Scheduler
 from mla_jax.types import cdiv
 
 VOCAB = 97
@@ -214,6 +215,13 @@ def test_cancellation_in_any_state_returns_every_page(when):
         ([1] * 60, wish(5), r"60 \+ 5 = 65 tokens; allowed: at most 64 \(max_model_len\)"),
         ([1] * 30, wish(4), r"given 9 \(30 \+ 4 - 1 rows, 4 to a page\).*at most 8.*Use 10 pages"),
         ([1], None, "request id: given 'live'"),
+        (5, wish(1), r"prompt: given 5 \(int\); allowed: a sequence of token ids"),
+        ("abc", wish(1), r"prompt: given 'abc' \(str\).*Text becomes token ids"),
+        (iter([1]), wish(1), r"prompt: given .*iterator\); allowed: a sequence"),
+        ({1: 2}, wish(1), r"prompt: given \{1: 2\} \(dict\)"),
+        (np.array(3), wish(1), "prompt: given array"),
+        (np.ones((2, 2), int), wish(1), "prompt: token 0: given array"),
+        ([10**5000], wish(1), "prompt: token 0: given int of 16610 bits"),
     ],
 )
 def test_what_can_never_be_served_is_refused_and_nothing_is_kept(prompt, params, message):
@@ -236,6 +244,38 @@ def test_the_largest_request_that_fits_is_served_with_the_whole_pool():
 def test_sizes_below_one_are_refused(name):
     with pytest.raises(EngineError, match=f"{name}: given 0; allowed: 1 or more"):
         make(**{name: 0})
+
+
+@pytest.mark.parametrize("value", [2.0, "3", None, True, 2**31, [1]], ids=str)
+def test_sizes_are_integers_that_fit_in_32_bits(value):
+    with pytest.raises(EngineError, match=r"page: given .*; allowed: 1 or more, at most 2,147"):
+        make(page=value)
+    assert make(page=np.int64(4)).page == 4
+
+
+@pytest.mark.parametrize("order", ["oldest first", "youngest first", "any"])
+def test_cancelling_a_long_queue_looks_at_every_request_once(order, monkeypatch):
+    looked = 0
+
+    def compare(self, other):
+        nonlocal looked
+        looked += 1
+        return self is other
+
+    monkeypatch.setattr(Request, "__eq__", compare)
+    monkeypatch.setattr(Request, "__hash__", object.__hash__)
+    s = make(max_requests=1000, num_pages=4000)
+    ids = [str(i) for i in range(4000)]
+    for id in ids:
+        s.add(id, [1], wish(9))
+    run(s, s.schedule())
+    ids = ids if order == "oldest first" else ids[::-1]
+    if order == "any":
+        random.Random(0).shuffle(ids)
+    looked = 0
+    assert all(s.cancel(id) for id in ids)
+    assert looked < 10 * len(ids)  # not one for every pair
+    assert (len(s), len(s.waiting), len(s.running), s.pool.used) == (0, 0, 0, 0)
 
 
 def test_two_thousand_requests_with_cancellations_and_a_pool_too_small():
