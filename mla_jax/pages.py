@@ -4,10 +4,12 @@ Page 0 is the null page: page tables are padded with it, and it is never given t
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from mla_jax.checks import checked_size
+from mla_jax.types import cdiv
 
-__all__ = ["NULL_PAGE", "PagePool"]
+__all__ = ["NULL_PAGE", "PageGroup", "PagePool"]
 
 NULL_PAGE = 0
 """The page that pads page tables."""
@@ -20,6 +22,10 @@ class PagePool:
         allowed = "2 or more (page 0 is never given), below 2**31"
         self.capacity = checked_size("PagePool: num_pages", num_pages, low=2, allowed=allowed) - 1
         self.peak = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Take every page back, whoever holds it."""
         # Last in, first out: a page that was just freed is the likeliest to be in a cache.
         self._returned: list[int] = []
         self._fresh = NULL_PAGE + 1  # this page and those above were never given
@@ -52,3 +58,19 @@ class PagePool:
             assert page in self._used, f"PagePool: release of page {page}, which nobody holds"
             self._used.remove(page)
             self._returned.append(page)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageGroup:
+    """The pages of one cache group: a request holds pages of every group."""
+
+    name: str
+    pool: PagePool
+    tokens: int  # that one page covers
+
+    def __post_init__(self):
+        checked_size(f"PageGroup {self.name}: tokens", self.tokens)
+
+    def pages_of(self, tokens: int) -> int:
+        """Pages that so many tokens of one request take."""
+        return cdiv(tokens, self.tokens)
