@@ -5,6 +5,7 @@ Every registered backend through ``ops``; the kernels also interpreted, and comp
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +21,13 @@ from mla_jax.errors import ArgumentError, MetadataError, UnsupportedError
 from mla_jax.metadata.mla import DecodeMetadata
 from mla_jax.pallas.cache_io import mosaic as cache_io
 from mla_jax.pallas.dense_decode import mosaic as decode
+from mla_jax.pallas.device import DeviceInfo
 from tests import aot
 from tests.cases import V2_LITE, decode_case, draw, paged, stacked, starts
 from tests.compare import same_bits
 
 OP = "dense_decode"
+H200 = DeviceInfo(platform="gpu", kind="NVIDIA H200", sm=90, sms=132)
 LAYERS = 3
 LAYER = pytest.mark.parametrize("layer", range(LAYERS))
 FORMAT = pytest.mark.parametrize("format", ["bf16", "fp8_e4m3"])
@@ -182,7 +185,7 @@ def test_every_operation_asks_for_the_layer(rng, our_errors):
     sizes = {"tokens": 3, "heads": 1, "dtype": jnp.bfloat16}
     assert ops.plan_decode(meta, stacked(cache, 0), **sizes, backend="xla") is None
     two = jax.tree.map(lambda x: x[:2], stack)
-    with pytest.raises(ArgumentError, match="swap_blocks: src: given .*'layers': 2"):
+    with pytest.raises(ArgumentError, match=r"swap_blocks: src: given .*'layers': 2"):
         ops.swap_blocks(two, stack, jnp.zeros((1, 2), jnp.int32))
     single = dataclasses.replace(stack, scale=jnp.float32(1))
     with pytest.raises(ArgumentError, match=r"shape of cache.scale: given \(\); allowed: \(3,\)"):
@@ -216,10 +219,9 @@ def interpreted():
 
 
 @pytest.mark.slow
-@LAYER
 @pytest.mark.parametrize("few", [False, True])
 @FORMAT
-def test_interpreted_decode(format, few, layer, rng):
+def test_interpreted_decode(format, few, rng):
     dims = dataclasses.replace(V2_LITE, heads=8)
     more = {"page": 32, "format": format, "cache_scale": scale_of(format)}
     case = decode_case(rng, dims=dims, seq_lens=[70, 1, 0], **more)
@@ -234,8 +236,10 @@ def test_interpreted_decode(format, few, layer, rng):
             out_dtype=q_latent.dtype, tuning=tuning, interpret=interpreted(), **more,
         )  # fmt: skip
 
-    same_bits(solve(cache), solve(stacked(cache, layer), layer=jnp.int32(layer)))
-    assert not get_races().races_found
+    alone = solve(cache)
+    for layer in range(LAYERS):
+        same_bits(alone, solve(stacked(cache, layer), layer=jnp.int32(layer)))
+        assert not get_races().races_found
 
 
 @pytest.mark.slow
@@ -270,3 +274,173 @@ def test_interpreted_write(format, layer, rng):
         only(got, solve(cache), layer, stack.pages)
     else:
         np.testing.assert_array_equal(bits(got), bits(stack.pages))
+
+
+# --- the kernels, compiled for an H200 ----------------------------------------------------------
+
+spec = jax.ShapeDtypeStruct
+int32 = functools.partial(spec, dtype=jnp.int32)
+STACK, PAGE, TOKENS, WIDTH = (27, 20_000), 64, 32, 64  # 40 GB of bfloat16
+
+
+def stack_specs(format, heads=16):
+    """Stack, scales, queries, new rows, slots, page table, lengths, starts."""
+    dtype = jnp.dtype(FORMATS[format].dtype)
+    rows = (spec((TOKENS, n), jnp.bfloat16) for n in (512, 64))
+    queries = (spec((TOKENS, heads, n), jnp.bfloat16) for n in (512, 64))
+    index = ((TOKENS,), (TOKENS, WIDTH), (TOKENS,), (TOKENS + 1,))
+    pages = spec((*STACK, PAGE, 576), dtype)
+    return pages, spec(STACK[:1], jnp.float32), *queries, *rows, *map(int32, index)
+
+
+def through_layers(loop, backend, format, pages, scale, ql, qr, kv, kr, slots, table, lens, at):
+    """A step of a model: in each layer the new rows are written, then all are attended to."""
+    cache = LatentCache(pages=pages, scale=scale, rank=512, format=FORMATS[format])
+    meta = DecodeMetadata(max_query_len=1, page_table=table, seq_lens=lens, query_starts=at)
+    sizes = {"tokens": TOKENS, "heads": ql.shape[1], "dtype": ql.dtype}
+    plan = ops.plan_decode(meta, cache, **sizes, backend=backend)
+
+    def layer(i, carry):
+        q, cache = carry
+        cache = ops.write_latent(cache, kv, kr, slots, layer=i, backend=backend)
+        more = {"layer": i, "backend": backend, "plan": plan}
+        state = ops.mla_decode(q, qr, cache, meta, scale=0.1, **more)
+        return state.out, cache
+
+    if loop == "fori":
+        q, cache = jax.lax.fori_loop(0, STACK[0], layer, (ql, cache))
+    else:
+        numbers = jnp.arange(STACK[0], dtype=jnp.int32)
+        (q, cache), _ = jax.lax.scan(lambda c, i: (layer(i, c), None), (ql, cache), numbers)
+    return q, cache.pages
+
+
+@AOT
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("loop", "name", "format"),
+    [
+        ("scan", "mosaic", "bf16"),
+        ("fori", "mosaic", "fp8_e4m3"),
+        ("scan", "xla", "bf16"),
+        ("scan", "xla", "fp8_e4m3"),
+    ],
+)
+def test_a_loop_over_layers_compiles_for_sm90(loop, name, format, monkeypatch):
+    """The donated stack is the result: nothing of its size, nor of a layer's, is copied or made."""
+    monkeypatch.setattr(DeviceInfo, "current", lambda: H200)
+    fn = functools.partial(through_layers, loop, name, format)
+    args = stack_specs(format)
+    compiled, reports = aot.compile_sm90(fn, *args, donate=(0,))
+    assert len(reports) == (4 if name == "mosaic" else 0), [r.name for r in reports]
+    memory = compiled.memory_analysis()
+    size = args[0].size * args[0].dtype.itemsize
+    assert memory.alias_size_in_bytes == size
+    assert memory.temp_size_in_bytes < 50 * 10**6 < size / STACK[0]
+    copies = re.findall(r"= \w+\[([\d,]+)\]\S* (?:copy|copy-start)\(", compiled.as_text())
+    elements = [np.prod([int(n) for n in shape.split(",")]) for shape in copies]
+    assert max(elements, default=0) <= args[2].size, "more than the queries, which are carried"
+
+
+@AOT
+@pytest.mark.slow
+@FORMAT
+def test_gather_and_write_of_a_layer_compile_for_sm90(format):
+    """No register more than a cache of one layer is given: full occupancy."""
+    pages, scale, _, _, kv, kr, slots, *_ = stack_specs(format)
+    more = {"format": FORMATS[format]}
+
+    def gather(layer, *args):
+        kwargs = {"rows": 5000, "dtype": jnp.bfloat16, "layer": layer}
+        return cache_io.gather_latent(*args, **kwargs, **more)
+
+    index = int32((200, 40)), int32((200,)), int32((201,))
+    _, (report,) = aot.compile_sm90(gather, int32(()), pages, scale, *index)
+    assert report.spilled == 0 and report.registers <= 32, report.log
+
+    def write(pages, layer, *args):
+        return cache_io.write_latent(pages, *args, layer=layer, **more)
+
+    args = pages, int32(()), scale, kv, kr, slots
+    compiled, (report,) = aot.compile_sm90(write, *args, donate=(0,))
+    assert report.spilled == 0, report.log
+    assert compiled.memory_analysis().temp_size_in_bytes < 10**6
+    assert " copy(" not in compiled.as_text()
+
+
+# --- on a GPU -----------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("heads", "format"), [(16, "bf16"), (128, "bf16"), (16, "fp8_e4m3"), (128, "fp8_e4m3")]
+)
+def test_a_step_through_the_stack_on_device(heads, format, rng):
+    """Write and attend in each layer, inside a donated scan: the bits of layers one by one."""
+    case = decode_case(
+        rng, dims=dataclasses.replace(V2_LITE, heads=heads), seq_lens=[700, 1, 0, 64, 2000],
+        page=64, format=format, cache_scale=scale_of(format), pad_tokens=0,
+    )  # fmt: skip
+    q_latent, q_rope, cache, meta = case.args
+    tokens = q_latent.shape[0]
+    new = jnp.asarray(draw(rng, LAYERS, tokens, 576, dtype="bfloat16"))
+    last = np.maximum(np.asarray(meta.seq_lens) - 1, 0)
+    page_id = np.asarray(meta.page_table)[np.arange(len(last)), last // 64]
+    slots = np.where(np.asarray(meta.seq_lens) > 0, page_id * 64 + last % 64, -1)[:tokens]
+    slots = jnp.asarray(slots, jnp.int32)
+    caches = [
+        dataclasses.replace(cache, pages=jnp.roll(cache.pages, 0, axis=0)) for _ in range(LAYERS)
+    ]
+    stack = jax.tree.map(lambda *x: jnp.stack(x), *caches)
+
+    def layer(cache, x, **more):
+        more = {"backend": "mosaic", **more}
+        cache = ops.write_latent(cache, x[:, :512], x[:, 512:], slots, **more)
+        state = ops.mla_decode(q_latent, q_rope, cache, meta, scale=case.scale, **more)
+        return cache, state
+
+    alone = [jax.jit(layer)(c, x) for c, x in zip(caches, new, strict=True)]
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(stack, new):
+        numbers = jnp.arange(LAYERS, dtype=jnp.int32)
+        return jax.lax.scan(lambda c, ix: layer(c, ix[1], layer=ix[0]), stack, (numbers, new))
+
+    where = stack.pages.unsafe_buffer_pointer()
+    stack, states = step(stack, new)
+    assert stack.pages.unsafe_buffer_pointer() == where
+    for i, (cache, state) in enumerate(alone):
+        np.testing.assert_array_equal(bits(stack.pages[i]), bits(cache.pages))
+        same_bits(state, jax.tree.map(lambda x, i=i: x[i], states))
+
+
+@pytest.mark.gpu
+@FORMAT
+def test_layers_behind_two_to_the_32_elements(format, rng):
+    """Small pages of a few tokens in the last layer: written, gathered, attended to."""
+    num_pages, layers = 2**20 // 64, 9
+    sizes = {"num_pages": num_pages, "page": 64, "rank": 512, "rope": 64}
+    stack = LatentCache.alloc(**sizes, layers=layers, format=format, scale=scale_of(format))
+    small = LatentCache.alloc(**(sizes | {"num_pages": 2}), format=format, scale=scale_of(format))
+    assert (layers - 1) * num_pages * 64 * 576 > 2**32
+    x = jnp.asarray(draw(rng, 100, 576, dtype="bfloat16"))
+    q = jnp.asarray(draw(rng, 1, 16, 576, dtype="bfloat16"))
+    found = []
+    for cache, first, more in ((stack, num_pages - 2, {"layer": layers - 1}), (small, 0, {})):
+        more = {"backend": "mosaic", **more}
+        table = jnp.asarray([[first + 1, first]], jnp.int32)
+        slots = jnp.arange(100, dtype=jnp.int32)
+        slots = table[0, slots // 64] * 64 + slots % 64
+        write = jax.jit(functools.partial(ops.write_latent, **more), donate_argnums=0)
+        cache = write(cache, x[:, :512], x[:, 512:], slots)
+        ends = jnp.asarray([0, 100], jnp.int32)
+        rows = ops.gather_latent(cache, table, ends[:1], ends, rows=100, dtype=jnp.bfloat16, **more)
+        meta = DecodeMetadata(
+            max_query_len=1, page_table=table, seq_lens=ends[1:],
+            query_starts=jnp.asarray([0, 1], jnp.int32),
+        )  # fmt: skip
+        state = ops.mla_decode(q[..., :512], q[..., 512:], cache, meta, scale=0.1, **more)
+        found.append((rows, state))
+    (rows, state), (want_rows, want) = found
+    np.testing.assert_array_equal(bits(rows), bits(want_rows))
+    same_bits(state, want)
