@@ -90,12 +90,21 @@ FORMATS = {
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class LatentCache:
-    """Pages of one layer. Functions return a new one; donate the old one to reuse its memory."""
+    """Pages of one layer, or of a stack of layers that operations take with ``layer=``.
 
-    pages: Float[Array, "pages page row"]  # stored elements, dtype of the format
-    scale: Float[Array, ""]  # float32; 1 for formats that are not quantised
+    In a stack page ``i`` of every layer has one page table and one slot mapping; nothing is ever
+    sliced out of it. Functions return a new cache; donate the old one to reuse its memory.
+    """
+
+    pages: Float[Array, "*layers pages page row"]  # stored elements, dtype of the format
+    scale: Float[Array, "*layers"]  # float32, of each layer; 1 for formats that are not quantised
     rank: int = field(metadata={"static": True})  # latent elements at the head of a row
     format: CacheFormat = field(metadata={"static": True})
+
+    @property
+    def layers(self) -> int | None:
+        """Layers of a stack; None for the cache of one layer."""
+        return self.pages.shape[0] if len(self.pages.shape) == 4 else None
 
     @property
     def page(self) -> int:
@@ -108,10 +117,12 @@ class LatentCache:
 
     @property
     def num_pages(self) -> int:
+        """Pages of each layer."""
         return self.pages.shape[-3]
 
     @property
     def num_slots(self) -> int:
+        """Slots of each layer."""
         return self.num_pages * self.page
 
     @classmethod
@@ -124,21 +135,28 @@ class LatentCache:
         rope: int,
         format: str | CacheFormat = "bf16",
         scale: float = 1.0,
+        layers: int | None = None,
     ) -> "LatentCache":
-        """A zeroed cache of one layer. Slots are int32, so ``num_pages * page < 2**31``.
+        """A zeroed cache of one layer, or of a stack of ``layers``.
+
+        Row numbers are int32, so ``layers * num_pages * page < 2**31``; sizes are checked before
+        anything is allocated. ``scale`` is that of every layer.
 
         Raises:
-            MetadataError: an unknown format, sizes that are not positive, too many slots, or
+            MetadataError: an unknown format, sizes that are not positive, too many rows, or
                 a scale that is not positive and finite (or not 1 in a plain format).
         """
         fmt = _format(format)
-        if min(num_pages, page, rank) < 1 or rope < 0:
+        stack = () if layers is None else (layers,)
+        if min(num_pages, page, rank, *stack) < 1 or rope < 0:
             sizes = f"num_pages={num_pages}, page={page}, rank={rank}, rope={rope}"
+            sizes += f", layers={layers}" if stack else ""
             raise MetadataError("LatentCache.alloc", sizes, "positive sizes (rope may be 0)")
-        if num_pages * page >= 2**31:
+        if math.prod(stack) * num_pages * page >= 2**31:
+            factors = "layers * pages * page" if stack else "pages * page"
             raise MetadataError(
-                "LatentCache.alloc: pages * page",
-                num_pages * page,
+                f"LatentCache.alloc: {factors}",
+                math.prod(stack) * num_pages * page,
                 "below 2**31 slots (slots are int32)",
                 "Use fewer pages.",
             )
@@ -146,8 +164,8 @@ class LatentCache:
             allowed = "a positive finite number" if fmt.quantised else "1 (nothing is scaled)"
             raise MetadataError(f"LatentCache.alloc: scale of {fmt.name}", scale, allowed)
         return cls(
-            pages=jnp.zeros((num_pages, page, rank + rope), fmt.dtype),
-            scale=jnp.asarray(scale, jnp.float32),
+            pages=jnp.zeros((*stack, num_pages, page, rank + rope), fmt.dtype),
+            scale=jnp.full(stack, scale, jnp.float32),
             rank=rank,
             format=fmt,
         )

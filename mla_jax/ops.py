@@ -7,11 +7,12 @@ under ``jit``; the choice is made while tracing, from shapes, dtypes and the dev
 
 import dataclasses
 import functools
+import numbers
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from mla_jax.cache import LatentCache
@@ -37,6 +38,9 @@ __all__ = [
     "write_latent",
 ]
 
+type Layer = int | Int[Array, ""] | None
+"""Which layer of a stack: static, or a scalar array, so that one program serves all of them."""
+
 REGISTRY = Registry(
     (
         *dense_decode.BACKENDS,
@@ -58,14 +62,25 @@ def write_latent(
     k_rope: Float[Array, "ropes rope"],
     slots: Int[Array, "tokens"],
     *,
+    layer: Layer = None,
     backend: str | None = None,
 ) -> LatentCache:
     """Store ``[kv_latent | k_rope]`` of each token at its slot; slot -1 stores nothing.
 
-    The data may have more rows than ``slots``: the surplus is ignored. Slots are distinct.
+    The data may have more rows than ``slots``: the surplus is ignored. Slots are distinct, and
+    one behind the cache stores nothing. ``layer`` is the one of a stack, which stays in place; an
+    array that names none of its layers stores nothing.
     """
-    run = _choose(problems.write(cache, kv_latent, k_rope, slots), backend)
-    pages = run(cache.pages, cache.scale, kv_latent, k_rope, _int32(slots), format=cache.format)
+    run = _choose(problems.write(cache, kv_latent, k_rope, slots, layer=layer), backend)
+    pages = run(
+        cache.pages,
+        cache.scale,
+        kv_latent,
+        k_rope,
+        _int32(slots),
+        layer=_number(layer),
+        format=cache.format,
+    )
     return dataclasses.replace(cache, pages=pages)
 
 
@@ -77,18 +92,23 @@ def gather_latent(
     *,
     rows: int,
     dtype: DTypeLike,
+    layer: Layer = None,
     backend: str | None = None,
 ) -> Float[Array, "{rows} row"]:
     """Cached rows of each request, from position ``first[r]`` on, laid end to end.
 
     Request ``r`` fills rows ``row_starts[r]`` to ``row_starts[r + 1]``; any start is allowed.
-    Rows that nobody fills are zeros. A quantised cache is dequantised.
+    Rows that nobody fills are zeros. A quantised cache is dequantised. ``layer`` is the one of a
+    stack; an array is clamped to its layers.
     """
-    problem = problems.gather(cache, page_table, first, row_starts, rows=rows, dtype=dtype)
+    problem = problems.gather(
+        cache, page_table, first, row_starts, rows=rows, dtype=dtype, layer=layer
+    )
     return _choose(problem, backend)(
         cache.pages,
         cache.scale,
         *map(_int32, (page_table, first, row_starts)),
+        layer=_number(layer),
         rows=rows,
         dtype=dtype,
         format=cache.format,
@@ -96,15 +116,21 @@ def gather_latent(
 
 
 def copy_blocks(
-    cache: LatentCache, pairs: Int[Array, "pairs 2"], *, backend: str | None = None
+    cache: LatentCache,
+    pairs: Int[Array, "pairs 2"],
+    *,
+    layer: Layer = None,
+    backend: str | None = None,
 ) -> LatentCache:
     """Copy page ``src`` onto page ``dst`` for every pair ``(src, dst)``, all at once.
 
     Destinations are distinct; a chain ``(a, b), (b, c)`` gives ``c`` the old ``b``; a pair
-    with a negative index is skipped.
+    with a negative index is skipped. In a stack the pages move in every layer, or in ``layer``
+    alone.
     """
-    run = _choose(problems.copy(cache, pairs), backend)
-    return dataclasses.replace(cache, pages=run(cache.pages, _int32(pairs)))
+    run = _choose(problems.copy(cache, pairs, layer=layer), backend)
+    pages = run(cache.pages, _int32(pairs), layer=_number(layer))
+    return dataclasses.replace(cache, pages=pages)
 
 
 def swap_blocks(
@@ -112,15 +138,18 @@ def swap_blocks(
     dst: LatentCache,
     pairs: Int[Array, "pairs 2"],
     *,
+    layer: Layer = None,
     backend: str | None = None,
 ) -> LatentCache:
     """Copy page ``i`` of ``src`` onto page ``j`` of ``dst`` for every pair ``(i, j)``.
 
     One way, bit for bit: quantised caches must have equal scales. Destinations are distinct;
-    a pair with a negative index is skipped.
+    a pair with a negative index is skipped. Between stacks, which have equally many layers, the
+    pages move in every layer, or in ``layer`` alone.
     """
-    run = _choose(problems.swap(src, dst, pairs), backend)
-    return dataclasses.replace(dst, pages=run(src.pages, dst.pages, _int32(pairs)))
+    run = _choose(problems.swap(src, dst, pairs, layer=layer), backend)
+    pages = run(src.pages, dst.pages, _int32(pairs), layer=_number(layer))
+    return dataclasses.replace(dst, pages=pages)
 
 
 def mla_decode(
@@ -130,6 +159,7 @@ def mla_decode(
     meta: DecodeMetadata,
     *,
     scale: float,
+    layer: Layer = None,
     out_dtype: DTypeLike | None = None,
     backend: str | None = None,
     tuning: object = None,
@@ -141,15 +171,19 @@ def mla_decode(
     up-projection; causal inside a request, bottom-right aligned. Padded tokens and requests
     of length 0 give ``(0, -inf)``. ``out`` has the dtype of ``q_latent`` unless stated.
     ``plan`` is ``plan_decode`` of the same arguments; without it one is made for this call.
+    ``layer`` is the one of a stacked cache; an array is clamped to its layers.
     """
     out = q_latent.dtype if out_dtype is None else out_dtype
-    problem = problems.decode(q_latent, q_rope, cache, meta, scale=scale, out_dtype=out)
+    problem = problems.decode(
+        q_latent, q_rope, cache, meta, scale=scale, out_dtype=out, layer=layer
+    )
     return _choose(problem, backend, tuning, plan)(
         q_latent,
         q_rope,
         cache.pages,
         cache.scale,
         *map(_int32, (meta.page_table, meta.seq_lens, meta.query_starts)),
+        layer=_number(layer),
         max_query_len=meta.max_query_len,
         scale=float(scale),
         format=cache.format,
@@ -170,13 +204,12 @@ def plan_decode(
 ) -> Any:
     """Who attends to which keys in ``mla_decode``: once per step, the same for all layers.
 
-    Depends on lengths alone; ``tokens``, ``heads`` and ``dtype`` are those of the queries.
-    None where the backend makes no plan.
+    Depends on lengths alone; ``tokens``, ``heads`` and ``dtype`` are those of the queries. A
+    stacked cache is taken as it is. None where the backend makes no plan.
     """
-    q_latent, q_rope = (
-        jax.ShapeDtypeStruct((tokens, heads, n), dtype) for n in (cache.rank, cache.rope)
+    problem = problems.plan_decode(
+        cache, meta, tokens=tokens, heads=heads, dtype=dtype, out_dtype=out_dtype
     )
-    problem = problems.decode(q_latent, q_rope, cache, meta, scale=1.0, out_dtype=out_dtype)
     chosen, tuning = _tuned(problem, backend, tuning)
     if chosen.plan is None:
         return None
@@ -292,4 +325,20 @@ def _tuned(problem: Problem, backend: str | None, tuning: object) -> tuple[Backe
 
 
 def _int32(x: Array) -> Array:
-    return x.astype(jnp.int32)
+    """``x`` in int32; what is too large for it becomes the largest, never another number.
+
+    Of a NumPy array before JAX sees it, which keeps the low 32 bits of one in 64 alone.
+    """
+    xp = np if isinstance(x, np.ndarray) else jnp
+    if x.dtype.itemsize > 4 or x.dtype == jnp.uint32:
+        bounds = jnp.iinfo(jnp.int32)
+        x = xp.minimum(xp.maximum(x, 0 if x.dtype.kind == "u" else bounds.min), bounds.max)
+    return jnp.asarray(x.astype(jnp.int32))
+
+
+def _number(layer: Layer) -> Array | None:
+    return (
+        None
+        if layer is None
+        else _int32(np.asarray(layer) if isinstance(layer, numbers.Integral) else layer)
+    )

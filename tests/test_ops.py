@@ -12,6 +12,7 @@ from mla_jax.metadata.mla import DecodeMetadata, PrefillMetadata
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.types import AttnState
 from tests.cases import TINY, V2_LITE, decode_case, prefill_case
+from tests.compare import same_bits
 
 
 def zeros(*shape, dtype="bfloat16"):
@@ -192,3 +193,47 @@ def test_int64_metadata_is_not_needed_but_any_integer_is_taken(rng):
     a, b = (ops.mla_prefill(*arrays, x, scale=case.scale) for x in (m, short))
     np.testing.assert_array_equal(a.out, b.out)
     assert a.out.shape == (5, TINY.heads, TINY.v)
+
+
+def rows_written(slots, **more):
+    cache = LatentCache.alloc(**CACHE)
+    data = zeros(len(slots), 16) + 1, zeros(len(slots), 4) + 1
+    pages = ops.write_latent(cache, *data, slots, **more).pages
+    return np.flatnonzero(np.asarray(pages).reshape(-1, 20).astype(np.float32).any(axis=1))
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_a_slot_in_64_bits_is_no_other_slot_in_32(x64, our_errors):
+    """Too large in either direction stores nothing, and small ones are what they say."""
+    slots = np.array([2**32 + 1, -(2**32) + 2, 2**31, 2**63 - 1, 5, -(2**31) - 1], np.int64)
+    with jax.enable_x64(x64):
+        given = jnp.asarray(slots) if x64 else slots
+        assert rows_written(given).tolist() == [5]
+        unsigned = slots.astype(np.uint64)
+        assert rows_written(jnp.asarray(unsigned) if x64 else unsigned).tolist() == [5]
+    words = np.array([2**32 - 1, 2**31 + 3, 6], np.uint32)
+    assert rows_written(words).tolist() == rows_written(jnp.asarray(words)).tolist() == [6]
+
+
+def test_metadata_of_numpy_is_taken_everywhere(rng, our_errors):
+    """As 64-bit numbers too, which the table's garbage does not fit into 32 bits of."""
+
+    def wide(tree):
+        return jax.tree.map(lambda x: np.asarray(x).astype(np.int64), tree)
+
+    case = decode_case(rng, seq_lens=[3, 9], page=4, pad_tokens=0)
+    *arrays, m = case.args
+    table = np.asarray(m.page_table).astype(np.int64)
+    far = np.where(table > 10**9, table + 2**32, table)
+    numpy = DecodeMetadata(**{**vars(wide(m)), "page_table": far})
+    want = ops.mla_decode(*arrays, m, scale=1.0, backend="xla")
+    same_bits(want, ops.mla_decode(*arrays, numpy, scale=1.0, backend="xla"))
+    case = prefill_case(rng, query_lens=[3, 2], pad=0)
+    *arrays, m = case.args
+    want = ops.mla_prefill(*arrays, m, scale=1.0, backend="xla")
+    same_bits(want, ops.mla_prefill(*arrays, wide(m), scale=1.0, backend="xla"))
+    pairs = np.array([[0, 1], [2**32, 1]], np.int64)
+    cache = LatentCache.alloc(**CACHE)
+    ops.copy_blocks(cache, pairs)
+    index = [np.zeros(s, np.int64) for s in ((2, 3), (2,), (3,))]
+    assert not ops.gather_latent(cache, *index, rows=4, dtype="bfloat16").any()

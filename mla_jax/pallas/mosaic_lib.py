@@ -14,6 +14,7 @@ have a second, slower form for it. Everything else is the same program.
 # pyright: reportInvalidTypeForm=false
 # pyright: reportUnusedExpression=false
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -48,6 +49,7 @@ __all__ = [
     "fold_columns",
     "in_place",
     "kernel",
+    "layer_of",
     "matmul",
     "matmul_registers",
     "row_vector",
@@ -55,6 +57,7 @@ __all__ = [
     "store_rows",
     "swizzled",
     "tile",
+    "with_layer",
 ]
 
 WGMMA = plgpu.Layout.WGMMA
@@ -113,6 +116,20 @@ def in_place(
     refs = [jax.new_ref(lax.optimization_barrier(x)) for x in arrays]
     kernel(*operands, *refs)
     return [lax.optimization_barrier(jax.freeze(ref)) for ref in refs]
+
+
+def with_layer(body: Callable, layer: jax.Array | None) -> tuple[Callable, tuple[jax.Array, ...]]:
+    """The body of a kernel whose first parameter is a ref to the layer's number, and the operand
+    for it; of a cache of one layer the parameter is None, and the kernel has no such operand.
+    """
+    if layer is None:
+        return functools.partial(body, None), ()
+    return body, (layer.reshape(1),)
+
+
+def layer_of(layer_g, layers: int):
+    """The number of the layer in its stack, clamped; 0 where there is no stack."""
+    return 0 if layer_g is None else jnp.clip(layer_g[0], 0, layers - 1)
 
 
 def swizzled(shape: Sequence[int], dtype: DTypeLike) -> plgpu.SMEM:

@@ -134,44 +134,52 @@ def test_shared_memory_fits(copies, dtype, quantised):
     assert shared_bytes(scratch) <= SHARED_MEMORY
 
 
-def specs(heads, queries, page, dtype, format, batch=4, width=32):
+def specs(heads, queries, page, dtype, format, batch=4, width=32, layers=()):
     spec = jax.ShapeDtypeStruct
     tokens = batch * queries
     return (
         spec((tokens, heads, 512), dtype),
         spec((tokens, heads, 64), dtype),
-        spec((64, page, 576), format.dtype),
-        spec((), jnp.float32),
+        spec((*layers, 64, page, 576), format.dtype),
+        spec(layers, jnp.float32),
         spec((batch, width), jnp.int32),
         spec((batch,), jnp.int32),
         spec((batch + 1,), jnp.int32),
     )
 
 
+COMPILED = [  # heads, queries, page, dtype, format
+    (16, 1, 64, "bfloat16", "bf16"),
+    (128, 1, 64, "bfloat16", "bf16"),
+    (20, 4, 16, "bfloat16", "bf16"),
+    (64, 2, 128, "float16", "fp16"),
+    (8, 2, 16, "float16", "fp16"),
+    (32, 1, 64, "bfloat16", "bf16"),
+    (16, 1, 64, "float16", "fp8_e4m3"),
+    (32, 1, 16, "bfloat16", "fp8_e4m3"),
+    (128, 1, 128, "bfloat16", "fp8_e4m3"),
+    (20, 4, 16, "bfloat16", "fp8_e4m3"),
+]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(bool(aot.available()), reason=aot.available() or "available")
 @pytest.mark.parametrize(
-    ("heads", "queries", "page", "dtype", "format"),
+    ("heads", "queries", "page", "dtype", "format", "layers"),
     [
-        (16, 1, 64, "bfloat16", "bf16"),
-        (128, 1, 64, "bfloat16", "bf16"),
-        (20, 4, 16, "bfloat16", "bf16"),
-        (64, 2, 128, "float16", "fp16"),
-        (8, 2, 16, "float16", "fp16"),
-        (32, 1, 64, "bfloat16", "bf16"),
-        (16, 1, 64, "float16", "fp8_e4m3"),
-        (32, 1, 16, "bfloat16", "fp8_e4m3"),
-        (128, 1, 128, "bfloat16", "fp8_e4m3"),
-        (20, 4, 16, "bfloat16", "fp8_e4m3"),
+        *((*sizes, ()) for sizes in COMPILED),
+        *((*sizes, (27,)) for sizes in COMPILED[1::4]),
     ],
 )
-def test_compiles_for_sm90(heads, queries, page, dtype, format):
+def test_compiles_for_sm90(heads, queries, page, dtype, format, layers):
     """Products stay asynchronous, the register division holds, plan and merge spill nothing."""
     stored = FORMATS[format]
     fn = functools.partial(
         mosaic.dense_decode, max_query_len=queries, scale=0.1, format=stored, out_dtype=dtype
     )
-    _, reports = aot.compile_sm90(fn, *specs(heads, queries, page, jnp.dtype(dtype), stored))
+    args = specs(heads, queries, page, jnp.dtype(dtype), stored, layers=layers)
+    number = [jax.ShapeDtypeStruct((), jnp.int32)] if layers else [None]
+    _, reports = aot.compile_sm90(lambda i, *args: fn(*args, layer=i), *number, *args)
     kernels = {r.name.rsplit("_", 1)[0]: r for r in reports}
     few = mosaic.heuristic(heads, queries, stored.quantised).few
     main = kernels["mla_dense_decode_few" if few else "mla_dense_decode"]

@@ -63,8 +63,8 @@ def write_tuning(*, tokens: int, quantised: bool) -> WriteTuning:
 
 
 def gather_latent(
-    pages: Float[Array, "pages page row"],
-    scale: Float[Array, ""],
+    pages: Float[Array, "*layers pages page row"],
+    scale: Float[Array, "*layers"],
     page_table: Int[Array, "requests width"],
     first: Int[Array, "requests"],
     row_starts: Int[Array, "starts"],
@@ -72,6 +72,7 @@ def gather_latent(
     rows: int,
     dtype: DTypeLike,
     format: CacheFormat,
+    layer: Int[Array, ""] | None = None,
     interpret: object = None,
 ) -> Float[Array, "{rows} row"]:
     """``ref.gather_latent``, bit for bit; ``interpret`` runs on a CPU."""
@@ -79,7 +80,7 @@ def gather_latent(
 
     del format  # dtypes say it all
     if not (rows and page_table.shape[0] and page_table.shape[1]):
-        return jnp.zeros((rows, pages.shape[2]), dtype)
+        return jnp.zeros((rows, pages.shape[-1]), dtype)
     return gather_sm90.gather(
         pages,
         scale,
@@ -88,21 +89,23 @@ def gather_latent(
         row_starts,
         rows=rows,
         dtype=dtype,
+        layer=layer,
         interpret=interpret,
     )
 
 
 def write_latent(
-    pages: Float[Array, "pages page row"],
-    scale: Float[Array, ""],
+    pages: Float[Array, "*layers pages page row"],
+    scale: Float[Array, "*layers"],
     kv_latent: Float[Array, "latents rank"],
     k_rope: Float[Array, "ropes rope"],
     slots: Int[Array, "tokens"],
     *,
     format: CacheFormat,
+    layer: Int[Array, ""] | None = None,
     tuning: WriteTuning | None = None,
     interpret: object = None,
-) -> Float[Array, "pages page row"]:
+) -> Float[Array, "*layers pages page row"]:
     """``ref.write_latent``, bit for bit, in place; ``interpret`` runs on a CPU.
 
     Donate the cache to the jitted caller: the pages are then updated where they are, and
@@ -122,5 +125,6 @@ def write_latent(
         slots,
         quantised=format.quantised,
         tile=tuning.tile,
+        layer=layer,
         interpret=interpret,
     )

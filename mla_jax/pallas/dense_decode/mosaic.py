@@ -134,8 +134,8 @@ def _balanced(lens: Array, starts: Array, **sizes: int) -> wp.WorkPlan:
 def dense_decode(
     q_latent: Float[Array, "tokens heads rank"],
     q_rope: Float[Array, "tokens heads rope"],
-    pages: Float[Array, "pages page row"],
-    cache_scale: Float[Array, ""],
+    pages: Float[Array, "*layers pages page row"],
+    cache_scale: Float[Array, "*layers"],
     page_table: Int[Array, "requests width"],
     seq_lens: Int[Array, "requests"],
     query_starts: Int[Array, "starts"],
@@ -144,6 +144,7 @@ def dense_decode(
     scale: float,
     format: CacheFormat,
     out_dtype: DTypeLike,
+    layer: Int[Array, ""] | None = None,
     tuning: Tuning | None = None,
     plan: wp.WorkPlan | None = None,
     interpret: object = None,
@@ -164,7 +165,8 @@ def dense_decode(
             out=jnp.zeros((tokens, heads, rank), q_latent.dtype),
             lse=jnp.full((tokens, heads), -jnp.inf, jnp.float32),
         )
-    sizes = _sizes(heads, max_query_len, pages.shape[1], tuning)
+    page = pages.shape[-2]
+    sizes = _sizes(heads, max_query_len, page, tuning)
     if plan is None:
         plan = make_plan(
             seq_lens,
@@ -172,7 +174,7 @@ def dense_decode(
             tokens=tokens,
             heads=heads,
             max_query_len=max_query_len,
-            page=pages.shape[1],
+            page=page,
             width=width,
             tuning=tuning,
         )
@@ -196,6 +198,7 @@ def dense_decode(
         cache_scale,
         page_table,
         plan,
+        layer=layer,
         sizes=sizes,
         scale=scale,
         early_launch=tuning.early_launch and interpret is None,

@@ -18,8 +18,8 @@ KEYS_PER_STEP = 128
 def dense_decode(
     q_latent: Float[Array, "tokens heads rank"],
     q_rope: Float[Array, "tokens heads rope"],
-    pages: Float[Array, "pages page row"],
-    cache_scale: Float[Array, ""],
+    pages: Float[Array, "*layers pages page row"],
+    cache_scale: Float[Array, "*layers"],
     page_table: Int[Array, "requests width"],
     seq_lens: Int[Array, "requests"],
     query_starts: Int[Array, "starts"],
@@ -28,6 +28,7 @@ def dense_decode(
     scale: float,
     format: CacheFormat,
     out_dtype: DTypeLike,
+    layer: Int[Array, ""] | None = None,
 ) -> AttnState:
     """``out = softmax(scale * [q_latent | q_rope] row^T) row[:rank]`` over a request's rows.
 
@@ -38,7 +39,7 @@ def dense_decode(
     """
     tokens, heads, rank = q_latent.shape
     requests, width = page_table.shape
-    num_pages, page, _ = pages.shape
+    num_pages, page, _ = pages.shape[-3:]
     state = AttnState(
         out=jnp.zeros((tokens, heads, rank), out_dtype),
         lse=jnp.full((tokens, heads), -jnp.inf, jnp.float32),
@@ -46,6 +47,8 @@ def dense_decode(
     if not (tokens and requests and width):
         return state
     f32 = {"precision": "highest", "preferred_element_type": jnp.float32}
+    in_layer = () if layer is None else (jnp.clip(layer, 0, pages.shape[0] - 1),)
+    cache_scale = cache_scale[in_layer]
     columns = min(width, cdiv(KEYS_PER_STEP, page))
     block = columns * page
 
@@ -61,7 +64,7 @@ def dense_decode(
         top, total, acc = carry
         column = i * columns + jnp.arange(columns, dtype=jnp.int32)
         ids = page_table[:, jnp.minimum(column, width - 1)]
-        rows = pages[jnp.clip(ids, 0, num_pages - 1)].reshape(requests, block, -1)
+        rows = pages[*in_layer, jnp.clip(ids, 0, num_pages - 1)].reshape(requests, block, -1)
         p = i * block + jnp.arange(block, dtype=jnp.int32)
         has = (p < seq_lens[:, None]) & (p < width * page)
         k = jnp.where(has[..., None], format.decode(rows, cache_scale), 0.0)
