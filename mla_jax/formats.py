@@ -84,7 +84,7 @@ class RecordFormat:
     A *value* is a field that the caller gives and gets; scales and padding are made here.
     A code is ``cast(clamp(float32(x) / s))``, a true division, rounded to nearest even; it is
     read as ``float32(code) * s``. A NaN is stored as NaN and takes no part in its group's
-    scale. Where a group has an infinity, its scale is one and the group is read as NaN.
+    scale. A group with an infinity has no finite scale and is read as NaN.
     """
 
     name: str
@@ -205,9 +205,9 @@ class RecordFormat:
         kept = self.field(f.scale)
         grouped = x.astype(jnp.float32).reshape(*x.shape[:-1], kept.count, -1)
         amax = jnp.max(jnp.where(jnp.isnan(grouped), 0, jnp.abs(grouped)), axis=-1)
-        s = self.rules[0].choose(amax, float(jnp.finfo(f.dtype).max))
-        codes = _to_codes(grouped, s[..., None], f.dtype)
-        return {f.name: codes.reshape(x.shape), kept.name: s.astype(kept.dtype)}
+        s = self.rules[0].choose(amax, float(jnp.finfo(f.dtype).max)).astype(kept.dtype)
+        codes = _to_codes(grouped, s[..., None].astype(jnp.float32), f.dtype)
+        return {f.name: codes.reshape(x.shape), kept.name: s}
 
     def stored(self, parts: tuple[UInt8[Array, "*tokens _"], ...]) -> dict[str, Array]:
         """The elements of every field, ``[*tokens, count]``, from each plane's bytes."""

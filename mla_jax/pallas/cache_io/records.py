@@ -23,8 +23,8 @@ def write_records(
     """Store ``format.encode(*values)`` of every token at its slot.
 
     ``slots`` decides how many tokens there are; surplus rows of the values are ignored. Slots
-    are distinct; a negative one, or one behind the cache, writes nothing. ``layer`` is given if
-    and only if the cache is a stack.
+    are distinct; one outside the cache, or a layer that a stack has not, writes nothing.
+    ``layer`` is given if and only if the cache is a stack.
     """
     parts = cache.format.encode(*(x[: slots.shape[0]] for x in values))
     pages = cache.pages
@@ -42,12 +42,20 @@ def gather_records(
 ) -> Float[Array, "*tokens row"]:
     """The values at ``slots``, side by side in ``dtype``, each rounded to it once.
 
-    A slot outside the cache reads as zeros. ``layer`` as in ``write_records``.
+    A slot outside the cache, or a layer that a stack has not, reads as zeros. ``layer`` as in
+    ``write_records``.
     """
+    places = _places(cache, slots, layer)
+    parts = (cache.pages.at[p].get(mode="fill", fill_value=0) for p in places)
+    values = cache.format.decode(tuple(parts), dtype=dtype)
+    found = _found(cache, slots, layer)[..., None]
+    return jnp.where(found, jnp.concatenate(values, axis=-1), jnp.zeros((), dtype))
+
+
+def _found(cache: RecordCache, slots: Array, layer: int | Array | None) -> Array:
+    """Which slots are in the cache: -1 would be the last row of an array, not nothing."""
     found = (slots >= 0) & (slots < cache.num_slots)
-    places = _places(cache, jnp.where(found, slots, 0), layer)
-    values = cache.format.decode(tuple(cache.pages[place] for place in places), dtype=dtype)
-    return jnp.where(found[..., None], jnp.concatenate(values, axis=-1), jnp.zeros((), dtype))
+    return found if layer is None else found & (layer >= 0) & (layer < (cache.layers or 0))
 
 
 def _places(
@@ -55,13 +63,13 @@ def _places(
 ) -> list[tuple[int | Array, ...]]:
     """Indices into ``pages`` of every byte of the slots' records, ``[*tokens, width]`` a plane.
 
-    A slot outside the cache has the page behind the last one.
+    What is not in the cache has the page behind the last one.
     """
     if (layer is None) != (cache.layers is None):
         allowed = "None" if cache.layers is None else f"below {cache.layers}, the layers stacked"
         raise ArgumentError("layer of a RecordCache", layer, allowed)
-    found = (slots >= 0) & (slots < cache.num_slots)
-    page_id = jnp.where(found, slots // cache.page, cache.num_pages)[..., None]
+    inside = _found(cache, slots, layer)
+    page_id = jnp.where(inside, slots // cache.page, cache.num_pages)[..., None]
     lead, offset = () if layer is None else (layer,), (slots % cache.page)[..., None]
     planes = zip(cache.format.begins(cache.page), cache.format.widths, strict=True)
     return [(*lead, page_id, begin + offset * w + jnp.arange(w)) for begin, w in planes]
