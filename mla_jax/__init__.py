@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING
 
-from mla_jax.cache import FORMATS, CacheFormat, LatentCache
+from mla_jax.cache import FORMATS, CacheFormat, LatentCache, RecordCache, RecordFormat
 from mla_jax.config import MLADims, ModelConfig, MoEConfig, RopeConfig, YarnConfig
 from mla_jax.errors import (
     ArgumentError,
@@ -66,6 +66,8 @@ __all__ = [
     "ModelConfig",
     "PrefillBackendError",
     "PrefillMetadata",
+    "RecordCache",
+    "RecordFormat",
     "RopeConfig",
     "SamplingParams",
     "UnsupportedError",

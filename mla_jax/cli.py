@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from mla_jax import ops
-from mla_jax.cache import FORMATS, LatentCache
+from mla_jax.cache import ELEMENT_FORMATS, LatentCache
 from mla_jax.config import MLADims, ModelConfig
 from mla_jax.engine import Engine
 from mla_jax.errors import (
@@ -245,7 +245,9 @@ def inspect(
 
 def _facts(config: ModelConfig, dtype: str, memory: float) -> dict[str, Any]:
     d = config.dims
-    plans = {name: plan_memory(config, dtype=dtype, format=f) for name, f in FORMATS.items()}
+    plans = {
+        name: plan_memory(config, dtype=dtype, format=f) for name, f in ELEMENT_FORMATS.items()
+    }
     any_plan = next(iter(plans.values()))
     return {
         "family": config.family,
@@ -307,10 +309,10 @@ def explain(
 
     starts, table = ints(requests + 1), ints(requests, pages)
     cache = LatentCache(
-        pages=shape(2, page_size, rank + rope, of=FORMATS[cache_dtype].dtype),  # pyright: ignore
+        pages=shape(2, page_size, rank + rope, of=ELEMENT_FORMATS[cache_dtype].dtype),  # pyright: ignore
         scale=shape(of="float32"),  # pyright: ignore[reportArgumentType]
         rank=rank,
-        format=FORMATS[cache_dtype],
+        format=ELEMENT_FORMATS[cache_dtype],
     )
     decode = DecodeMetadata(
         max_query_len=max(1, cdiv(tokens, max(requests, 1))),

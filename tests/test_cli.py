@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from mla_jax import cli
-from mla_jax.cache import FORMATS
+from mla_jax.cache import ELEMENT_FORMATS
 from mla_jax.engine import Engine
 from mla_jax.model.deepseek_v3 import DeepseekV3
 from mla_jax.model.prefill_crossover import PathRate, PrefillCrossover
@@ -199,7 +199,7 @@ def test_inspect_counts_bytes(run, folder):
     assert code == 0
     assert facts["family"] == "deepseek_v3"
     assert facts["cache_bytes_per_token"] == {
-        name: CONFIG.layers * row * f.itemsize for name, f in FORMATS.items()
+        name: CONFIG.layers * row * f.itemsize for name, f in ELEMENT_FORMATS.items()
     }
     held = facts["weight_bytes_float32"]
     assert held["weights"] == 4 * facts["parameters"]
