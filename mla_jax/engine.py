@@ -6,7 +6,7 @@ a step moves one ``StepBatch`` to the device and reads only what was drawn.
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from mla_jax.model.deepseek_v3 import DeepseekV3
 from mla_jax.model.prefill_crossover import PrefillCrossover
 from mla_jax.model.sampling import SamplingBatch, SamplingParams
 from mla_jax.model.step import Step, StepBatch
-from mla_jax.model.weights import Progress, load, place
+from mla_jax.model.weights import Progress, checked_config, load, place
 from mla_jax.pages import PagePool
 from mla_jax.scheduler import Completion, Event, Plan, Scheduler
 from mla_jax.types import cdiv
@@ -63,7 +63,7 @@ def load_model(
         ConfigError: config.json has a key that this library does not implement.
         WeightsError: the safetensors do not hold that model.
     """
-    config = ModelConfig.from_hf(folder)
+    config = checked_config(folder)
     return _read_model(folder, config, dtype=dtype, progress=progress), config
 
 
@@ -177,15 +177,18 @@ class Engine:
         *,
         dtype: DTypeLike = jnp.bfloat16,
         progress: Progress | None = None,
+        ignore_keys: Collection[str] = (),
         **settings: Any,
     ) -> "Engine":
         """An engine for a Hugging Face folder; ``settings`` are those of the constructor.
+
+        ``ignore_keys`` names keys of config.json to pass over, as in ``ModelConfig.from_hf``.
 
         Raises:
             ConfigError: config.json has a key that this library does not implement.
             WeightsError: the safetensors do not hold that model.
         """
-        config = ModelConfig.from_hf(folder)
+        config = checked_config(folder, ignore_keys=ignore_keys)
         read = partial(_read_model, folder, config, dtype=dtype, progress=progress)
         return cls(read, config, **settings)
 

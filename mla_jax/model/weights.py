@@ -6,7 +6,8 @@ Quantised tensors ``X`` (e4m3) come with ``X_scale_inv``, one float32 per 128 x 
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from mla_jax.model.stack import Place
 from mla_jax.model.weight_table import Weight, expected_shapes, fused_experts, weight_table
 from mla_jax.types import Array, Int, cdiv
 
-__all__ = ["Progress", "dequantise", "load", "place", "save"]
+__all__ = ["Progress", "checked_config", "dequantise", "load", "place", "save"]
 
 type Progress = Callable[[int, int], None]
 """Called with the bytes read so far and the bytes to read."""
@@ -33,7 +34,38 @@ type Progress = Callable[[int, int], None]
 _BLOCK = 128  # literal: 576 rows have 5 scale rows
 _FLOATS = ("F32", "BF16", "F16", "F64")
 _E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-_LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.")
+_LAYER_NAME = re.compile(r"model\.layers\.([0-9]{1,9})\.")
+_EXPERT_NAME = re.compile(r"(model\.layers\.[0-9]{1,9})\.mlp\.experts\.([0-9]{1,9})\.")
+
+
+def checked_config(folder: str | Path, *, ignore_keys: Collection[str] = ()) -> ModelConfig:
+    """The folder's configuration, once the headers of its tensors were compared with it.
+
+    So that nothing is allocated, and no table built, for what the files do not hold.
+
+    Raises:
+        ConfigError: as ``ModelConfig.from_hf``.
+        WeightsError: every missing, unexpected, misshapen or mistyped tensor.
+    """
+    config = ModelConfig.from_hf(folder, ignore_keys=ignore_keys)
+    _checked_table(folder, config, Checkpoint.open(folder).tensors)
+    return config
+
+
+def _checked_table(
+    folder: str | Path, config: ModelConfig, tensors: Mapping[str, Tensor]
+) -> list[Weight]:
+    """The rows to read, or WeightsError with what the files lack of them."""
+    layers = {match[1] for name in tensors if (match := _LAYER_NAME.match(name))}
+    if len(layers) < config.layers:
+        first = next(i for i in range(config.layers) if str(i) not in layers)
+        given = f"the config asks for {config.layers:,} layers, the files hold {len(layers):,}"
+        raise WeightsError(str(folder), [f"missing: model.layers.{first}: {given}"])
+    table = _choose_layout(config, tensors)
+    problems = _problems(config, table, tensors)
+    if problems:
+        raise WeightsError(str(folder), problems)
+    return table
 
 
 def load(
@@ -55,10 +87,7 @@ def load(
     Raises WeightsError with every missing, unexpected, misshapen or mistyped tensor.
     """
     checkpoint = Checkpoint.open(folder)
-    table = _choose_layout(config, checkpoint.tensors)
-    problems = _problems(config, table, checkpoint.tensors)
-    if problems:
-        raise WeightsError(str(folder), problems)
+    table = _checked_table(folder, config, checkpoint.tensors)
     reader = _Reader(checkpoint=checkpoint, progress=progress or (lambda done, total: None))
     reader.total = sum(
         reader.tensors[n].nbytes for w in table for name in w.names() for n in reader.parts(name)
@@ -171,7 +200,16 @@ def _problems(config: ModelConfig, table: list[Weight], tensors: Mapping[str, Te
     missing: list[str] = []
     wrong: list[str] = []
     used: set[str] = set()
+    experts = {match.groups() for match in map(_EXPERT_NAME.match, tensors) if match}
+    held = Counter(layer for layer, _ in experts)
     for weight in table:
+        found = held[weight.name.partition(".mlp.experts.")[0]]
+        if not weight.fused and weight.experts > 2 * found + 1024:  # no list of what never was
+            name = weight.name.format(e=f"0..{weight.experts - 1}")
+            missing.append(
+                f"missing: {name} {list(weight.shape)}; the files hold {found:,} experts"
+            )
+            continue
         names = weight.names()
         absent = [n for n in names if n not in tensors]
         lines = [f"missing: {n} {list(names[n])}" for n in absent]
