@@ -1,6 +1,6 @@
 """The V2/V3 decoder: V2-Lite, V2, V3, R1, Kimi-K2, GLM-4.7-Flash and Youtu by config alone."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from mla_jax.model.mlp import SwiGLU
 from mla_jax.model.moe import MoE
 from mla_jax.model.norm import RMSNorm
 from mla_jax.model.stack import Stack, periods_of, places_of
+from mla_jax.placement import Placement
 from mla_jax.types import Array, Bool, Float, Int
 
 __all__ = ["Block", "DeepseekV3"]
@@ -45,13 +46,20 @@ class Block(nnx.Module):
         absorbed: Absorbed | None = None,
         backend: str | None = None,
         plan: object = None,
+        placement: Placement | None = None,
     ) -> tuple[Float[Array, "tokens hidden"], LatentCache]:
         """One step of this layer; arguments as ``MLA`` takes them."""
-        x = self.attn_norm(h)
         y, cache = self.attn(
-            x, meta, cache, layer=layer, absorbed=absorbed, backend=backend, plan=plan
+            self.attn_norm(h),
+            meta,
+            cache,
+            layer=layer,
+            absorbed=absorbed,
+            backend=backend,
+            plan=plan,
+            placement=placement,
         )
-        return self.feed_forward(h + y, meta.real), cache
+        return self.feed_forward(h + y, meta.real, backend=backend, placement=placement), cache
 
     def full(
         self, h: Float[Array, "sequences tokens hidden"]
@@ -62,11 +70,18 @@ class Block(nnx.Module):
         return self.feed_forward(flat, jnp.ones(flat.shape[:1], jnp.bool_)).reshape(h.shape)
 
     def feed_forward(
-        self, h: Float[Array, "tokens hidden"], real: Bool[Array, "tokens"]
+        self,
+        h: Float[Array, "tokens hidden"],
+        real: Bool[Array, "tokens"],
+        *,
+        backend: str | None = None,
+        placement: Placement | None = None,
     ) -> Float[Array, "tokens hidden"]:
         """``h + mlp_or_moe(norm(h))``; rows that are not real reach no expert."""
         x = self.mlp_norm(h)
-        return h + (self.moe(x, real) if self.sparse else self.mlp(x))
+        if not self.sparse:
+            return h + self.mlp(x)
+        return h + self.moe(x, real, backend=backend, placement=placement)
 
 
 class DeepseekV3(nnx.Module):
@@ -103,17 +118,21 @@ class DeepseekV3(nnx.Module):
         self,
         token_ids: Int[Array, "tokens"],
         meta: MLAMetadata,
-        cache: LatentCache,
+        caches: Mapping[str, LatentCache],
         *,
         derived: Sequence[Sequence[Absorbed]] | None = None,
         backend: str | None = None,
-    ) -> tuple[Float[Array, "tokens hidden"], LatentCache]:
-        """One step over a paged cache of all layers: final hidden states, the cache with new rows.
+        placement: Placement | None = None,
+    ) -> tuple[Float[Array, "tokens hidden"], dict[str, LatentCache]]:
+        """One step over the paged cache of all layers: final hidden states, and the caches.
 
-        ``derived`` is ``self.derive()``; without it the step derives it again.
+        ``caches`` has one group, ``latent``. ``derived`` is ``self.derive()``; without it the
+        step derives it again.
         """
-        h = self.embed(token_ids)
-        plan = plan_step(self.dims, meta, cache, dtype=h.dtype, backend=backend)
+        h, cache = self.embed(token_ids), caches["latent"]
+        plan = plan_step(
+            self.dims, meta, cache, dtype=h.dtype, backend=backend, placement=placement
+        )
 
         def layer(
             block: Block,
@@ -123,13 +142,20 @@ class DeepseekV3(nnx.Module):
         ) -> tuple[Array, LatentCache]:
             h, cache = carry
             return block(
-                h, meta, cache, layer=number, absorbed=absorbed, backend=backend, plan=plan
+                h,
+                meta,
+                cache,
+                layer=number,
+                absorbed=absorbed,
+                backend=backend,
+                plan=plan,
+                placement=placement,
             )
 
         beside = [None] * len(self.stacks) if derived is None else derived
         for stack, absorbed in zip(self.stacks, beside, strict=True):
             h, cache = stack.run((h, cache), layer, beside=absorbed)
-        return self.final_norm(h), cache
+        return self.final_norm(h), {"latent": cache}
 
     def full(
         self, token_ids: Int[Array, "sequences tokens"]

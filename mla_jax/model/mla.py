@@ -10,6 +10,7 @@ Both give the same numbers with the same ``scale``; the cache row ``[c | k_r]`` 
 Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -21,9 +22,11 @@ from mla_jax import ops
 from mla_jax.cache import LatentCache
 from mla_jax.config import MLADims, ModelConfig
 from mla_jax.metadata.mla import ContextMetadata, MLAMetadata, PrefillMetadata
-from mla_jax.model.linear import Linear, contract
+from mla_jax.model.linear import Linear, contract, project
 from mla_jax.model.norm import RMSNorm
 from mla_jax.model.rope import cos_sin, rotate
+from mla_jax.model.sharding import divided, divides
+from mla_jax.placement import Placement
 from mla_jax.types import Array, AttnState, Float, Int
 
 __all__ = ["MLA", "Absorbed", "absorb_weights", "plan_step"]
@@ -49,18 +52,44 @@ def plan_step(
     *,
     dtype: DTypeLike,
     backend: str | None = None,
+    placement: Placement | None = None,
 ) -> object:
     """What all layers of a step share when they decode; None where there is nothing."""
     if meta.decode is None:
         return None
+    shares = placement.size if placement and divides(placement, dims.heads) else 1
     return ops.plan_decode(
         meta.decode,
         cache,
         tokens=meta.bucket.decode_tokens,
-        heads=dims.heads,
+        heads=dims.heads // shares,
         dtype=dtype,
         backend=backend,
     )
+
+
+class _Rows(NamedTuple):
+    """A step's new rows: queries of some heads, and what the cache stores."""
+
+    q_nope: Float[Array, "tokens heads nope"]
+    q_rope: Float[Array, "tokens heads rope"]
+    latent: Float[Array, "tokens rank"]
+    k_rope: Float[Array, "tokens rope"]
+
+    @property
+    def q(self) -> Float[Array, "tokens heads qk"]:
+        return jnp.concatenate([self.q_nope, self.q_rope], axis=-1)
+
+    def part(self, start: Int[Array, ""], size: int) -> "_Rows":
+        """``size`` rows from ``start`` on."""
+        return _Rows(*(lax.dynamic_slice_in_dim(a, start, size) for a in self))
+
+
+class _Up(NamedTuple):
+    """The up-projection of the same heads, in both forms."""
+
+    kv_up: Float[Array, "rank heads nope_v"]
+    absorbed: Absorbed
 
 
 class MLA(nnx.Module):
@@ -115,34 +144,66 @@ class MLA(nnx.Module):
         absorbed: Absorbed | None = None,
         backend: str | None = None,
         plan: object = None,
+        placement: Placement | None = None,
     ) -> tuple[Float[Array, "tokens hidden"], LatentCache]:
         """Write the new rows, attend over pages and new tokens, project back.
 
         ``layer`` is this layer's number in a stacked cache. ``absorbed`` is ``self.absorbed()``;
         a server keeps it, without it the step derives it again. ``backend`` names the backend of
         every operation that has one of that name; None takes the best that qualifies. ``plan`` is
-        ``plan_step`` of the same step, which serves every layer.
+        ``plan_step`` of the same step, which serves every layer. Over several devices of a
+        ``placement`` each one attends with its own heads.
         """
         angles = cos_sin(meta.positions, self.rope)
         q_nope, q_rope = self.queries(x, angles)
         latent, k_rope = self.latents(x, angles)
-        cache = ops.write_latent(
-            cache,
-            latent,
-            k_rope,
-            meta.slots,
-            layer=layer,
-            backend=ops.named("write_latent", backend),
-        )
+        kv_up, number = self.kv_up.kernel[...], 0 if layer is None else layer
+        absorbed = self.absorbed() if absorbed is None else absorbed
 
-        heads = jnp.zeros((x.shape[0], self.dims.heads, self.dims.v), x.dtype)
+        def attend(q_nope, q_rope, latent, k_rope, kv_up, absorbed, meta, cache, number, plan):
+            at = None if layer is None else number
+            return self._attend(
+                _Rows(q_nope, q_rope, latent, k_rope),
+                _Up(kv_up, absorbed),
+                meta,
+                cache,
+                layer=at,
+                backend=backend,
+                plan=plan,
+            )
+
+        if placement is not None and divides(placement, self.dims.heads):
+            given = (1, 1, None, None, 1, 0, None, None, None, None)
+            attend = divided(attend, placement, given=given, returned=(1, None))
+        heads, cache = attend(
+            q_nope, q_rope, latent, k_rope, kv_up, absorbed, meta, cache, number, plan
+        )
+        return self.out(heads), cache
+
+    def _attend(
+        self,
+        new: "_Rows",
+        up: "_Up",
+        meta: MLAMetadata,
+        cache: LatentCache,
+        *,
+        layer: Int[Array, ""] | int | None,
+        backend: str | None,
+        plan: object,
+    ) -> tuple[Float[Array, "tokens heads v"], LatentCache]:
+        """Attention of some heads, or all, and the cache with the new rows."""
+        tokens, heads, _ = new.q_nope.shape
+        writing = ops.named("write_latent", backend)
+        cache = ops.write_latent(
+            cache, new.latent, new.k_rope, meta.slots, layer=layer, backend=writing
+        )
+        out = jnp.zeros((tokens, heads, self.dims.v), new.q_nope.dtype)
         if meta.decode is not None:
             n = meta.bucket.decode_tokens
-            u = self.absorbed() if absorbed is None else absorbed
-            q_latent = contract("thd,hdr->thr", q_nope[:n], u.k)
+            q_latent = contract("thd,hdr->thr", new.q_nope[:n], up.absorbed.k)
             state = ops.mla_decode(
                 q_latent,
-                q_rope[:n],
+                new.q_rope[:n],
                 cache,
                 meta.decode,
                 scale=self.scale,
@@ -150,28 +211,25 @@ class MLA(nnx.Module):
                 backend=backend,
                 plan=plan,
             )
-            heads = heads.at[:n].set(contract("thr,hrv->thv", state.out, u.v))
+            out = out.at[:n].set(contract("thr,hrv->thv", state.out, up.absorbed.v))
         if meta.prefill is not None:
             start, size = meta.num_decode_tokens, meta.bucket.prefill_tokens
             alone = not meta.bucket.decodes
-
-            def new(a: Array) -> Array:
-                return a if alone else lax.dynamic_slice_in_dim(a, start, size)
-
-            q = jnp.concatenate([new(q_nope), new(q_rope)], axis=-1)
+            rows = new if alone else new.part(start, size)
             state = self.prefill(
-                q,
-                new(latent),
-                new(k_rope),
+                rows.q,
+                rows.latent,
+                rows.k_rope,
                 cache,
                 meta.prefill,
                 meta.context,
+                kv_up=up.kv_up,
                 layer=layer,
                 backend=backend,
             )
-            out = state.out.astype(x.dtype)
-            heads = out if alone else lax.dynamic_update_slice_in_dim(heads, out, start, 0)
-        return self.out(heads), cache
+            found = state.out.astype(out.dtype)
+            out = found if alone else lax.dynamic_update_slice_in_dim(out, found, start, 0)
+        return out, cache
 
     def prefill(
         self,
@@ -182,67 +240,24 @@ class MLA(nnx.Module):
         new: PrefillMetadata,
         context: ContextMetadata | None,
         *,
+        kv_up: Float[Array, "rank heads nope_v"] | None = None,
         layer: Int[Array, ""] | int | None = None,
         backend: str | None = None,
     ) -> AttnState:
-        """Expanded attention of new tokens among themselves and over their cached context."""
-        if context is None:
-            return self._expanded(q, latent, k_rope, new, backend=backend)
-        state = self._expanded(q, latent, k_rope, new, out_dtype=jnp.float32, backend=backend)
-        return self._add_context(state, q, cache, context, layer=layer, backend=backend)
+        """Expanded attention of new tokens among themselves and over their cached context.
 
-    def full(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
-        """One whole sequence by the expanded path, without a cache; differentiable.
-
-        Always on ``xla``: the kernels have no derivative.
+        ``kv_up`` is the up-projection of these heads; None: the layer's own, of all heads.
         """
-        tokens = x.shape[0]
-        angles = cos_sin(jnp.arange(tokens, dtype=jnp.int32), self.rope)
-        q = jnp.concatenate(self.queries(x, angles), axis=-1)
-        starts = jnp.array([0, tokens], jnp.int32)
-        meta = PrefillMetadata(query_starts=starts, key_starts=starts)
-        state = self._expanded(q, *self.latents(x, angles), meta, backend="xla")
-        return self.out(state.out.astype(x.dtype))
-
-    def _expanded(
-        self,
-        q: Float[Array, "tokens heads qk"],
-        latent: Float[Array, "keys rank"],
-        k_rope: Float[Array, "keys rope"],
-        meta: PrefillMetadata,
-        *,
-        causal: bool = True,
-        out_dtype: DTypeLike | None = None,
-        backend: str | None = None,
-    ) -> AttnState:
-        """Up-project the latents and attend; nothing is copied per head."""
-        kv = self.kv_up(latent)
-        return ops.mla_prefill(
-            q,
-            kv,
-            k_rope,
-            meta,
-            scale=self.scale,
-            causal=causal,
-            out_dtype=out_dtype,
+        expand = partial(
+            self._expanded,
+            kv_up=self.kv_up.kernel[...] if kv_up is None else kv_up,
             backend=backend,
         )
-
-    def _add_context(
-        self,
-        state: AttnState,
-        q: Float[Array, "tokens heads qk"],
-        cache: LatentCache,
-        context: ContextMetadata,
-        *,
-        layer: Int[Array, ""] | int | None,
-        backend: str | None,
-    ) -> AttnState:
-        """Merge the cached context into ``state`` (float32), as many trips as there are chunks.
-
-        Parts come in the dtype of the queries, which halves what a merge reads; their sum is
-        float32 and stays where it is from turn to turn.
-        """
+        if context is None:
+            return expand(q, latent, k_rope, new)
+        state = expand(q, latent, k_rope, new, out_dtype=jnp.float32)
+        gathering = ops.named("gather_latent", backend)
+        merging = ops.named("merge_attn_states", backend)
 
         def one_chunk(i: Array, state: AttnState) -> AttnState:
             first, meta = context.chunk(i)
@@ -254,11 +269,50 @@ class MLA(nnx.Module):
                 rows=context.rows,
                 dtype=q.dtype,
                 layer=layer,
-                backend=ops.named("gather_latent", backend),
+                backend=gathering,
             )
             latent, k_rope = rows[:, : self.dims.rank], rows[:, self.dims.rank :]
-            part = self._expanded(q, latent, k_rope, meta, causal=False, backend=backend)
-            merging = ops.named("merge_attn_states", backend)
+            part = expand(q, latent, k_rope, meta, causal=False)
             return ops.merge_attn_states(part, state, out_dtype=jnp.float32, backend=merging)
 
+        # Parts come in the dtype of the queries, which halves what a merge reads; their sum is
+        # float32 and stays where it is from turn to turn.
         return lax.fori_loop(0, context.num_chunks(), one_chunk, state)
+
+    def full(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
+        """One whole sequence by the expanded path, without a cache; differentiable.
+
+        Always on ``xla``: the kernels have no derivative.
+        """
+        tokens = x.shape[0]
+        angles = cos_sin(jnp.arange(tokens, dtype=jnp.int32), self.rope)
+        q = jnp.concatenate(self.queries(x, angles), axis=-1)
+        starts = jnp.array([0, tokens], jnp.int32)
+        meta = PrefillMetadata(query_starts=starts, key_starts=starts)
+        rows = self.latents(x, angles)
+        state = self._expanded(q, *rows, meta, kv_up=self.kv_up.kernel[...], backend="xla")
+        return self.out(state.out.astype(x.dtype))
+
+    def _expanded(
+        self,
+        q: Float[Array, "tokens heads qk"],
+        latent: Float[Array, "keys rank"],
+        k_rope: Float[Array, "keys rope"],
+        meta: PrefillMetadata,
+        *,
+        kv_up: Float[Array, "rank heads nope_v"],
+        causal: bool = True,
+        out_dtype: DTypeLike | None = None,
+        backend: str | None = None,
+    ) -> AttnState:
+        """Up-project the latents and attend; nothing is copied per head."""
+        return ops.mla_prefill(
+            q,
+            project(latent, kv_up),
+            k_rope,
+            meta,
+            scale=self.scale,
+            causal=causal,
+            out_dtype=out_dtype,
+            backend=backend,
+        )

@@ -72,6 +72,17 @@ class SamplingBatch:
     seed: Int[Array | np.ndarray, "requests"]  # uint32
     position: Int[Array | np.ndarray, "requests"]  # absolute position of the token to be drawn
 
+    @classmethod
+    def nothing(cls, requests: int) -> "SamplingBatch":
+        """Padding only, in numpy."""
+        return cls(
+            temperature=np.zeros(requests, np.float32),
+            top_k=np.zeros(requests, np.int32),
+            top_p=np.ones(requests, np.float32),
+            seed=np.zeros(requests, np.uint32),
+            position=np.zeros(requests, np.int32),
+        )
+
 
 def sample(
     logits: Float[Array, "requests vocab"], batch: SamplingBatch
