@@ -14,9 +14,9 @@ from flax import nnx
 
 from benchmarks import paths
 from mla_jax.cache import FORMATS, LatentCache
-from mla_jax.metadata.chunked_context import pack_chunks
+from mla_jax.metadata.compat.chunked_context import pack_chunks
+from mla_jax.metadata.compat.workspace import estimate_prefill_memory
 from mla_jax.metadata.mla import ContextMetadata, PrefillMetadata
-from mla_jax.metadata.workspace import estimate_prefill_memory
 from mla_jax.model.mla import MLA
 from mla_jax.model.presets import V3
 from mla_jax.model.step import LOOPS_IN_GRAPHS

@@ -25,6 +25,8 @@ from mla_jax.config import ModelConfig
 from mla_jax.errors import EngineError
 from mla_jax.inputs import checked_params, checked_prompts, checked_wishes
 from mla_jax.metadata.buckets import MLABucket, MLALadder
+from mla_jax.metadata.builder import MLADecision, MLAMetadataBuilder
+from mla_jax.metadata.common import GroupSpec, HostBatch
 from mla_jax.metadata.packed import pack
 from mla_jax.model.deepseek_v3 import DeepseekV3
 from mla_jax.model.prefill_crossover import PrefillCrossover
@@ -163,6 +165,12 @@ class Engine:
                 page=page,
                 backend=backend,
             )
+        self._builder = MLAMetadataBuilder(
+            ladder=self.ladder,
+            group=GroupSpec("latent", page),
+            absorb=self._crossover and self._crossover.absorb,
+            absorb_run=self._crossover.run if self._crossover else 0,
+        )
         self._ids = itertools.count()
         self._unread: list[Event] = []  # for the next ``step``
         self._claimed: dict[str, list[Event]] = {}  # for ``generate`` and ``stream``
@@ -297,8 +305,9 @@ class Engine:
         plan = self.scheduler.schedule()
         if not plan.work:
             return
-        bucket = self._bucket(plan)
-        batch = pack(arrays(plan, bucket))
+        decision = self._decide(plan)
+        bucket = decision.bucket
+        batch = pack(arrays(plan, decision))
         out, self._caches = self._step.run(
             self._step.leaves,
             self._caches,
@@ -319,21 +328,10 @@ class Engine:
             self._new_tokens += event.token_id is not None
             self._deliver(event)
 
-    def _bucket(self, plan: Plan) -> MLABucket:
-        chunks = plan.work[plan.num_decodes :]
-        longest = max(work.start + work.length for work in plan.work)
-        absorb = 0
-        if self._crossover is not None:
-            lens = [work.length for work in chunks], [work.start for work in chunks]
-            absorb = self._crossover.absorb(*lens)
-        return self.ladder.bucket(
-            decodes=plan.num_decodes,
-            prefills=len(chunks),
-            prefill_tokens=sum(work.length for work in chunks),
-            pages=cdiv(longest, self.scheduler.page),
-            context=any(work.start for work in chunks),
-            absorb=absorb,
-        )
+    def _decide(self, plan: Plan) -> MLADecision:
+        lens = np.array([w.length for w in plan.work], np.int32)
+        starts = np.array([w.start for w in plan.work], np.int32)
+        return self._builder.decide(HostBatch.of(lens, lens + starts))
 
     def _claim(
         self, prompt: Sequence[int], params: SamplingParams | None, inbox: list[Event]
@@ -355,9 +353,9 @@ class Engine:
             del self._claimed[id]
 
 
-def arrays(plan: Plan, bucket: MLABucket) -> StepBatch:
+def arrays(plan: Plan, decision: MLADecision) -> StepBatch:
     """A plan as host arrays of the bucket's sizes, padding last."""
-    n, work = len(plan.work), plan.work
+    n, work, bucket = len(plan.work), plan.work, decision.bucket
     token_ids = np.zeros(bucket.tokens, np.int32)
     query_starts = np.zeros(bucket.requests + 1, np.int32)
     seq_lens = np.zeros(bucket.requests, np.int32)
@@ -382,7 +380,7 @@ def arrays(plan: Plan, bucket: MLABucket) -> StepBatch:
         query_starts=query_starts,
         seq_lens=seq_lens,
         page_table=page_table,
-        num_decodes=np.asarray(plan.num_decodes, np.int32),
+        num_decodes=np.asarray(decision.num_decodes),
         sampling=SamplingBatch(
             temperature=column("temperature", np.float32),
             top_k=column("top_k", np.int32),

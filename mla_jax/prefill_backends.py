@@ -11,9 +11,9 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from mla_jax import ops
+from mla_jax.metadata.compat.prefill_backend import MLAPrefillBackend, MLAPrefillImpl
+from mla_jax.metadata.compat.prefill_selection import PrefillRegistry, Priority
 from mla_jax.metadata.mla import PrefillMetadata
-from mla_jax.metadata.prefill_backend import MLAPrefillBackend, MLAPrefillImpl
-from mla_jax.metadata.prefill_selection import PrefillRegistry, Priority
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.problems import ACTIVATIONS
 from mla_jax.pallas.registry import Problem, Requirement

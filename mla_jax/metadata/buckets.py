@@ -1,25 +1,41 @@
-"""The ladder of static sizes. Pure Python: choosing a rung is host work, O(log n), total.
+"""The ladder of static sizes. Pure Python: choosing a rung is host work and total.
 
-A compiled program exists per ``MLABucket``; everything that varies below a rung is an array.
+A compiled program exists per bucket; everything that varies below a rung is an array.
 """
 
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 from mla_jax.errors import MetadataError
 
-__all__ = ["CommonBucket", "Ladder", "MLABucket", "MLALadder", "powers_of_two"]
+__all__ = [
+    "CommonBucket",
+    "Ladder",
+    "MLABucket",
+    "MLALadder",
+    "StepBucket",
+    "StepLadder",
+    "default_steps",
+    "powers_of_two",
+]
 
 
 def powers_of_two(largest: int, *, smallest: int = 1) -> tuple[int, ...]:
     """``smallest, 2 smallest, 4 smallest, …``, ending exactly at ``largest``."""
+    return _powers(largest, smallest=smallest, factor=2, least=1)
+
+
+def _powers(largest: int, *, smallest: int, factor: int, least: int) -> tuple[int, ...]:
+    """``smallest * factor**k`` up to ``largest / least``, then ``largest``."""
+    if smallest < 1 or largest < 1:
+        raise MetadataError("sizes of a ladder", (smallest, largest), "1 or more")
     rungs = []
     rung = smallest
-    while rung < largest:
+    while rung < largest and rung * least <= largest:
         rungs.append(rung)
-        rung *= 2
+        rung *= factor
     return (*rungs, largest)
 
 
@@ -42,6 +58,10 @@ class Ladder:
     def of(cls, name: str, sizes: Iterable[int]) -> "Ladder":
         return cls(name, tuple(sorted(set(sizes))))
 
+    @property
+    def largest(self) -> int:
+        return self.rungs[-1]
+
     def rung(self, n: int) -> int:
         """Smallest rung that holds ``n``; 0 for 0. Larger than the largest is refused."""
         if n < 0 or n > self.rungs[-1]:
@@ -60,41 +80,25 @@ class CommonBucket:
 
     requests: int
     tokens: int
-    pages: int  # page-table width
+    pages: tuple[int, ...]  # page-table width of each cache group
 
-    def check_holds(self, *, requests: int, tokens: int, pages: int) -> None:
-        """Refuse a batch that is larger in any dimension."""
-        if requests <= self.requests and tokens <= self.tokens and pages <= self.pages:
-            return
-        given = {"requests": requests, "tokens": tokens, "pages": pages}
-        for name, n in given.items():
-            if n > getattr(self, name):
-                raise MetadataError(
-                    f"{name} of a batch", n, f"at most {getattr(self, name)}, as in {self}"
-                )
+    def check_holds(self, *, requests: int, tokens: int, pages: tuple[int, ...] = ()) -> None:
+        """Refuse a batch that is larger in any dimension; no ``pages``: of unknown width."""
+        given = [("requests", requests, self.requests), ("tokens", tokens, self.tokens)]
+        given += [("pages", n, most) for n, most in zip(pages, self.pages, strict=False)]
+        for name, n, most in given:
+            if n > most:
+                raise MetadataError(f"{name} of a batch", n, f"at most {most}, as in {self}")
 
 
 @dataclass(frozen=True, order=True, kw_only=True)
-class MLABucket:
-    """Static half of one step's metadata: it decides the compiled program."""
+class StepBucket:
+    """Static sizes of one step."""
 
     decodes: int  # decode requests, one token each
     prefills: int  # prefill requests; 0 iff prefill_tokens is 0
     prefill_tokens: int  # new prompt tokens of all prefills together
-    pages: int  # page-table width
-    context_rows: int  # workspace rows of one context chunk; 0 = no prefill has context
-    absorb: int = 0  # > 0: prefills run absorbed over their pages, cut into runs of so many queries
-
-    @property
-    def decode_tokens(self) -> int:
-        """Leading tokens that the decode view covers: all of them in an absorbed step."""
-        return self.tokens if self.absorb else self.decodes
-
-    @property
-    def runs(self) -> int:
-        """Rows of an absorbed step's decode view, enough for ``ceil(queries / absorb)`` each."""
-        whole = self.prefill_tokens // self.absorb
-        return self.decodes + min(self.prefill_tokens, whole + self.prefills)
+    pages: int  # page-table width (of the first cache group)
 
     @property
     def tokens(self) -> int:
@@ -105,20 +109,130 @@ class MLABucket:
         return self.decodes + self.prefills
 
 
-_mla_bucket = cache(MLABucket)  # equal ones are one object: quick to get and to compare
+@dataclass(frozen=True, order=True, kw_only=True)
+class MLABucket(StepBucket):
+    """Static half of one step's metadata: it decides the compiled program."""
+
+    context_rows: int  # workspace rows of one context chunk; 0 = no view of cached context
+    absorb: int = 0  # > 0: prefills run absorbed over their pages, cut into runs of so many queries
+
+    @property
+    def decode_tokens(self) -> int:
+        """Leading tokens that the decode view covers: all of them in an absorbed step."""
+        return self.tokens if self.absorb else self.decodes
+
+    @property
+    def runs(self) -> int:
+        """Rows of the decode view: in an absorbed step ``ceil(queries / absorb)`` each do."""
+        if not self.absorb:
+            return self.decodes
+        whole = self.prefill_tokens // self.absorb
+        return self.decodes + min(self.prefill_tokens, whole + self.prefills)
+
+
+_step_bucket = cache(StepBucket)  # equal ones are one object: quick to get and to compare
+_mla_bucket = cache(MLABucket)
 
 
 @dataclass(frozen=True, kw_only=True)
-class MLALadder:
-    """Ladders of every dimension of a step, and the rung of a batch."""
+class StepLadder:
+    """Ladders of every dimension of a step, and the sizes of a batch's step.
 
-    decodes: Ladder
+    A step without prefills takes a rung of ``decodes``. One with prefills takes, of the pairs
+    ``mixed`` that hold it, the one of the fewest tokens.
+    """
+
+    decodes: Ladder  # of steps without prefills
     prefills: Ladder
     prefill_tokens: Ladder
     pages: Ladder
-    context_rows: int  # the one workspace size
+    mixed: tuple[tuple[int, int], ...] = ()  # (decodes, prefill tokens); () = any, 0 decodes too
 
     def __post_init__(self):
+        largest = (self.decodes.largest, self.prefill_tokens.largest)
+        if self.mixed and largest not in self.mixed:
+            raise MetadataError(
+                "pairs of decodes and prefill tokens", self.mixed, f"{largest} among them"
+            )
+
+    @cached_property
+    def _pairs(self) -> tuple[tuple[int, int], ...]:
+        """Decodes and prefill tokens of steps with prefills, fewest tokens first."""
+        tokens = self.prefill_tokens.rungs
+        every = self.mixed or [(d, t) for d in (0, *self.decodes.rungs) for t in tokens]
+        return tuple(sorted(set(every), key=lambda pair: (sum(pair), pair)))
+
+    def _sizes(self, decodes: int, prefill_tokens: int, *, full: bool) -> tuple[int, int]:
+        """The step's decodes and prefill tokens; ``full``: only pairs with the most decodes."""
+        rung = self.decodes.rung(decodes)
+        self.prefill_tokens.rung(prefill_tokens)
+        if not prefill_tokens:
+            return rung or self.decodes.rungs[0], 0
+        return next((d, t) for d, t in self._chosen(full) if decodes <= d and prefill_tokens <= t)
+
+    def _chosen(self, full: bool) -> tuple[tuple[int, int], ...]:
+        most = self.decodes.largest
+        return tuple(p for p in self._pairs if p[0] == most) if full else self._pairs
+
+    def step(self, *, decodes: int, prefills: int, prefill_tokens: int, pages: int) -> StepBucket:
+        """The sizes of such a step; an empty one takes those of the smallest decode step."""
+        d, t = self._sizes(decodes, prefill_tokens, full=False)
+        p = self.prefills.rung(prefills)
+        return _step_bucket(
+            decodes=d, prefills=p, prefill_tokens=t, pages=self.pages.rung(max(pages, 1))
+        )
+
+    def steps(self) -> tuple[StepBucket, ...]:
+        """Everything that ``step`` returns, one compiled program each."""
+        return tuple(_step_bucket(**sizes) for sizes in self._every(full=False))
+
+    def _every(self, *, full: bool, decode_only: bool = True):
+        """Keyword sizes of every step that can be asked for."""
+        for pages in self.pages.rungs:
+            if decode_only:
+                for d in self.decodes.rungs:
+                    yield {"decodes": d, "prefills": 0, "prefill_tokens": 0, "pages": pages}
+            for d, t in self._chosen(full):
+                below = 0  # prefills that the rung before holds: this one needs a token more
+                for p in self.prefills.rungs:
+                    if below < t:
+                        yield {"decodes": d, "prefills": p, "prefill_tokens": t, "pages": pages}
+                    below = p
+
+
+def _default_rungs(*, max_requests: int, max_prefill_tokens: int, max_pages: int) -> dict:
+    """The rules of ``MLALadder.default``."""
+    decodes = _powers(max_requests, smallest=min(8, max_requests), factor=4, least=2)
+    tokens = _powers(max_prefill_tokens, smallest=min(128, max_prefill_tokens), factor=4, least=2)
+    pages = [max_pages]
+    while pages[-1] > 1024:
+        pages.append(pages[-1] // 8)
+    return {
+        "decodes": Ladder("decode requests", decodes),
+        "prefills": Ladder("prefill requests", (min(max_requests, max_prefill_tokens),)),
+        "prefill_tokens": Ladder("prefill tokens", tokens),
+        "pages": Ladder.of("pages of one request", pages),
+        "mixed": (*((max_requests, t) for t in tokens), (0, tokens[-1])),
+    }
+
+
+def default_steps(*, max_requests: int, max_prefill_tokens: int, max_pages: int) -> StepLadder:
+    """``MLALadder.default`` without a workspace: what sparse models take."""
+    return StepLadder(
+        **_default_rungs(
+            max_requests=max_requests, max_prefill_tokens=max_prefill_tokens, max_pages=max_pages
+        )
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLALadder(StepLadder):
+    """``StepLadder`` of dense latent attention: one size of the context workspace."""
+
+    context_rows: int
+
+    def __post_init__(self):
+        super().__post_init__()
         if self.context_rows < 1:
             raise MetadataError("context workspace rows", self.context_rows, "1 or more")
 
@@ -126,43 +240,51 @@ class MLALadder:
     def default(
         cls, *, max_requests: int, max_prefill_tokens: int, max_pages: int, context_rows: int
     ) -> "MLALadder":
-        """Few programs: rungs grow by four, and the number of prefills has one rung.
+        """Few programs: at most 8 for 128 requests and 512 prefill tokens, 6 without ``absorb``.
 
-        A step below some hundred tokens is bound by reading weights, so padding it costs
-        little; what a prefill costs is its tokens.
+        - Steps of decodes only: 8, 32, 128, …, ``max_requests``. A decode below some 200 tokens
+          is bound by reading weights, and padded requests read no cache: up to 4 times as many
+          rows cost little.
+        - Steps with prefills: 128, 512, …, ``max_prefill_tokens`` tokens beside ``max_requests``
+          decodes, and ``max_prefill_tokens`` alone for prompts that nobody decodes beside. Padding
+          is at most the decodes, and 3 of 4 prompt tokens (below 128: weights bound again).
+        - Every such step has the workspace: without cached context its loop runs zero times.
+        - Absorbed steps (``buckets``): the same tokens, always beside ``max_requests``.
+        - Page tables: one width up to 1,024 pages, above that 8 times narrower ones too. A padded
+          entry costs its 4 bytes on the way to the device; kernels read real pages only. The
+          ``xla`` reference reads all of them: give it a ladder of more widths.
         """
-
-        def by_four(name: str, largest: int, smallest: int) -> Ladder:
-            rungs = powers_of_two(largest, smallest=min(smallest, largest))
-            return Ladder(name, rungs[::-2][::-1])
-
-        return cls(
-            decodes=by_four("decode requests", max_requests, 1),
-            prefills=Ladder("prefill requests", (min(max_requests, max_prefill_tokens),)),
-            prefill_tokens=by_four("prefill tokens", max_prefill_tokens, 16),
-            pages=by_four("pages of one request", max_pages, 16),
-            context_rows=context_rows,
+        rungs = _default_rungs(
+            max_requests=max_requests, max_prefill_tokens=max_prefill_tokens, max_pages=max_pages
         )
+        return cls(**rungs, context_rows=context_rows)
 
     def bucket(
-        self,
-        *,
-        decodes: int,
-        prefills: int,
-        prefill_tokens: int,
-        pages: int,
-        context: bool,
-        absorb: int = 0,
+        self, *, decodes: int, prefills: int, prefill_tokens: int, pages: int, absorb: int = 0
     ) -> MLABucket:
         """The smallest bucket that holds a step of these sizes.
 
         ``absorb`` is the run length of prefills over their pages: no workspace is needed then.
+        An empty step takes the smallest bucket of decodes.
         """
+        absorb = absorb if prefill_tokens else 0
+        d, t = self._sizes(decodes, prefill_tokens, full=absorb > 0)
         return _mla_bucket(
-            decodes=self.decodes.rung(decodes),
+            decodes=d,
             prefills=self.prefills.rung(prefills),
-            prefill_tokens=self.prefill_tokens.rung(prefill_tokens),
-            pages=self.pages.rung(pages),
-            context_rows=self.context_rows if context and not absorb else 0,
+            prefill_tokens=t,
+            pages=self.pages.rung(max(pages, 1)),
+            context_rows=self.context_rows if t and not absorb else 0,
             absorb=absorb,
         )
+
+    def buckets(self, *, absorb: int = 0) -> tuple[MLABucket, ...]:
+        """Everything that ``bucket`` returns for this ``absorb`` and for 0: all programs."""
+        found = [
+            _mla_bucket(**s, context_rows=self.context_rows if s["prefill_tokens"] else 0, absorb=0)
+            for s in self._every(full=False)
+        ]
+        if absorb:
+            every = self._every(full=True, decode_only=False)
+            found += [_mla_bucket(**s, context_rows=0, absorb=absorb) for s in every]
+        return tuple(found)

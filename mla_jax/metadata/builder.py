@@ -1,111 +1,85 @@
 """The life of a metadata builder: decide on the host, build on the device, once per step.
 
-What was graph capture is here one compiled program per bucket: ``build`` is pure, its static
-half comes with the decision, and a padded lane is inert.
+``build`` is pure, its static half comes with the decision, and a padded lane is inert: one
+compiled program per bucket serves every batch of it. ``rungs`` says beforehand which.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import IntEnum
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mla_jax.errors import MetadataError, UnsupportedError
+from mla_jax.errors import MetadataError
 from mla_jax.metadata.buckets import CommonBucket, MLABucket, MLALadder
-from mla_jax.metadata.common import CommonAttentionHost, CommonAttentionMetadata, build_common
+from mla_jax.metadata.common import CommonMetadata, GroupSpec, HostBatch
 from mla_jax.metadata.mla import MLAMetadata, mla_views
 from mla_jax.metadata.split import split_decodes_and_prefills
-from mla_jax.types import Array, Int, cdiv
+from mla_jax.types import Array, Int
 
-__all__ = [
-    "AttentionMetadataBuilder",
-    "GraphSupport",
-    "MLACommonMetadataBuilder",
-    "MLADecision",
-    "warmup_common",
-]
+__all__ = ["AttentionMetadataBuilder", "Decision", "MLADecision", "MLAMetadataBuilder"]
 
 
-class GraphSupport(IntEnum):
-    """Batches that one compiled program may serve; an engine takes the least of its builders."""
+class Decision(Protocol):
+    """What the host decides: a pytree, its static half the bucket, its leaves int32 of numpy."""
 
-    NEVER = 0
-    UNIFORM_SINGLE_TOKEN_DECODE = 1
-    UNIFORM_BATCH = 2  # all queries of one length
-    ALWAYS = 3
-
-
-def warmup_common(bucket: CommonBucket, *, page: int) -> CommonAttentionMetadata:
-    """A step of padding only: every slot is -1, so compiling with it touches no cache."""
-    return build_common(
-        jnp.zeros((bucket.requests + 1,), jnp.int32),
-        jnp.zeros((bucket.requests,), jnp.int32),
-        jnp.zeros((bucket.requests, bucket.pages), jnp.int32),
-        jnp.zeros((), jnp.int32),
-        bucket=bucket,
-        page=page,
-    )
+    @property
+    def common_bucket(self) -> CommonBucket:
+        """The shapes that the common metadata must have."""
+        ...
 
 
-class AttentionMetadataBuilder[D, M](ABC):
-    """Builds the metadata ``M`` of one group of layers from a host decision ``D``.
+class AttentionMetadataBuilder[D: Decision, M](ABC):
+    """Builds the metadata ``M`` of a family's layers from a host decision ``D``.
 
-    ``D`` is a pytree whose static half is the bucket and whose leaves are counts; it passes
-    through ``jax.jit`` together with the common metadata.
+    A decision passes through ``jax.jit`` together with the common metadata. A decode is a leading
+    request of one new token, be it the first of a prompt; ``decide`` makes the only split.
     """
 
-    support: GraphSupport = GraphSupport.ALWAYS
-    reorder_batch_threshold: int | None = None  # None = does not care about the batch's order
-    supports_update_block_table: bool = False
+    @property
+    @abstractmethod
+    def groups(self) -> tuple[GroupSpec, ...]:
+        """The cache groups whose page tables ``common`` must have, in the bucket's order."""
 
     @abstractmethod
-    def decide(self, host: CommonAttentionHost) -> D:
-        """Host work: counts and the bucket that holds them."""
+    def decide(self, host: HostBatch) -> D:
+        """Host work: counts, plans, and the bucket that holds them.
+
+        Raises:
+            MetadataError: no rung holds the step.
+        """
 
     @abstractmethod
-    def build(
-        self,
-        common: CommonAttentionMetadata,
-        decision: D,
-        *,
-        common_prefix_len: int = 0,
-        fast_build: bool = False,
-    ) -> M:
+    def build(self, common: CommonMetadata, decision: D) -> M:
         """Device work, pure and traceable.
 
-        ``common_prefix_len``: leading tokens that all requests share (cascade attention).
-        ``fast_build``: the result serves few layers; it must be as right, but may be cheaper.
+        Raises:
+            MetadataError: ``common`` has other sizes than ``decision.common_bucket``.
         """
+
+    @abstractmethod
+    def rungs(self) -> tuple[D, ...]:
+        """An empty decision for every bucket that ``decide`` can return, each once."""
 
     @abstractmethod
     def warmup_decision(self, decision: D) -> D:
         """The same bucket with nothing in it."""
 
-    def build_for_warmup(self, common: CommonAttentionMetadata, decision: D) -> M:
-        """What to compile a bucket with: same structure and dtypes, no work, no writes."""
-        return self.build(common, self.warmup_decision(decision))
-
-    def build_for_drafting(self, common: CommonAttentionMetadata, decision: D, *, draft: int) -> M:
-        """Step ``draft`` of a chain of drafts."""
-        del draft
-        return self.build(common, decision, fast_build=True)
-
-    def update_block_table(
-        self, metadata: M, block_table: Int[Array, "requests pages"], slots: Int[Array, "tokens"]
-    ) -> M:
-        """The same step for another group of the cache, without building again."""
-        raise UnsupportedError(
-            f"{type(self).__name__}.update_block_table",
-            None,
-            ["this builder derives more than the table and the slots"],
-            ["build"],
-        )
-
-    def use_cascade_attention(self, common_prefix_len: int) -> bool:
-        """Whether a shared prefix is worth an attention of its own."""
-        return False
+    def check_common(self, common: CommonMetadata, decision: D) -> None:
+        """Refuse common metadata that was not built for this decision."""
+        wanted = decision.common_bucket
+        for name in ("requests", "tokens", "pages"):
+            given, want = getattr(common.bucket, name), getattr(wanted, name)
+            if given != want:
+                raise MetadataError(
+                    f"{name} of the common metadata's bucket",
+                    given,
+                    f"{want}, as in the decision's",
+                    "Build it for decision.common_bucket.",
+                )
 
 
 @jax.tree_util.register_dataclass
@@ -121,28 +95,46 @@ class MLADecision:
     def common_bucket(self) -> CommonBucket:
         """The shapes that the common metadata must have."""
         b = self.bucket
-        return CommonBucket(requests=b.requests, tokens=b.tokens, pages=b.pages)
+        return CommonBucket(requests=b.requests, tokens=b.tokens, pages=(b.pages,))
 
 
 @dataclass(frozen=True, kw_only=True)
-class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLADecision, MLAMetadata]):
-    """Metadata of dense latent attention: decodes of one token, prefills, context chunks."""
+class MLAMetadataBuilder(AttentionMetadataBuilder[MLADecision, MLAMetadata]):
+    """Metadata of dense latent attention: decodes of one token, prefills, context chunks.
+
+    ``absorb(queries, contexts)`` of all prefills of a step says whether they run over their
+    pages, as rows of at most ``absorb_run`` queries: it returns that number, or 0.
+    """
 
     ladder: MLALadder
-    page: int
-    reorder_batch_threshold: int | None = 1
-    supports_update_block_table: bool = True
+    group: GroupSpec
+    absorb: Callable[[list[int], list[int]], int] | None = None  # None = never
+    absorb_run: int = 0  # 0 iff absorb is None
 
-    def decide(self, host: CommonAttentionHost) -> MLADecision:
+    def __post_init__(self):
+        if (self.absorb is None) != (self.absorb_run == 0) or self.absorb_run < 0:
+            raise MetadataError(
+                "absorb_run",
+                self.absorb_run,
+                "0" if self.absorb is None else "what absorb returns, above 0",
+            )
+        if self.group.ratio != 1:
+            raise MetadataError("ratio of the latent group", self.group.ratio, 1)
+
+    @property
+    def groups(self) -> tuple[GroupSpec, ...]:
+        """The latent cache."""
+        return (self.group,)
+
+    def decide(self, host: HostBatch) -> MLADecision:
+        """Split, rungs, and whether the prefills run over their pages."""
         split = split_decodes_and_prefills(host, 1)
-        prefills = slice(split.num_decodes, host.num_reqs)
-        longer = host.seq_lens_cpu_upper_bound[prefills] > host.query_lens_cpu[prefills]
         bucket = self.ladder.bucket(
             decodes=split.num_decodes,
             prefills=split.num_prefills,
             prefill_tokens=split.num_prefill_tokens,
-            pages=cdiv(host.max_seq_len, self.page),
-            context=bool(np.count_nonzero(longer)),
+            pages=self.group.pages_of(host.max_seq_len),
+            absorb=self._absorb(host, split.num_decodes),
         )
         return MLADecision(
             bucket=bucket,
@@ -150,47 +142,27 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLADecision, MLAMetadata
             num_prefills=np.asarray(split.num_prefills, np.int32),
         )
 
-    def build(
-        self,
-        common: CommonAttentionMetadata,
-        decision: MLADecision,
-        *,
-        common_prefix_len: int = 0,
-        fast_build: bool = False,
-    ) -> MLAMetadata:
-        """Latent attention has one key head: a shared prefix is not treated apart.
+    def _absorb(self, host: HostBatch, decodes: int) -> int:
+        if self.absorb is None or decodes == host.num_requests:
+            return 0
+        queries, keys = host.lens_from(decodes)
+        found = self.absorb(queries, [k - q for q, k in zip(queries, keys, strict=True)])
+        if found not in (0, self.absorb_run):
+            raise MetadataError("absorb's run length", found, f"0 or {self.absorb_run}")
+        return found
 
-        Raises:
-            MetadataError: ``common`` has other sizes than ``decision.common_bucket``.
-        """
-        del common_prefix_len, fast_build
-        for name in ("requests", "tokens"):
-            given, wanted = (getattr(b, name) for b in (common.bucket, decision.common_bucket))
-            if given != wanted:
-                raise MetadataError(
-                    f"{name} of the common metadata's bucket",
-                    given,
-                    f"{wanted}, as in the decision's",
-                    "Build it for decision.common_bucket.",
-                )
-        return mla_views(
-            common.query_start_loc,
-            common.seq_lens,
-            common.block_table_tensor,
-            jnp.asarray(decision.num_decodes),
-            common.positions,
-            common.slot_mapping,
-            bucket=decision.bucket,
-        )
+    def build(self, common: CommonMetadata, decision: MLADecision) -> MLAMetadata:
+        self.check_common(common, decision)
+        num_decodes = jnp.asarray(decision.num_decodes)
+        return mla_views(common, num_decodes, bucket=decision.bucket, group=self.group.name)
+
+    def rungs(self) -> tuple[MLADecision, ...]:
+        return tuple(map(_nothing, self.ladder.buckets(absorb=self.absorb_run)))
 
     def warmup_decision(self, decision: MLADecision) -> MLADecision:
-        none = np.zeros((), np.int32)
-        return MLADecision(bucket=decision.bucket, num_decodes=none, num_prefills=none)
+        return _nothing(decision.bucket)
 
-    def update_block_table(
-        self,
-        metadata: MLAMetadata,
-        block_table: Int[Array, "requests pages"],
-        slots: Int[Array, "tokens"],
-    ) -> MLAMetadata:
-        return metadata.with_page_table(block_table, slots)
+
+def _nothing(bucket: MLABucket) -> MLADecision:
+    none = np.zeros((), np.int32)
+    return MLADecision(bucket=bucket, num_decodes=none, num_prefills=none)

@@ -1,12 +1,12 @@
-"""What every step shares: which request a token belongs to, its position, its cache slot.
+"""What every step shares: which request a token belongs to, its position, its cache slots.
 
 Requests are in batch order, tokens of one request contiguous and in position order.
 ``query_starts`` is the exclusive sum of query lengths; padding repeats its last value.
 """
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,17 +14,19 @@ import numpy as np
 
 from mla_jax.errors import MetadataError
 from mla_jax.metadata.buckets import CommonBucket
-from mla_jax.metadata.context_parallel import WHOLE, ContextShard, dcp_local_seq_lens
-from mla_jax.types import PAD_SLOT, Array, Bool, Int
+from mla_jax.metadata.context_parallel import WHOLE, ContextShard
+from mla_jax.types import PAD_SLOT, Array, Bool, Int, cdiv
 
 __all__ = [
-    "CommonAttentionHost",
-    "CommonAttentionMetadata",
+    "CommonMetadata",
+    "GroupSpec",
+    "HostBatch",
     "build_common",
     "exclusive_sum",
     "slot_mapping",
     "token_positions",
     "token_to_request",
+    "warmup_common",
 ]
 
 
@@ -70,37 +72,31 @@ def slot_mapping(
     real: Bool[Array, "tokens"],
     *,
     page: int,
+    ratio: int = 1,
     shard: ContextShard = WHOLE,
 ) -> Int[Array, "tokens"]:
     """``page_table[request, p // page] * page + p % page``; ``PAD_SLOT`` where not real.
 
     A position outside the table has no slot either, so a wrong length can lose a token but
-    never write another request's page. Under context parallelism a table entry covers
-    ``page * ranks`` positions, of which a rank holds every ``ranks``-th run of ``interleave``;
-    tokens of other ranks have no slot here.
+    never write another request's page. With ``ratio > 1`` a row stands for so many tokens: a
+    token has the row that it completes (``(p + 1) % ratio == 0``, at ``p // ratio``), the others
+    none; ``page`` counts rows. Under context parallelism a table entry covers ``page * ranks``
+    positions, of which a rank holds every ``ranks``-th run of ``interleave``; tokens of other
+    ranks have no slot here.
     """
+    check_sizes(page=page, ratio=ratio)
     shard.check_page(page)
+    inside = real & (positions >= 0)
+    if ratio > 1:
+        inside = inside & ((positions + 1) % ratio == 0)
+        positions = positions // ratio
     column, offset = positions // (page * shard.ranks), positions % (page * shard.ranks)
     run = offset // shard.interleave
     local = run % shard.ranks == shard.rank
-    inside = real & local & (positions >= 0) & (column < page_table.shape[1])
+    inside = inside & local & (column < page_table.shape[1])
     page_id = page_table[request, jnp.where(inside, column, 0)]
     row = run // shard.ranks * shard.interleave + offset % shard.interleave
     return jnp.where(inside, page_id * page + row, PAD_SLOT)
-
-
-def _pad(array, size: int, mode: Literal["constant", "edge"] = "constant") -> Any:
-    """Grow axis 0 to ``size`` with zeros (or the last entry), on the host or the device."""
-    n = array.shape[0]
-    if n == size:
-        return array
-    if not isinstance(array, np.ndarray):
-        return jnp.pad(array, [(0, size - n)] + [(0, 0)] * (array.ndim - 1), mode=mode)
-    padded = np.zeros((size, *array.shape[1:]), array.dtype)  # np.pad takes ten times as long
-    padded[:n] = array
-    if mode == "edge":
-        padded[n:] = array[-1]
-    return padded
 
 
 def exclusive_sum(x: Int[Array, "n"]) -> Int[Array, "starts"]:
@@ -114,57 +110,102 @@ def exclusive_sum(x: Int[Array, "n"]) -> Int[Array, "starts"]:
     return jnp.sum(jnp.where(before, x, 0), axis=1, dtype=jnp.int32)
 
 
+def check_sizes(**sizes: int) -> None:
+    """Refuse a size below 1, by its name."""
+    for name, given in sizes.items():
+        if given < 1:
+            raise MetadataError(name, given, "1 or more")
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """A group of a cache as metadata sees it: layers that share page table and slots."""
+
+    name: str
+    page: int  # rows of a page
+    ratio: int = 1  # tokens that a row stands for: a page covers ``page * ratio`` of them
+
+    def __post_init__(self):
+        check_sizes(**{f"page of {self.name}": self.page, f"ratio of {self.name}": self.ratio})
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that a page covers."""
+        return self.page * self.ratio
+
+    def pages_of(self, tokens: int) -> int:
+        """Width of a page table whose requests have so many tokens at most."""
+        return cdiv(tokens, self.tokens)
+
+
 @dataclass(frozen=True, kw_only=True)
-class CommonAttentionHost:
+class HostBatch:
     """What the host knows about a step: every decision about shapes is made from this.
 
-    With asynchronous speculation the host assumes that all drafts are accepted: bounds then
-    exceed the true lengths, which only the device has. Bounds size buffers and loops; they are
-    never lengths of an attention.
+    With asynchronous speculation the host assumes that all drafts are accepted: ``seq_lens``
+    then exceed the true lengths, which only the device has. Bounds size buffers and loops; they
+    are never lengths of an attention.
     """
 
-    query_start_loc_cpu: Int[np.ndarray, "starts"]
-    seq_lens_cpu_upper_bound: Int[np.ndarray, "requests"]  # exact on prefills
-    seq_lens_cpu: Int[np.ndarray, "requests"] | None  # None = the host does not know
+    query_starts: Int[np.ndarray, "starts"]
+    seq_lens: Int[np.ndarray, "requests"]  # with this step's tokens; bounds unless ``exact``
+    exact: bool
     is_prefilling: Bool[np.ndarray, "requests"] | None  # computed < prompt; None = not tracked
-    encoder_seq_lens_cpu: Int[np.ndarray, "requests"] | None  # None = no cross attention
-    num_reqs: int  # real requests; padding is behind them
-    num_actual_tokens: int
+    num_requests: int  # real requests; padding is behind them
+    num_tokens: int
     max_query_len: int
-    max_seq_len: int  # of the upper bounds
+    max_seq_len: int
 
     @classmethod
     def of(
         cls,
-        query_lens: Int[np.ndarray, "requests"],
+        query_lens: Int[np.ndarray, "queries"],
         seq_lens: Int[np.ndarray, "requests"],
         *,
         is_prefilling: Bool[np.ndarray, "requests"] | None = None,
         exact: bool = True,
-    ) -> "CommonAttentionHost":
-        """From real requests; ``exact=False``: ``seq_lens`` are upper bounds."""
-        # Ufuncs, not numpy's functions around them: those take as long again.
-        queries, bounds = np.asarray(query_lens, np.int32), np.asarray(seq_lens, np.int32)
+    ) -> "HostBatch":
+        """From real requests; ``exact=False``: ``seq_lens`` are upper bounds.
+
+        Raises:
+            MetadataError: lengths that no step can have.
+        """
+        queries, lens = _lengths("query_lens", query_lens), _lengths("seq_lens", seq_lens)
+        if len(queries) != len(lens):
+            raise MetadataError("seq_lens", f"{len(lens)} entries", f"{len(queries)}, one each")
         starts = np.zeros(len(queries) + 1, np.int32)
+        total = int(np.add.reduce(queries, dtype=np.int64))
+        if total > INT32_MAX:
+            raise MetadataError("tokens of a step", total, f"at most {INT32_MAX}")
+        # Ufuncs, not numpy's functions around them: those take as long again.
         np.add.accumulate(queries, out=starts[1:])
+        if len(lens) and int(np.minimum.reduce(lens - queries)) < 0:
+            i = int((lens < queries).argmax())
+            raise MetadataError(
+                f"seq_lens[{i}]", int(lens[i]), f"at least the query length, {int(queries[i])}"
+            )
         host = cls(
-            query_start_loc_cpu=starts,
-            seq_lens_cpu_upper_bound=bounds,
-            seq_lens_cpu=bounds if exact else None,
+            query_starts=starts,
+            seq_lens=lens,
+            exact=exact,
             is_prefilling=is_prefilling,
-            encoder_seq_lens_cpu=None,
-            num_reqs=len(bounds),
-            num_actual_tokens=int(starts[-1]),
+            num_requests=len(lens),
+            num_tokens=total,
             max_query_len=int(np.maximum.reduce(queries)) if len(queries) else 0,
-            max_seq_len=int(np.maximum.reduce(bounds)) if len(bounds) else 0,
+            max_seq_len=int(np.maximum.reduce(lens)) if len(lens) else 0,
         )
-        vars(host)["query_lens_cpu"] = queries  # known: not to be computed again
+        vars(host)["query_lens"] = queries  # known: not to be computed again
         return host
 
     @cached_property
-    def query_lens_cpu(self) -> Int[np.ndarray, "requests"]:
+    def query_lens(self) -> Int[np.ndarray, "requests"]:
         """Tokens of each request; 0 = padding. Every builder asks: computed once."""
-        return self.query_start_loc_cpu[1:] - self.query_start_loc_cpu[:-1]
+        return self.query_starts[1:] - self.query_starts[:-1]
+
+    @property
+    def context_lens(self) -> Int[np.ndarray, "requests"]:
+        """Cached tokens before this step, an upper bound where the lengths are."""
+        return self.seq_lens - self.query_lens
 
     @cached_property
     def _leading(self) -> dict[int, int]:
@@ -173,9 +214,9 @@ class CommonAttentionHost:
     def leading_up_to(self, query_len: int) -> int:
         """How many requests stand before the first one of more than ``query_len`` tokens."""
         if (found := self._leading.get(query_len)) is None:
-            found = self.num_reqs
+            found = self.num_requests
             if self.max_query_len > query_len:
-                (longer,) = (self.query_lens_cpu[:found] > query_len).nonzero()
+                (longer,) = (self.query_lens[:found] > query_len).nonzero()
                 found = int(longer[0]) if len(longer) else found  # the longest may be a bound
             self._leading[query_len] = found
         return found
@@ -187,174 +228,173 @@ class CommonAttentionHost:
     def lens_from(self, first: int) -> tuple[list[int], list[int]]:
         """Query and key lengths of the real requests from ``first`` on, for plans in Python."""
         if (found := self._lists.get(first)) is None:
-            rows = slice(first, self.num_reqs)
-            queries, keys = self.query_lens_cpu[rows], self.seq_lens_cpu_upper_bound[rows]
+            rows = slice(first, self.num_requests)
+            queries, keys = self.query_lens[rows], self.seq_lens[rows]
             found = self._lists[first] = queries.tolist(), keys.tolist()
         return found
-
-    @property
-    def num_computed_tokens_cpu(self) -> Int[np.ndarray, "requests"]:
-        """Cached tokens before this step, an upper bound where the lengths are."""
-        return self.seq_lens_cpu_upper_bound - self.query_lens_cpu
 
     def padded_arrays(
         self, bucket: CommonBucket
     ) -> tuple[Int[np.ndarray, "starts"], Int[np.ndarray, "requests"], np.int32]:
-        """What ``build_common`` takes besides the block table: starts, lengths, real requests.
+        """What ``build_common`` takes besides page tables: starts, lengths, real requests.
 
         Raises:
-            MetadataError: the host has upper bounds of the lengths only, which no kernel may take.
+            MetadataError: the host has upper bounds of the lengths only, which no kernel may
+                take, or the bucket is too small.
         """
-        if self.seq_lens_cpu is None:
+        if not self.exact:
             raise MetadataError(
-                "seq_lens_cpu",
-                None,
+                "seq_lens",
+                "upper bounds",
                 "exact lengths",
                 "Give build_common those that the device has.",
             )
-        bucket.check_holds(requests=self.num_reqs, tokens=self.num_actual_tokens, pages=0)
-        starts = _pad(self.query_start_loc_cpu, bucket.requests + 1, "edge")
-        return starts, _pad(self.seq_lens_cpu, bucket.requests), np.int32(self.num_reqs)
+        bucket.check_holds(requests=self.num_requests, tokens=self.num_tokens)
+        n, real = bucket.requests, self.num_requests
+        starts, lens = np.zeros(n + 1, np.int32), np.zeros(n, np.int32)
+        starts[: real + 1] = self.query_starts[: real + 1]
+        starts[real + 1 :] = self.query_starts[real]
+        lens[:real] = self.seq_lens[:real]
+        return starts, lens, np.int32(real)
 
-    def pad_to(self, bucket: CommonBucket) -> "CommonAttentionHost":
-        """Padded requests have length 0; the counts stay those of the real ones."""
-        r = bucket.requests
-        bucket.check_holds(requests=self.num_reqs, tokens=self.num_actual_tokens, pages=0)
-        return replace(
-            self,
-            query_start_loc_cpu=_pad(self.query_start_loc_cpu, r + 1, "edge"),
-            seq_lens_cpu_upper_bound=_pad(self.seq_lens_cpu_upper_bound, r),
-            **{
-                name: None if (value := getattr(self, name)) is None else _pad(value, r)
-                for name in ("seq_lens_cpu", "is_prefilling", "encoder_seq_lens_cpu")
-            },
-        )
+
+INT32_MAX = int(np.iinfo(np.int32).max)
+
+
+def _lengths(name: str, given: object) -> Int[np.ndarray, "n"]:
+    """As int32, refused where a length is negative or would wrap."""
+    array = np.asarray(given)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise MetadataError(name, f"{array.dtype} of shape {array.shape}", "a list of integers")
+    if array.size:
+        least, most = int(np.minimum.reduce(array)), int(np.maximum.reduce(array))
+        if least < 0 or most > INT32_MAX:
+            i = int((array < 0).argmax() if least < 0 else (array > INT32_MAX).argmax())
+            raise MetadataError(f"{name}[{i}]", int(array[i]), f"0 to {INT32_MAX}")
+    return array.astype(np.int32, copy=False)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class CommonAttentionMetadata:
+class CommonMetadata:
     """One step's facts shared by all layers and all builders.
 
-    Only ``block_table_tensor`` and ``slot_mapping`` differ between groups of a cache. Counts are
-    those of real requests and tokens, as arrays: padding never compiles a new program.
+    Counts are those of real requests and tokens, as arrays: padding never compiles a new program.
     """
 
     bucket: CommonBucket = field(metadata={"static": True})
-    causal: bool = field(metadata={"static": True})
-    query_start_loc: Int[Array, "starts"]  # exclusive sum of query lengths
+    groups: tuple[GroupSpec, ...] = field(metadata={"static": True})
+    query_starts: Int[Array, "starts"]  # exclusive sum of query lengths
     seq_lens: Int[Array, "requests"]  # including this step's tokens; 0 = padding
-    block_table_tensor: Int[Array, "requests pages"]  # page ids; 0 where unused
-    slot_mapping: Int[Array, "tokens"]  # cache row each token writes; -1 = none
-    positions: Int[Array, "tokens"]  # absolute; 0 on padding, so test is_valid_token first
-    num_reqs: Int[Array, ""]
-    num_actual_tokens: Int[Array, ""]
+    positions: Int[Array, "tokens"]  # absolute; 0 on padding
+    requests: Int[Array, "tokens"]  # of each token; 0 on padding
+    real: Bool[Array, "tokens"]  # not padding
+    page_tables: dict[str, Int[Array, "requests _"]]  # of each group; 0 where unused
+    slots: dict[str, Int[Array, "tokens"]]  # cache row each token writes or completes; -1 = none
+    num_requests: Int[Array, ""]
+    num_tokens: Int[Array, ""]
     max_query_len: Int[Array, ""]
     max_seq_len: Int[Array, ""]  # exact; the host's may be a bound
-    dcp_local_seq_lens: Int[Array, "requests"] | None  # None = no context parallelism
-    encoder_seq_lens: Int[Array, "requests"] | None  # None = no cross attention
-    logits_indices_padded: Int[Array, "logits"] | None  # None = every token may have logits
-    num_logits_indices: Int[Array, ""] | None  # None exactly with the indices
-    max_logits_per_req: Int[Array, ""] | None  # None exactly with the indices
+
+    def group(self, name: str) -> GroupSpec:
+        """The group of this name."""
+        for group in self.groups:
+            if group.name == name:
+                return group
+        raise MetadataError("cache group", name, " or ".join(g.name for g in self.groups))
 
     @property
-    def batch_size(self) -> int:
-        """Requests of the bucket, padding included."""
-        return self.seq_lens.shape[0]
-
     def query_lens(self) -> Int[Array, "requests"]:
         """Tokens of each request; 0 = padding."""
-        return jnp.diff(self.query_start_loc)
+        return jnp.diff(self.query_starts)
 
-    def num_computed_tokens(self) -> Int[Array, "requests"]:
+    @property
+    def context_lens(self) -> Int[Array, "requests"]:
         """Cached tokens before this step."""
-        return self.seq_lens - self.query_lens()
-
-    def token_to_req(self) -> Int[Array, "tokens"]:
-        """Request of each token; 0 on padding."""
-        return token_to_request(self.query_start_loc, self.bucket.tokens)[0]
-
-    def is_valid_token(self) -> Bool[Array, "tokens"]:
-        """Not padding."""
-        return jnp.arange(self.bucket.tokens, dtype=jnp.int32) < self.num_actual_tokens
-
-    def with_block_table(
-        self, block_table: Int[Array, "requests pages"], slots: Int[Array, "tokens"]
-    ) -> "CommonAttentionMetadata":
-        """The same step for another group of the cache."""
-        bucket = replace(self.bucket, pages=block_table.shape[1])
-        return replace(self, bucket=bucket, block_table_tensor=block_table, slot_mapping=slots)
-
-    def unpadded(self, host: CommonAttentionHost) -> "CommonAttentionMetadata":
-        """The real rows only. Host side: its shapes differ from step to step."""
-        r, t = host.num_reqs, host.num_actual_tokens
-        return self._resized(replace(self.bucket, requests=r, tokens=t), lambda x, n, _: x[:n])
-
-    def pad_to(self, bucket: CommonBucket) -> "CommonAttentionMetadata":
-        """A larger bucket by the padding rules: repeated starts, lengths 0, page 0, slot -1."""
-        have = self.bucket
-        bucket.check_holds(requests=have.requests, tokens=have.tokens, pages=have.pages)
-        padded = self._resized(bucket, _pad)
-        slots = padded.slot_mapping
-        real = np.arange(bucket.tokens) < have.tokens
-        module = np if isinstance(slots, np.ndarray) else jnp
-        slots = module.where(real, slots, module.int32(PAD_SLOT))
-        table = padded.block_table_tensor
-        table = module.pad(table, ((0, 0), (0, bucket.pages - have.pages)))
-        return replace(padded, slot_mapping=slots, block_table_tensor=table)
-
-    def _resized(self, bucket: CommonBucket, resize) -> "CommonAttentionMetadata":
-        """Apply ``resize(array, size, mode)`` to the array of every request and token."""
-        per_request = ("seq_lens", "block_table_tensor", "dcp_local_seq_lens", "encoder_seq_lens")
-        sizes = dict.fromkeys(per_request, bucket.requests) | {
-            "slot_mapping": bucket.tokens,
-            "positions": bucket.tokens,
-        }
-        arrays = {n: getattr(self, n) for n in sizes}
-        changed = {n: resize(a, sizes[n], "constant") for n, a in arrays.items() if a is not None}
-        starts = resize(self.query_start_loc, bucket.requests + 1, "edge")
-        return replace(self, bucket=bucket, query_start_loc=starts, **changed)
+        return self.seq_lens - self.query_lens
 
 
 def build_common(
-    query_start_loc: Int[Array, "starts"],
+    query_starts: Int[Array, "starts"],
     seq_lens: Int[Array, "requests"],
-    block_table: Int[Array, "requests pages"],
-    num_reqs: Int[Array, ""],
+    page_tables: Mapping[str, Int[Array, "requests _"]],
+    num_requests: Int[Array, ""],
     *,
     bucket: CommonBucket,
-    page: int,
+    groups: tuple[GroupSpec, ...],
     shard: ContextShard = WHOLE,
-    causal: bool = True,
-) -> CommonAttentionMetadata:
+) -> CommonMetadata:
     """Derive positions, slots and counts on the device, inside the compiled step.
 
     Arrays have the bucket's shapes; padded requests repeat the last start and have length 0.
+    ``page_tables`` has one for each group.
+
+    Raises:
+        MetadataError: a group without a table, or a shape that is not the bucket's.
     """
-    request, real = token_to_request(query_start_loc, bucket.tokens)
-    positions = token_positions(query_start_loc, seq_lens, request, real)
+    _check_shapes(query_starts, seq_lens, page_tables, bucket, groups)
+    request, real = token_to_request(query_starts, bucket.tokens)
+    positions = token_positions(query_starts, seq_lens, request, real)
     # Starts are monotone: all three are maxima, of one kernel.
     tokens, longest_query, longest = jax.lax.reduce(
-        (query_start_loc[1:], jnp.diff(query_start_loc), seq_lens),
+        (query_starts[1:], jnp.diff(query_starts), seq_lens),
         (np.int32(0),) * 3,
         lambda a, b: jax.tree.map(jnp.maximum, a, b),
         (0,),
     )
-    return CommonAttentionMetadata(
+    return CommonMetadata(
         bucket=bucket,
-        causal=causal,
-        query_start_loc=query_start_loc,
+        groups=groups,
+        query_starts=query_starts,
         seq_lens=seq_lens,
-        block_table_tensor=block_table,
-        slot_mapping=slot_mapping(block_table, request, positions, real, page=page, shard=shard),
         positions=positions,
-        num_reqs=num_reqs,
-        num_actual_tokens=tokens,
+        requests=request,
+        real=real,
+        page_tables={g.name: page_tables[g.name] for g in groups},
+        slots={
+            g.name: slot_mapping(
+                page_tables[g.name],
+                request,
+                positions,
+                real,
+                page=g.page,
+                ratio=g.ratio,
+                shard=shard,
+            )
+            for g in groups
+        },
+        num_requests=num_requests,
+        num_tokens=tokens,
         max_query_len=longest_query,
         max_seq_len=longest,
-        dcp_local_seq_lens=None if shard is WHOLE else dcp_local_seq_lens(seq_lens, shard),
-        encoder_seq_lens=None,
-        logits_indices_padded=None,
-        num_logits_indices=None,
-        max_logits_per_req=None,
+    )
+
+
+def _check_shapes(query_starts, seq_lens, page_tables, bucket, groups) -> None:
+    """Refuse arrays that are not of the bucket."""
+    names = [g.name for g in groups]
+    if sorted(page_tables) != sorted(names):
+        raise MetadataError("page tables", sorted(page_tables), f"one of each group: {names}")
+    wanted = {"query_starts": (bucket.requests + 1,), "seq_lens": (bucket.requests,)}
+    given = {"query_starts": query_starts.shape, "seq_lens": seq_lens.shape}
+    for group, width in zip(groups, bucket.pages, strict=True):
+        wanted[f"page table of {group.name}"] = (bucket.requests, width)
+        given[f"page table of {group.name}"] = page_tables[group.name].shape
+    for name, shape in wanted.items():
+        if tuple(given[name]) != shape:
+            raise MetadataError(f"shape of {name}", given[name], f"{shape}, as in {bucket}")
+
+
+def warmup_common(bucket: CommonBucket, groups: tuple[GroupSpec, ...]) -> CommonMetadata:
+    """A step of padding only: every slot is -1, so compiling with it touches no cache."""
+    return build_common(
+        jnp.zeros((bucket.requests + 1,), jnp.int32),
+        jnp.zeros((bucket.requests,), jnp.int32),
+        {
+            g.name: jnp.zeros((bucket.requests, width), jnp.int32)
+            for g, width in zip(groups, bucket.pages, strict=True)
+        },
+        jnp.zeros((), jnp.int32),
+        bucket=bucket,
+        groups=groups,
     )

@@ -1,116 +1,116 @@
-"""Metadata of the DeepSeek V3.2 indexer: what to score, and where its keys are stored.
+"""Metadata of the sparse indexer: what to score, and where its keys are stored.
 
 Decodes are scored against paged keys, one row per request (native) or per token (flattened);
-prefills against gathered keys, chunk by chunk. With ``compress_ratio > 1`` (V4) a key stands for
-that many tokens and lengths, slots and tables are those of the compressed cache.
+prefills against gathered keys, chunk by chunk. Where a key stands for several tokens (``ratio``
+of its cache group) lengths, slots and tables are those of the compressed cache.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mla_jax.errors import ConfigError
-from mla_jax.metadata.builder import AttentionMetadataBuilder
-from mla_jax.metadata.common import (
-    CommonAttentionHost,
-    CommonAttentionMetadata,
-    token_positions,
-    token_to_request,
-)
-from mla_jax.metadata.counts import SplitCounts
+from mla_jax.metadata.common import CommonMetadata, GroupSpec, HostBatch, check_sizes
 from mla_jax.metadata.indexer_chunks import (
     NO_CHUNK,
-    DeepseekV32IndexerPrefillChunkMetadata,
-    build_prefill_chunk_metadata,
+    IndexerChunkMetadata,
+    build_chunk,
     indexer_chunks,
-)
-from mla_jax.metadata.indexer_decode import (
-    DeepSeekV32IndexerDecodeMetadata,
-    build_decode_tensors,
+    most_chunks,
 )
 from mla_jax.metadata.packed import counts_and_rows
-from mla_jax.metadata.sparse import get_compressed_slot_mapping
-from mla_jax.metadata.sparse_buckets import IndexerBucket, IndexerLadder, indexer_bucket
-from mla_jax.metadata.split import split_decodes_and_prefills
-from mla_jax.types import Array, Int
+from mla_jax.metadata.split import DecodePrefillSplit, SplitCounts, split_decodes_and_prefills
+from mla_jax.types import Array, Bool, Int
 
 __all__ = [
-    "DeepseekV32IndexerMetadata",
-    "DeepseekV32IndexerMetadataBuilder",
-    "DeepseekV32IndexerPrefillMetadata",
+    "Indexer",
+    "IndexerBucket",
     "IndexerDecision",
-    "get_max_prefill_buffer_size",
-    "use_flattening",
+    "IndexerDecodeMetadata",
+    "IndexerMetadata",
+    "IndexerPrefillMetadata",
+    "build_decode_rows",
 ]
 
 MAX_LOGITS_BYTES = 512 * 2**20
 """Bytes of float32 logits of one prefill chunk."""
 
-
-def get_max_prefill_buffer_size(max_model_len: int, *, factor: int = 5, ratio: int = 1) -> int:
-    """Gathered key rows that fit the sparse prefill's workspace.
-
-    That workspace holds ``factor * max_model_len`` rows of 1152 bytes; a key takes 132, hence
-    ``8 * factor * max_model_len // ratio``.
-    """
-    if factor < 2:
-        raise ConfigError("factor of the prefill workspace", factor, "at least 2")
-    return 8 * factor * max_model_len // ratio
+MIN_WORKSPACE = 64 * 1024
+"""Gathered key rows of one chunk, where requests are short: 8 MiB of 132-byte keys."""
 
 
-def use_flattening(*, next_n: int, sm100: bool, fp4_cache: bool = False) -> bool:
-    """Whether decodes of several tokens become one row per token: no native kernel for them."""
-    if fp4_cache and not sm100:
-        raise ConfigError("fp4 indexer cache", "a device below sm100", "sm100")
-    return (fp4_cache or not sm100) and next_n not in (1, 2)
+@dataclass(frozen=True, order=True, kw_only=True)
+class IndexerBucket:
+    """Static half of one step of indexer metadata."""
+
+    decode_rows: int  # rows of the decode tensors; 0 iff no decodes
+    decode_len: int  # query tokens of one row
+    chunks: int  # prefill chunks; 0 iff no prefills
+    chunk_requests: int  # requests of one chunk
+    chunk_queries: int  # query rows of one chunk
+    chunk_keys: int  # gathered key rows of one chunk
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class DeepseekV32IndexerPrefillMetadata:
+class IndexerDecodeMetadata:
+    """Rows of the paged scoring kernel."""
+
+    page_table: Int[Array, "rows pages"]  # 0 on padding
+    seq_lens: Int[Array, "rows queries"]  # keys each query sees; 0 = none
+    decode_lens: Int[Array, "rows"]  # queries of a row
+    token_index: Int[Array, "rows queries"]  # token of each query, -1 = none: packs and unpacks
+    requires_padding: Bool[Array, ""]  # rows have different numbers of queries
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class IndexerPrefillMetadata:
     """The chunks of a step. A chunk's arrays are derived where they are used, in its loop."""
 
     bucket: IndexerBucket = field(metadata={"static": True})
-    compress_ratio: int = field(metadata={"static": True})
+    ratio: int = field(metadata={"static": True})
     plan: Int[Array, "chunks 6"]  # an IndexerChunk per row
     counts: Int[Array, "5"]  # of the whole step
-    query_start_loc: Int[Array, "starts"]
+    query_starts: Int[Array, "starts"]
     seq_lens: Int[Array, "requests"]
-    block_table: Int[Array, "requests pages"]
+    page_table: Int[Array, "requests pages"]
+    requests: Int[Array, "tokens"]  # of each token
+    positions: Int[Array, "tokens"]
 
     @property
     def num_chunks(self) -> Int[Array, ""]:
         return self.counts[4]
 
-    def chunk(self, i: Int[Array, ""] | int) -> DeepseekV32IndexerPrefillChunkMetadata:
+    def chunk(self, i: Int[Array, ""] | int) -> IndexerChunkMetadata:
         """Chunk ``i``; past ``num_chunks`` an inert one."""
-        return build_prefill_chunk_metadata(
-            self.query_start_loc,
+        return build_chunk(
+            self.query_starts,
             self.seq_lens,
-            self.block_table,
+            self.page_table,
+            self.requests,
+            self.positions,
             self.plan[i],
             requests=self.bucket.chunk_requests,
             queries=self.bucket.chunk_queries,
             keys=self.bucket.chunk_keys,
-            ratio=self.compress_ratio,
+            ratio=self.ratio,
         )
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class DeepseekV32IndexerMetadata(SplitCounts):
+class IndexerMetadata(SplitCounts):
     """One step of the indexer."""
 
     bucket: IndexerBucket = field(metadata={"static": True})
-    seq_lens: Int[Array, "requests"]  # in tokens, not compressed
+    seq_lens: Int[Array, "requests"]  # in tokens, whatever a key stands for
     max_seq_len: Int[Array, ""]
-    slot_mapping: Int[Array, "tokens"]  # key row each token writes; -1 = none
+    slots: Int[Array, "tokens"]  # key row each token writes; -1 = none
     counts: Int[Array, "5"]  # those of the split; chunks
-    prefill: DeepseekV32IndexerPrefillMetadata | None  # None iff the bucket has no chunks
-    decode: DeepSeekV32IndexerDecodeMetadata | None  # None iff the bucket has no decode rows
+    prefill: IndexerPrefillMetadata | None  # None iff the bucket has no chunks
+    decode: IndexerDecodeMetadata | None  # None iff the bucket has no decode rows
 
 
 @jax.tree_util.register_dataclass
@@ -122,130 +122,153 @@ class IndexerDecision:
     counts: Int[Array | np.ndarray, "5"]  # decodes, prefills, their tokens, chunks
     plan: Int[Array | np.ndarray, "chunks 6"]
 
+    @classmethod
+    def nothing(cls, bucket: IndexerBucket) -> "IndexerDecision":
+        """The bucket with nothing in it."""
+        counts, plans = counts_and_rows((0,) * 5, [[]], bucket.chunks, NO_CHUNK)
+        return cls(bucket=bucket, counts=counts, plan=plans[0])
+
 
 @dataclass(frozen=True, kw_only=True)
-class DeepseekV32IndexerMetadataBuilder(
-    AttentionMetadataBuilder[IndexerDecision, DeepseekV32IndexerMetadata]
-):
-    """Builds ``DeepseekV32IndexerMetadata``; ``next_n`` is one more than the drafted tokens."""
+class Indexer:
+    """Plans and builds ``IndexerMetadata`` in a bucket that somebody else chooses."""
 
-    ladder: IndexerLadder
-    next_n: int
-    use_flattening: bool
-    page: int  # key rows of one page of the indexer's cache
-    num_sms: int
-    max_prefill_buffer_size: int  # key rows of the gather workspace
-    compress_ratio: int = 1
+    group: GroupSpec  # of the keys
     max_logits_bytes: int = MAX_LOGITS_BYTES
-    remainder: Literal["first", "last"] = "first"  # SMs with one item more
+    flatten: bool = False  # decode rows are tokens, not requests
 
-    def decide(self, host: CommonAttentionHost) -> IndexerDecision:
-        """Split, chunk plan and bucket. A step without tokens is empty."""
-        if host.num_actual_tokens == 0:
-            return self._decision((0, 0, 0, 0), 0, [])
-        split = split_decodes_and_prefills(
-            host, self.next_n, require_uniform=not self.use_flattening
+    def __post_init__(self):
+        check_sizes(**{"float32 logits of a chunk": self.max_logits_bytes // 4})
+
+    def bucket(
+        self, *, decodes: int, prefills: int, prefill_tokens: int, width: int
+    ) -> IndexerBucket:
+        """What any step of these sizes needs, over page tables of ``width``.
+
+        A chunk gathers the longest request that the table can hold, or ``MIN_WORKSPACE`` rows.
+        """
+        longest = width * self.group.page
+        keys = min(max(longest, MIN_WORKSPACE), prefills * longest)
+        limits = {"requests": prefills, "queries": prefill_tokens, "keys": keys}
+        return IndexerBucket(
+            decode_rows=decodes,
+            decode_len=1 if decodes else 0,
+            chunks=most_chunks(**limits, max_logits=self.max_logits_bytes // 4),
+            chunk_requests=prefills,
+            chunk_queries=prefill_tokens,
+            chunk_keys=keys,
         )
-        d = split.num_decodes
-        queries, keys = host.lens_from(d)
-        chunks = indexer_chunks(
-            keys if self.compress_ratio == 1 else [k // self.compress_ratio for k in keys],
+
+    def chunks(
+        self, host: HostBatch, decodes: int, *, workspace: int
+    ) -> list[tuple[int, int, int, int, int, int]]:
+        """``IndexerChunk``s of the requests behind the decodes; those without keys left out."""
+        queries, keys = host.lens_from(decodes)
+        if not queries:
+            return []
+        ratio = self.group.ratio
+        found = indexer_chunks(
+            keys if ratio == 1 else [k // ratio for k in keys],
             queries,
-            workspace=self.max_prefill_buffer_size,
+            workspace=workspace,
             max_logits=self.max_logits_bytes // 4,
-            offset=d,
+            offset=decodes,
         )
-        decode_len = 1
-        if self.next_n > 1:
-            decode_len = int(np.maximum.reduce(host.query_lens_cpu[:d], initial=1))
-        return self._decision(split, decode_len, [c for c in chunks if c[4]])
+        return [c for c in found if c[4]]
 
-    def _decision(self, split, decode_len: int, chunks) -> IndexerDecision:
-        decodes, prefills, decode_tokens, _ = split
-        rows = decode_tokens if self.use_flattening else decodes
-        ladder = self.ladder
-        requests = queries = keys = 0  # of the largest chunk
-        for start, stop, first, last, gathered, _ in chunks:
-            if stop - start > requests:
-                requests = stop - start
-            if last - first > queries:
-                queries = last - first
-            if gathered > keys:
-                keys = gathered
-        bucket = indexer_bucket(
-            decode_rows=ladder.decode_rows.rung(rows),
-            decode_len=(1 if self.use_flattening else decode_len) if rows else 0,
-            chunks=ladder.chunks.rung(max(len(chunks), 1) if prefills else 0),
-            chunk_requests=ladder.chunk_requests.rung(requests),
-            chunk_queries=ladder.chunk_queries.rung(queries),
-            chunk_keys=ladder.chunk_keys.rung(keys),
-        )
+    def decide(self, host: HostBatch, bucket: IndexerBucket) -> IndexerDecision:
+        """The step in a bucket that holds it; decodes have one token."""
+        split = split_decodes_and_prefills(host, 1)
+        workspace = max(bucket.chunk_keys, 1)
+        return self.filled(bucket, split, self.chunks(host, split.num_decodes, workspace=workspace))
+
+    def filled(
+        self, bucket: IndexerBucket, split: DecodePrefillSplit, chunks: list
+    ) -> IndexerDecision:
+        """The decision of these parts."""
         given = *split, len(chunks)
         counts, plans = counts_and_rows(given, [chunks], bucket.chunks, NO_CHUNK)
         return IndexerDecision(bucket=bucket, counts=counts, plan=plans[0])
 
-    def build(
-        self,
-        common: CommonAttentionMetadata,
-        decision: IndexerDecision,
-        *,
-        common_prefix_len: int = 0,
-        fast_build: bool = False,
-    ) -> DeepseekV32IndexerMetadata:
-        """Device half. ``common`` has the table and slots of the indexer's cache."""
-        del common_prefix_len, fast_build
+    def build(self, common: CommonMetadata, decision: IndexerDecision) -> IndexerMetadata:
+        """Device half, over the tables and slots of ``group`` in ``common``."""
         bucket, counts = decision.bucket, jnp.asarray(decision.counts)
-        starts, lens, table = (
-            common.query_start_loc,
-            common.seq_lens,
-            common.block_table_tensor,
-        )
-        slots = common.slot_mapping
-        if self.compress_ratio > 1:
-            request, real = token_to_request(starts, slots.shape[0])
-            slots = get_compressed_slot_mapping(
-                table,
-                request,
-                token_positions(starts, lens, request, real),
-                real & (slots >= 0),
-                page=self.page,
-                ratio=self.compress_ratio,
-            )
+        table = common.page_tables[self.group.name]
         decode = prefill = None
         if bucket.decode_rows:
-            decode = build_decode_tensors(
-                starts,
-                lens,
+            decode = build_decode_rows(
+                common,
                 table,
                 counts[0],
                 rows=bucket.decode_rows,
                 decode_len=bucket.decode_len,
-                flatten=self.use_flattening,
-                ratio=self.compress_ratio,
-                num_sms=self.num_sms,
-                remainder=self.remainder,
+                flatten=self.flatten,
+                ratio=self.group.ratio,
             )
         if bucket.chunks:
-            prefill = DeepseekV32IndexerPrefillMetadata(
+            prefill = IndexerPrefillMetadata(
                 bucket=bucket,
-                compress_ratio=self.compress_ratio,
+                ratio=self.group.ratio,
                 plan=jnp.asarray(decision.plan),
                 counts=counts,
-                query_start_loc=starts,
-                seq_lens=lens,
-                block_table=table,
+                query_starts=common.query_starts,
+                seq_lens=common.seq_lens,
+                page_table=table,
+                requests=common.requests,
+                positions=common.positions,
             )
-        return DeepseekV32IndexerMetadata(
+        return IndexerMetadata(
             bucket=bucket,
-            seq_lens=lens,
+            seq_lens=common.seq_lens,
             max_seq_len=common.max_seq_len,
-            slot_mapping=slots,
+            slots=common.slots[self.group.name],
             counts=counts,
             prefill=prefill,
             decode=decode,
         )
 
-    def warmup_decision(self, decision: IndexerDecision) -> IndexerDecision:
-        """The same bucket with nothing in it."""
-        counts, plans = counts_and_rows((0,) * 5, [[]], decision.bucket.chunks, NO_CHUNK)
-        return IndexerDecision(bucket=decision.bucket, counts=counts, plan=plans[0])
+
+def build_decode_rows(
+    common: CommonMetadata,
+    page_table: Int[Array, "requests pages"],
+    num_decodes: Int[Array, ""],
+    *,
+    rows: int,
+    decode_len: int,
+    flatten: bool,
+    ratio: int,
+) -> IndexerDecodeMetadata:
+    """Decode rows of the leading ``num_decodes`` requests.
+
+    Native: row ``i`` is request ``i``, ``decode_len`` queries seeing
+    ``max(L - decode_len + 1 + j, 0) // ratio`` keys (all decodes have ``decode_len`` queries or
+    none). Flattened: row ``t`` is token ``t``, seeing ``(p + 1) // ratio``.
+    """
+    query_starts, seq_lens = common.query_starts, common.seq_lens
+    lane = jnp.arange(rows, dtype=jnp.int32)
+    if flatten:
+        token = jnp.minimum(lane, common.bucket.tokens - 1)
+        real = common.real[token] & (lane < query_starts[num_decodes])
+        request = jnp.where(real, common.requests[token], 0)
+        lens = jnp.where(real, jnp.maximum(common.positions[token] + 1, 0), 0)[:, None]
+        decode_lens = jnp.ones((rows,), jnp.int32)
+        index = jnp.where(real, lane, -1)[:, None]
+        requires_padding = jnp.zeros((), bool)
+    else:
+        row = jnp.minimum(lane, common.bucket.requests - 1)
+        real = lane < num_decodes
+        request = jnp.where(real, row, 0)
+        decode_lens = jnp.where(real, common.query_lens[request], 0)
+        j = jnp.arange(decode_len, dtype=jnp.int32)
+        lens = seq_lens[request][:, None] - decode_len + 1 + j
+        lens = jnp.where(real[:, None], jnp.maximum(lens, 0), 0)
+        there = j < decode_lens[:, None]
+        index = jnp.where(there, query_starts[request][:, None] + j, -1)
+        requires_padding = jnp.any(real & (decode_lens != decode_lens[0]))
+    return IndexerDecodeMetadata(
+        page_table=jnp.where(real[:, None], page_table[request], 0),
+        seq_lens=lens // ratio,
+        decode_lens=decode_lens,
+        token_index=index,
+        requires_padding=requires_padding,
+    )

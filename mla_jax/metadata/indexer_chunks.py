@@ -10,18 +10,18 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from mla_jax.errors import MetadataError
 from mla_jax.metadata.common import exclusive_sum
-from mla_jax.types import Array, Bool, Int
+from mla_jax.types import Array, Bool, Int, cdiv
 
 __all__ = [
-    "DeepseekV32IndexerPrefillChunkMetadata",
+    "NO_CHUNK",
     "IndexerChunk",
-    "build_prefill_chunk_metadata",
+    "IndexerChunkMetadata",
+    "build_chunk",
     "indexer_chunks",
-    "plan_indexer_chunks",
-    "split_indexer_prefill_chunks",
+    "most_chunks",
 ]
 
 
@@ -40,40 +40,6 @@ NO_CHUNK = IndexerChunk(0, 0, 0, 0, 0, 1)
 """A padding chunk: no requests, no queries, no gather."""
 
 
-def split_indexer_prefill_chunks(
-    compressed_seq_lens: Int[np.ndarray, "requests"],
-    query_lens: Int[np.ndarray, "requests"],
-    *,
-    workspace: int,
-    max_logits: int,
-    offset: int = 0,
-) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Pieces ``((request start, stop), (query start, stop))`` in order.
-
-    Consecutive requests are taken while their keys sum to at most ``workspace`` rows and
-    keys times queries to at most ``max_logits`` elements. A request that fits neither stands
-    alone and is cut along its queries into pieces of ``max(1, max_logits // keys)`` rows. Queries
-    count from the group's first token; ``offset`` is added to requests.
-    """
-    sizes = compressed_seq_lens.tolist(), query_lens.tolist()
-    chunks = indexer_chunks(*sizes, workspace=workspace, max_logits=max_logits, offset=offset)
-    return [((start, stop), (first, last)) for start, stop, first, last, *_ in chunks]
-
-
-def plan_indexer_chunks(
-    compressed_seq_lens: Int[np.ndarray, "requests"],
-    query_lens: Int[np.ndarray, "requests"],
-    *,
-    workspace: int,
-    max_logits: int,
-    offset: int = 0,
-) -> list[IndexerChunk]:
-    """The pieces that have keys, with what the host knows of each."""
-    sizes = compressed_seq_lens.tolist(), query_lens.tolist()
-    chunks = indexer_chunks(*sizes, workspace=workspace, max_logits=max_logits, offset=offset)
-    return [IndexerChunk(*c) for c in chunks if c[4]]
-
-
 def indexer_chunks(
     compressed_seq_lens: list[int],
     query_lens: list[int],
@@ -84,8 +50,13 @@ def indexer_chunks(
 ) -> list[tuple[int, int, int, int, int, int]]:
     """``IndexerChunk``s as plain tuples, from host integers: those without keys too.
 
-    Greedy groups of requests, each cut along its queries if its logits do not fit.
+    Consecutive requests are taken while their keys sum to at most ``workspace`` rows and
+    keys times queries to at most ``max_logits`` elements. A request that fits neither stands
+    alone and is cut along its queries into pieces of ``max(1, max_logits // keys)`` rows. Queries
+    count from the group's first token; ``offset`` is added to requests.
     """
+    if workspace < 0 or max_logits < 0:
+        raise MetadataError("workspace, logits of a chunk", (workspace, max_logits), "0 or more")
     chunks = []
     start, n, m = offset, 0, 0
     sizes = zip(compressed_seq_lens, query_lens, strict=True)
@@ -104,15 +75,24 @@ def indexer_chunks(
     return chunks
 
 
+def most_chunks(*, requests: int, queries: int, keys: int, max_logits: int) -> int:
+    """As many as ``indexer_chunks`` gives of such a step at most.
+
+    A group starts with a request of its own and is cut every ``max_logits // keys`` queries or
+    more; no piece is without queries.
+    """
+    return min(queries, requests + cdiv(queries, max(max_logits // max(keys, 1), 1)))
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class DeepseekV32IndexerPrefillChunkMetadata:
+class IndexerChunkMetadata:
     """Keys to gather and the columns each query may see, for one chunk.
 
     Top-k positions of a query are relative to its ``cu_seqlen_ks``.
     """
 
-    block_table: Int[Array, "requests pages"]  # 0 on padding
+    page_table: Int[Array, "requests pages"]  # 0 on padding
     cu_seq_lens: Int[Array, "starts"]  # exclusive sum of compressed lengths
     token_to_seq: Int[Array, "keys"]  # request of each gathered row; ``requests`` = no row
     cu_seqlen_ks: Int[Array, "queries"]  # first visible column
@@ -124,24 +104,26 @@ class DeepseekV32IndexerPrefillChunkMetadata:
     skip_kv_gather: Bool[Array, ""]  # the keys of the previous chunk are these
 
 
-def build_prefill_chunk_metadata(
+def build_chunk(
     query_starts: Int[Array, "starts"],
     seq_lens: Int[Array, "requests"],
     page_table: Int[Array, "requests pages"],
+    owners: Int[Array, "tokens"],
+    positions: Int[Array, "tokens"],
     chunk: Int[Array, "6"],
     *,
     requests: int,
     queries: int,
     keys: int,
     ratio: int,
-) -> DeepseekV32IndexerPrefillChunkMetadata:
+) -> IndexerChunkMetadata:
     """One chunk of a batch from its ``IndexerChunk``, in arrays of the given sizes.
 
+    ``owners`` and ``positions`` are the request and the position of each token of the batch.
     A query at position ``p`` of chunk-local request ``g`` sees columns
     ``[cu[g], cu[g] + (p + 1) // ratio)``.
     """
     start, stop, first, last, total, skip = (chunk[i] for i in range(6))
-    batch = seq_lens.shape[0]
     local = jnp.arange(requests, dtype=jnp.int32)
     inside = local < stop - start
     rows = jnp.where(inside, start + local, 0)
@@ -155,14 +137,12 @@ def build_prefill_chunk_metadata(
     token_start = query_starts[start] + first
     token = token_start + jnp.arange(queries, dtype=jnp.int32)
     token_end = token_start + jnp.maximum(last - first, 0)
-    request = jnp.searchsorted(query_starts[1:], token, side="right", method="scan_unrolled")
-    request = jnp.minimum(request.astype(jnp.int32), batch - 1)
     is_query = token < token_end
-    position = token + (seq_lens - query_starts[1:])[request]
-    ks = cu[jnp.clip(request - start, 0, requests)]
-    ke = ks + jnp.maximum(position + 1, 0) // ratio
-    return DeepseekV32IndexerPrefillChunkMetadata(
-        block_table=jnp.where(inside[:, None], page_table[rows], 0),
+    inner = jnp.minimum(token, owners.shape[0] - 1)
+    ks = cu[jnp.clip(owners[inner] - start, 0, requests)]
+    ke = ks + jnp.maximum(positions[inner] + 1, 0) // ratio
+    return IndexerChunkMetadata(
+        page_table=jnp.where(inside[:, None], page_table[rows], 0),
         cu_seq_lens=cu,
         token_to_seq=owner.astype(jnp.int32),
         cu_seqlen_ks=jnp.where(is_query, ks, 0),

@@ -5,18 +5,13 @@ so one program serves every batch of its bucket. Padded tokens have slot -1, pad
 length 0, and no consumer needs a special case.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
 
-from mla_jax.metadata.buckets import MLABucket
-from mla_jax.metadata.common import (
-    exclusive_sum,
-    slot_mapping,
-    token_positions,
-    token_to_request,
-)
+from mla_jax.metadata.buckets import CommonBucket, MLABucket
+from mla_jax.metadata.common import CommonMetadata, GroupSpec, build_common, exclusive_sum
 from mla_jax.types import Array, Bool, Int
 
 __all__ = [
@@ -92,20 +87,6 @@ class MLAMetadata:
     prefill: PrefillMetadata | None  # new tokens among themselves; None iff none is expanded
     context: ContextMetadata | None  # None iff the bucket has no context rows
 
-    def with_page_table(
-        self, page_table: Int[Array, "requests pages"], slots: Int[Array, "tokens"]
-    ) -> "MLAMetadata":
-        """The same step for another group of the cache, whose pages and slots are these."""
-        decode, context = self.decode, self.context
-        if decode is not None:
-            rows = self.decode_requests
-            table = page_table[: self.bucket.decodes] if rows is None else page_table[rows]
-            decode = replace(decode, page_table=table)
-        if context is not None:
-            rows = self.num_decodes + jnp.arange(self.bucket.prefills, dtype=jnp.int32)
-            context = replace(context, page_table=page_table[rows])
-        return replace(self, slots=slots, decode=decode, context=context)
-
 
 def query_runs(
     query_starts: Int[Array, "starts"],
@@ -154,25 +135,24 @@ def build_mla(
     ``num_decodes`` leading requests have one token each; the rest are prefills; then padding
     with query and sequence length 0 and page table 0.
     """
-    request, real = token_to_request(query_starts, bucket.tokens)
-    positions = token_positions(query_starts, seq_lens, request, real)
-    slots = slot_mapping(page_table, request, positions, real, page=page)
-    return mla_views(
-        query_starts, seq_lens, page_table, num_decodes, positions, slots, bucket=bucket
+    group = GroupSpec("latent", page)
+    common = build_common(
+        query_starts,
+        seq_lens,
+        {group.name: page_table},
+        jnp.sum(seq_lens > 0, dtype=jnp.int32),
+        bucket=CommonBucket(requests=bucket.requests, tokens=bucket.tokens, pages=(bucket.pages,)),
+        groups=(group,),
     )
+    return mla_views(common, num_decodes, bucket=bucket, group=group.name)
 
 
 def mla_views(
-    query_starts: Int[Array, "starts"],
-    seq_lens: Int[Array, "requests"],
-    page_table: Int[Array, "requests pages"],
-    num_decodes: Int[Array, ""],
-    positions: Int[Array, "tokens"],
-    slots: Int[Array, "tokens"],
-    *,
-    bucket: MLABucket,
+    common: CommonMetadata, num_decodes: Int[Array, ""], *, bucket: MLABucket, group: str
 ) -> MLAMetadata:
-    """``build_mla`` of a step whose tokens have their positions and slots already."""
+    """Decodes, prefills and cached context of a step over the cache group of this name."""
+    query_starts, seq_lens = common.query_starts, common.seq_lens
+    page_table = common.page_tables[group]
     num_decode_tokens = query_starts[num_decodes]
     decode = decode_requests = prefill = context = None
     if bucket.absorb:
@@ -202,9 +182,9 @@ def mla_views(
             )
     return MLAMetadata(
         bucket=bucket,
-        positions=positions,
-        slots=slots,
-        real=jnp.arange(bucket.tokens, dtype=jnp.int32) < query_starts[-1],
+        positions=common.positions,
+        slots=common.slots[group],
+        real=common.real,
         num_decodes=num_decodes,
         num_decode_tokens=num_decode_tokens,
         decode=decode,

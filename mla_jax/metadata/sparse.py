@@ -9,18 +9,18 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from mla_jax.metadata.common import slot_mapping
+from mla_jax.metadata.common import slot_mapping, token_positions, token_to_request
 from mla_jax.types import PAD_SLOT, Array, Bool, Int, cdiv, round_up
 
 __all__ = [
     "C128ATopkMetadata",
     "build_c128a_topk_metadata",
     "c128a_width",
+    "combine_topk_swa_indices",
     "compact_indices",
     "compressed_lens",
     "compute_global_topk_indices_and_lens",
     "convert_req_index_to_global_index",
-    "get_compressed_slot_mapping",
 ]
 
 
@@ -137,20 +137,40 @@ def build_c128a_topk_metadata(
     )
 
 
-def get_compressed_slot_mapping(
-    page_table: Int[Array, "requests pages"],
-    request: Int[Array, "tokens"],
-    positions: Int[Array, "tokens"],
-    real: Bool[Array, "tokens"],
+def combine_topk_swa_indices(
+    topk_indices: Int[Array, "tokens keys"],
+    query_starts: Int[Array, "starts"],
+    seq_lens: Int[Array, "requests"],
+    gather_lens: Int[Array, "requests"],
+    stride: Int[Array, ""],
+    compressed: Int[Array, ""],
     *,
-    page: int,
+    topk: int,
     ratio: int,
-) -> Int[Array, "tokens"]:
-    """Row of the state that a token completes, -1 where it completes none.
+    window: int,
+) -> tuple[Int[Array, "tokens row"], Int[Array, "tokens"]]:
+    """Workspace rows of a chunk's queries: selected states, then the window; -1 behind.
 
-    Token ``p`` completes state ``p // ratio`` iff ``(p + 1) % ratio == 0``; ``page`` counts
-    states. A token that is not real, at a negative position or beyond the table has no slot.
+    Request ``g`` of the chunk owns rows from ``stride * g``: ``compressed`` states, then
+    positions ``seq_len - gather_len …``. Of a token at ``p`` the first
+    ``min((p + 1) // ratio, topk)`` entries of its list count. ``query_starts`` may start above 0;
+    padded requests have length 0. The row width is ``round_up(topk + window, 128)``.
     """
-    closes = real & (positions >= 0) & ((positions + 1) % ratio == 0)
-    state = jnp.where(closes, positions // ratio, PAD_SLOT)
-    return slot_mapping(page_table, request, state, closes, page=page)
+    tokens = topk_indices.shape[0]
+    starts = query_starts - query_starts[0]
+    g, real = token_to_request(starts, tokens)
+    p = token_positions(starts, seq_lens, g, real)
+    selected = jnp.where(real, jnp.clip((p + 1) // ratio, 0, topk), 0)[:, None]
+    seen = jnp.where(real, jnp.clip(p + 1, 0, window), 0)[:, None]
+    base = (stride * g)[:, None]
+    tail = (p + 1)[:, None] - seen - (seq_lens - gather_lens)[g][:, None]
+
+    column = jnp.arange(round_up(topk + window, 128), dtype=jnp.int32)
+    behind = column - selected
+    width = topk_indices.shape[1]
+    padded = jnp.pad(topk_indices, ((0, 0), (0, max(column.size - width, 0))))
+    chosen = base + padded[:, : column.size]
+    window_rows = base + compressed + tail + behind
+    row = jnp.where(column < selected, chosen, window_rows)
+    lens = selected + seen
+    return jnp.where(column < lens, row, PAD_SLOT), lens[:, 0]

@@ -8,15 +8,13 @@ from typing import NamedTuple
 import numpy as np
 
 from mla_jax.errors import MetadataError
-from mla_jax.metadata.common import CommonAttentionHost
-from mla_jax.types import Bool, Int
+from mla_jax.metadata.common import HostBatch
+from mla_jax.types import Array, Bool, Int
 
 __all__ = [
     "DecodePrefillSplit",
-    "DecodeExtendPrefillSplit",
+    "SplitCounts",
     "split_decodes_and_prefills",
-    "split_decodes_prefills_and_extends",
-    "split_prefill_chunks",
 ]
 
 
@@ -29,19 +27,30 @@ class DecodePrefillSplit(NamedTuple):
     num_prefill_tokens: int
 
 
-class DecodeExtendPrefillSplit(NamedTuple):
-    """Decodes, then long queries with cached context, then long queries without."""
+class SplitCounts:
+    """The same, read from the first four of a step's ``counts``: apart, each costs a kernel."""
 
-    num_decodes: int
-    num_extends: int
-    num_prefills: int
-    num_decode_tokens: int
-    num_extend_tokens: int
-    num_prefill_tokens: int
+    counts: Int[Array, "counts"]
+
+    @property
+    def num_decodes(self) -> Int[Array, ""]:
+        return self.counts[0]
+
+    @property
+    def num_prefills(self) -> Int[Array, ""]:
+        return self.counts[1]
+
+    @property
+    def num_decode_tokens(self) -> Int[Array, ""]:
+        return self.counts[2]
+
+    @property
+    def num_prefill_tokens(self) -> Int[Array, ""]:
+        return self.counts[3]
 
 
 def split_decodes_and_prefills(
-    host: CommonAttentionHost,
+    host: HostBatch,
     decode_threshold: int = 1,
     *,
     require_uniform: bool = False,
@@ -58,15 +67,15 @@ def split_decodes_and_prefills(
         MetadataError: ``is_prefilling`` is needed and absent, or, with ``debug``, a decode
             stands behind a prefill.
     """
-    starts = host.query_start_loc_cpu
-    requests, tokens = host.num_reqs, host.num_actual_tokens
+    starts = host.query_starts
+    requests, tokens = host.num_requests, host.num_tokens
     if requests == 0:
         return DecodePrefillSplit(0, 0, 0, 0)
     short = treat_short_extends_as_decodes
     first = host.leading_up_to(decode_threshold)
     alike = decode_threshold == 1 and (host.max_query_len <= 1 or starts[1] > 0)
     if debug or (0 < first and (not short or (require_uniform and not alike))):
-        lens = host.query_lens_cpu[:requests]
+        lens = host.query_lens[:requests]
         prefill = lens > decode_threshold
         if require_uniform:
             prefill = (lens != lens[0]) & (lens != 0)
@@ -82,7 +91,7 @@ def split_decodes_and_prefills(
     return DecodePrefillSplit(first, requests - first, before, tokens - before)
 
 
-def _is_prefilling(host: CommonAttentionHost) -> Bool[np.ndarray, "requests"]:
+def _is_prefilling(host: HostBatch) -> Bool[np.ndarray, "requests"]:
     if host.is_prefilling is None:
         raise MetadataError(
             "treat_short_extends_as_decodes=False",
@@ -90,7 +99,7 @@ def _is_prefilling(host: CommonAttentionHost) -> Bool[np.ndarray, "requests"]:
             "a boolean per request",
             "Build the host metadata with is_prefilling.",
         )
-    return host.is_prefilling[: host.num_reqs]
+    return host.is_prefilling[: host.num_requests]
 
 
 def _check_order(lens: Int[np.ndarray, "requests"], prefill: Bool[np.ndarray, "requests"]) -> None:
@@ -102,52 +111,5 @@ def _check_order(lens: Int[np.ndarray, "requests"], prefill: Bool[np.ndarray, "r
             f"batch order: query_lens[{i}]",
             f"{int(lens[i])} behind a prefill",
             "decodes before prefills",
-            "Apply reorder_batch_to_split_decodes_and_prefills first.",
+            "Put the decodes first (compat.reorder says by which swaps).",
         )
-
-
-def split_decodes_prefills_and_extends(
-    host: CommonAttentionHost,
-    seq_lens: Int[np.ndarray, "requests"],
-    decode_threshold: int = 1,
-) -> DecodeExtendPrefillSplit:
-    """Three regions: decodes, then extends, then prefills (``seq_len == query_len``)."""
-    decodes, rest, decode_tokens, rest_tokens = split_decodes_and_prefills(host, decode_threshold)
-    starts = host.query_start_loc_cpu
-    lens = np.diff(starts[: host.num_reqs + 1])[decodes:]
-    pure = (seq_lens[decodes : host.num_reqs] == lens) & (lens > decode_threshold)
-    extends = int(np.argmax(pure)) if pure.any() else rest
-    extend_tokens = int(starts[decodes + extends]) - decode_tokens
-    if extends == rest:
-        extend_tokens = rest_tokens
-    return DecodeExtendPrefillSplit(
-        decodes,
-        extends,
-        rest - extends,
-        decode_tokens,
-        extend_tokens,
-        rest_tokens - extend_tokens,
-    )
-
-
-def split_prefill_chunks(
-    seq_lens: Int[np.ndarray, "requests"], workspace: int, offset: int = 0
-) -> list[tuple[int, int]]:
-    """Greedy groups ``[start, stop)`` of whole requests with ``sum(seq_lens) <= workspace``.
-
-    ``offset`` is added to every bound: the first prefill's place in the batch.
-    """
-    groups: list[tuple[int, int]] = []
-    start = used = 0
-    for i, length in enumerate(seq_lens.tolist()):
-        if length > workspace:
-            raise MetadataError(
-                f"seq_lens[{i}]", length, f"at most {workspace}, the rows of the workspace"
-            )
-        if used + length > workspace:
-            groups.append((offset + start, offset + i))
-            start, used = i, 0
-        used += length
-    if len(seq_lens):
-        groups.append((offset + start, offset + len(seq_lens)))
-    return groups

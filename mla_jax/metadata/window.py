@@ -1,21 +1,37 @@
-"""Sliding windows: which raw tokens a query sees, in cache rows and in a prefill workspace."""
+"""Sliding windows: which raw tokens a query sees, in cache rows and in a prefill workspace.
+
+Every layer of DeepSeek V4 sees a window of raw tokens; layers of ratio 4 (C4A) add selected
+compressed states, layers of ratio 128 (C128A) all of them.
+"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mla_jax.metadata.common import slot_mapping, token_positions, token_to_request
-from mla_jax.types import PAD_SLOT, Array, Bool, Int, cdiv, round_up
+from mla_jax.errors import ConfigError
+from mla_jax.metadata.common import CommonMetadata, GroupSpec, HostBatch, check_sizes, slot_mapping
+from mla_jax.metadata.packed import counts_and_rows
+from mla_jax.metadata.sparse import c128a_width
+from mla_jax.metadata.split import DecodePrefillSplit, SplitCounts, split_decodes_and_prefills
+from mla_jax.types import Array, Bool, Int, cdiv
 
 __all__ = [
     "NO_CHUNK",
+    "RATIOS",
+    "WindowBucket",
     "WindowChunk",
+    "WindowDecision",
     "WindowLimits",
-    "combine_topk_swa_indices",
+    "WindowMetadata",
+    "Windows",
     "compute_prefill_gather_lens",
     "gather_lens_of",
+    "layer_type",
     "plan_window_chunks",
     "sliding_window_indices",
     "window_plans",
@@ -90,7 +106,7 @@ def plan_window_chunks(
     without the first term for ``ratio <= 1`` (no compressed states). A prefill that fits no
     workspace stands alone.
     """
-    limits = WindowLimits(window, chunk_requests, max_model_len, max_batched_tokens)
+    limits = WindowLimits(window, chunk_requests, max_model_len, max_batched_tokens).check()
     keys = seq_lens.tolist()
     tails = gather_lens_of(query_lens.tolist(), keys, window)
     (chunks,) = window_plans(keys, tails, [(ratio, limits.rows(ratio))])
@@ -104,6 +120,11 @@ class WindowLimits(NamedTuple):
     chunk_requests: int
     max_model_len: int
     max_batched_tokens: int
+
+    def check(self) -> "WindowLimits":
+        """Refuse limits below 1."""
+        check_sizes(**self._asdict())
+        return self
 
     def rows(self, ratio: int) -> int:
         """Rows of the workspace of layers of this ratio; up to 1 there are no states."""
@@ -165,40 +186,185 @@ def _greedy_chunks(
     return chunks
 
 
-def combine_topk_swa_indices(
-    topk_indices: Int[Array, "tokens keys"],
-    query_starts: Int[Array, "starts"],
-    seq_lens: Int[Array, "requests"],
-    gather_lens: Int[Array, "requests"],
-    stride: Int[Array, ""],
-    compressed: Int[Array, ""],
-    *,
-    topk: int,
-    ratio: int,
-    window: int,
-) -> tuple[Int[Array, "tokens row"], Int[Array, "tokens"]]:
-    """Workspace rows of a chunk's queries: selected states, then the window; -1 behind.
+RATIOS = {"swaonly": 1, "c4a": 4, "c128a": 128}
+"""Tokens per compressed state of each layer type; ``swaonly`` has no states."""
 
-    Request ``g`` of the chunk owns rows from ``stride * g``: ``compressed`` states, then
-    positions ``seq_len - gather_len …``. Of a token at ``p`` the first
-    ``min((p + 1) // ratio, topk)`` entries of its list count. ``query_starts`` may start above 0;
-    padded requests have length 0. The row width is ``round_up(topk + window, 128)``.
-    """
-    tokens = topk_indices.shape[0]
-    starts = query_starts - query_starts[0]
-    g, real = token_to_request(starts, tokens)
-    p = token_positions(starts, seq_lens, g, real)
-    selected = jnp.where(real, jnp.clip((p + 1) // ratio, 0, topk), 0)[:, None]
-    seen = jnp.where(real, jnp.clip(p + 1, 0, window), 0)[:, None]
-    base = (stride * g)[:, None]
-    tail = (p + 1)[:, None] - seen - (seq_lens - gather_lens)[g][:, None]
 
-    column = jnp.arange(round_up(topk + window, 128), dtype=jnp.int32)
-    behind = column - selected
-    width = topk_indices.shape[1]
-    padded = jnp.pad(topk_indices, ((0, 0), (0, max(column.size - width, 0))))
-    chosen = base + padded[:, : column.size]
-    window_rows = base + compressed + tail + behind
-    row = jnp.where(column < selected, chosen, window_rows)
-    lens = selected + seen
-    return jnp.where(column < lens, row, PAD_SLOT), lens[:, 0]
+def layer_type(compress_ratio: int) -> str:
+    """``swaonly``, ``c4a`` or ``c128a``."""
+    for name, ratio in RATIOS.items():
+        if compress_ratio == ratio or (compress_ratio, ratio) == (0, 1):
+            return name
+    raise ConfigError("compress_ratio of a layer", compress_ratio, "0, 1, 4 or 128")
+
+
+@dataclass(frozen=True, order=True, kw_only=True)
+class WindowBucket:
+    """Static half of one step of sliding-window metadata."""
+
+    decode_tokens: int  # 0 iff no decodes
+    prefills: int  # prefill requests; 0 iff prefill_tokens is 0
+    prefill_tokens: int
+    chunks: int  # workspace chunks of the prefills
+    c128a_width: int  # columns of a C128A list; 0 = no such layer
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class WindowDecision:
+    """What the host decides: bucket, counts and the workspace chunks of each layer type."""
+
+    bucket: WindowBucket = field(metadata={"static": True})
+    counts: Int[Array | np.ndarray, "counts"]  # decodes, prefills, their tokens; chunks per type
+    chunks: Int[Array | np.ndarray, "types chunks 4"]  # a WindowChunk per row, then zeros
+
+    @classmethod
+    def nothing(cls, bucket: WindowBucket, types: int) -> "WindowDecision":
+        """The bucket with nothing in it."""
+        counts, chunks = counts_and_rows((0,) * (4 + types), [[]] * types, bucket.chunks, NO_CHUNK)
+        return cls(bucket=bucket, counts=counts, chunks=chunks)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class WindowMetadata(SplitCounts):
+    """One step. Indices address the window's cache."""
+
+    bucket: WindowBucket = field(metadata={"static": True})
+    layer_types: tuple[str, ...] = field(metadata={"static": True})
+    counts: Int[Array, "counts"]  # those of the split; chunks of each layer type
+    has_slot: Bool[Array, "tokens"]  # of the window's cache: what has none sees nothing
+    decode_indices: Int[Array, "decode_tokens window"]  # cache rows, oldest first; then -1
+    decode_lens: Int[Array, "decode_tokens"]
+    prefill_indices: Int[Array, "prefill_tokens window"]  # row i is token num_decode_tokens + i
+    prefill_lens: Int[Array, "prefill_tokens"]
+    prefill_seq_lens: Int[Array, "prefills"] | None  # None iff the bucket has no prefills
+    prefill_gather_lens: Int[Array, "prefills"] | None  # trailing rows to gather; None likewise
+    chunks: Int[Array, "types chunks 4"]  # of each layer type; requests from 0
+
+    def chunks_of(self, name: str) -> tuple[Int[Array, "chunks 4"], Int[Array, ""]]:
+        """Workspace chunks of a layer type, a ``WindowChunk`` per row, and how many there are."""
+        at = self.layer_types.index(name)
+        return self.chunks[at], self.counts[4 + at]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Windows:
+    """Plans and builds ``WindowMetadata`` in a bucket that somebody else chooses."""
+
+    group: GroupSpec  # of the raw tokens
+    window: int
+    compress_ratios: tuple[int, ...]  # one per layer
+    max_model_len: int
+    max_batched_tokens: int
+    chunk_requests: int = 4  # prefills of the longest kind that the workspace holds
+
+    def __post_init__(self):
+        self.limits.check()
+        for ratio in self.compress_ratios:
+            layer_type(ratio)
+
+    @property
+    def limits(self) -> WindowLimits:
+        """What the workspace of a chunk is made for."""
+        return WindowLimits(
+            self.window, self.chunk_requests, self.max_model_len, self.max_batched_tokens
+        )
+
+    @cached_property
+    def layer_types(self) -> tuple[str, ...]:
+        """Types present, in the order of ``RATIOS``."""
+        present = {layer_type(r) for r in self.compress_ratios} or {"swaonly"}
+        return tuple(name for name in RATIOS if name in present)
+
+    @cached_property
+    def _workspaces(self) -> list[tuple[int, int]]:
+        """Ratio and workspace rows of each layer type."""
+        return [(RATIOS[name], self.limits.rows(RATIOS[name])) for name in self.layer_types]
+
+    def c128a_width(self, max_seq_len: int) -> int:
+        """Columns of a C128A list for requests up to this length; 0 without such layers."""
+        if "c128a" not in self.layer_types:
+            return 0
+        return c128a_width(max_seq_len, self.max_model_len)
+
+    def bucket(
+        self, *, decodes: int, prefills: int, prefill_tokens: int, max_seq_len: int
+    ) -> WindowBucket:
+        """What any step of these sizes needs; a chunk holds a prefill at least."""
+        return WindowBucket(
+            decode_tokens=decodes,
+            prefills=prefills,
+            prefill_tokens=prefill_tokens,
+            chunks=prefills,
+            c128a_width=self.c128a_width(max_seq_len),
+        )
+
+    def plans(self, host: HostBatch, decodes: int) -> list[list[tuple[int, int, int, int]]]:
+        """``WindowChunk``s of the requests behind the decodes, for each layer type."""
+        queries, keys = host.lens_from(decodes)
+        return window_plans(keys, gather_lens_of(queries, keys, self.window), self._workspaces)
+
+    def decide(self, host: HostBatch, bucket: WindowBucket) -> WindowDecision:
+        """The step in a bucket that holds it; decodes have one token."""
+        split = split_decodes_and_prefills(host, 1)
+        return self.filled(bucket, split, self.plans(host, split.num_decodes))
+
+    def filled(
+        self, bucket: WindowBucket, split: DecodePrefillSplit, plans: list
+    ) -> WindowDecision:
+        """The decision of these parts."""
+        given = *split, *map(len, plans)
+        counts, chunks = counts_and_rows(given, plans, bucket.chunks, NO_CHUNK)
+        return WindowDecision(bucket=bucket, counts=counts, chunks=chunks)
+
+    def build(self, common: CommonMetadata, decision: WindowDecision) -> WindowMetadata:
+        """Device half, over the table and slots of ``group`` in ``common``."""
+        bucket, counts = decision.bucket, jnp.asarray(decision.counts)
+        decodes, prefills, decode_tokens, prefill_tokens = (counts[i] for i in range(4))
+        has_slot = common.slots[self.group.name] >= 0
+        tokens = has_slot.shape[0]
+
+        def windows(size, first, count):
+            """Those of tokens ``[first, first + count)``."""
+            lane = jnp.arange(size, dtype=jnp.int32)
+            here = (lane < count) & (first + lane < tokens)
+            token = jnp.where(here, first + lane, 0)
+            return sliding_window_indices(
+                common.page_tables[self.group.name],
+                common.requests[token],
+                common.positions[token],
+                here & has_slot[token],
+                window=self.window,
+                page=self.group.page,
+            )
+
+        decode_indices, decode_lens = windows(bucket.decode_tokens, jnp.int32(0), decode_tokens)
+        prefill_indices, prefill_lens = windows(
+            bucket.prefill_tokens, decode_tokens, prefill_tokens
+        )
+        prefill_seq_lens, gather_lens = self._prefill_lens(common, decodes, prefills, bucket)
+        return WindowMetadata(
+            bucket=bucket,
+            layer_types=self.layer_types,
+            counts=counts,
+            has_slot=has_slot,
+            decode_indices=decode_indices,
+            decode_lens=decode_lens,
+            prefill_indices=prefill_indices,
+            prefill_lens=prefill_lens,
+            prefill_seq_lens=prefill_seq_lens,
+            prefill_gather_lens=gather_lens,
+            chunks=jnp.asarray(decision.chunks),
+        )
+
+    def _prefill_lens(self, common: CommonMetadata, decodes, prefills, bucket: WindowBucket):
+        """Lengths of the prefills and of their gathered tails; 0 on padding."""
+        if not bucket.prefills:
+            return None, None
+        lane = jnp.arange(bucket.prefills, dtype=jnp.int32)
+        here = lane < prefills
+        row = jnp.where(here, decodes + lane, 0)
+        lens = jnp.where(here, common.seq_lens[row], 0)
+        queries = jnp.where(here, common.query_lens[row], 0)
+        return lens, compute_prefill_gather_lens(queries, lens, window=self.window)

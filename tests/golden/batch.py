@@ -1,10 +1,18 @@
 """Golden batches as our host and common metadata, padded to few sizes so that few programs run."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mla_jax.metadata.buckets import CommonBucket
-from mla_jax.metadata.common import CommonAttentionHost, CommonAttentionMetadata
+from mla_jax.metadata.common import (
+    CommonMetadata,
+    GroupSpec,
+    HostBatch,
+    slot_mapping,
+    token_positions,
+    token_to_request,
+)
 
 SIZES = (8, 64, 512, 4096, 32768)
 
@@ -25,43 +33,56 @@ def padded(array, rows: int, *, columns: int | None = None, edge: bool = False, 
     return jnp.asarray(np.pad(array, widths, **how).astype(dtype))
 
 
-def host_of(given: dict) -> CommonAttentionHost:
+def host_of(given: dict) -> HostBatch:
     """``num_actual_tokens`` may count padding tokens behind the last request's."""
     starts, lens = given["query_start_loc"], given["seq_lens"]
-    return CommonAttentionHost(
-        query_start_loc_cpu=starts,
-        seq_lens_cpu_upper_bound=lens,
-        seq_lens_cpu=lens,
+    return HostBatch(
+        query_starts=starts,
+        seq_lens=lens,
+        exact=True,
         is_prefilling=None,
-        encoder_seq_lens_cpu=None,
-        num_reqs=len(lens),
-        num_actual_tokens=given["num_actual_tokens"],
+        num_requests=len(lens),
+        num_tokens=given["num_actual_tokens"],
         max_query_len=int(np.diff(starts).max(initial=0)),
         max_seq_len=int(lens.max(initial=0)),
     )
 
 
-def common_of(given: dict) -> CommonAttentionMetadata:
-    """The step in a bucket larger than itself; slots as given."""
+def common_of(given: dict, group: GroupSpec) -> CommonMetadata:
+    """The step in a bucket larger than itself; slots as given, or what they complete."""
     requests = size_of(len(given["seq_lens"]))
     tokens = size_of(given["num_actual_tokens"])
     pages = size_of(given["block_table"].shape[1])
-    none = jnp.zeros((tokens,), jnp.int32)
-    return CommonAttentionMetadata(
-        bucket=CommonBucket(requests=requests, tokens=tokens, pages=pages),
-        causal=True,
-        query_start_loc=padded(given["query_start_loc"], requests + 1, edge=True),
-        seq_lens=padded(given["seq_lens"], requests),
-        block_table_tensor=padded(given["block_table"], requests, columns=pages),
-        slot_mapping=padded(given["slot_mapping"], tokens, fill=-1),
-        positions=none,
-        num_reqs=jnp.int32(len(given["seq_lens"])),
-        num_actual_tokens=jnp.int32(given["query_start_loc"][-1]),
+    starts = padded(given["query_start_loc"], requests + 1, edge=True)
+    lens = padded(given["seq_lens"], requests)
+    table = padded(given["block_table"], requests, columns=pages)
+    slots = padded(given["slot_mapping"], tokens, fill=-1)
+    owner, positions, real = _derived(starts, lens, slots)
+    if group.ratio > 1:
+        slots = completed(
+            table, owner, positions, real & (slots >= 0), page=group.page, ratio=group.ratio
+        )
+    return CommonMetadata(
+        bucket=CommonBucket(requests=requests, tokens=tokens, pages=(pages,)),
+        groups=(group,),
+        query_starts=starts,
+        seq_lens=lens,
+        positions=positions,
+        requests=owner,
+        real=real,
+        page_tables={group.name: table},
+        slots={group.name: slots},
+        num_requests=jnp.int32(len(given["seq_lens"])),
+        num_tokens=jnp.int32(given["query_start_loc"][-1]),
         max_query_len=jnp.int32(np.diff(given["query_start_loc"]).max(initial=0)),
         max_seq_len=jnp.int32(given["seq_lens"].max(initial=0)),
-        dcp_local_seq_lens=None,
-        encoder_seq_lens=None,
-        logits_indices_padded=None,
-        num_logits_indices=None,
-        max_logits_per_req=None,
     )
+
+
+@jax.jit
+def _derived(starts, lens, slots):
+    owner, real = token_to_request(starts, slots.shape[0])
+    return owner, token_positions(starts, lens, owner, real), real
+
+
+completed = jax.jit(slot_mapping, static_argnames=("page", "ratio"))

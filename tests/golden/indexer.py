@@ -8,18 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from mla_jax.metadata.buckets import Ladder
-from mla_jax.metadata.common import token_positions, token_to_request
-from mla_jax.metadata.indexer import DeepseekV32IndexerMetadataBuilder
-from mla_jax.metadata.indexer_chunks import (
-    build_prefill_chunk_metadata,
+from mla_jax.metadata.common import GroupSpec, token_positions, token_to_request
+from mla_jax.metadata.compat.indexer import (
+    DeepseekV32IndexerMetadataBuilder,
     plan_indexer_chunks,
     split_indexer_prefill_chunks,
 )
-from mla_jax.metadata.indexer_decode import build_decode_tensors
-from mla_jax.metadata.paged_logits_schedule import paged_mqa_logits_schedule
-from mla_jax.metadata.sparse import get_compressed_slot_mapping
-from mla_jax.metadata.sparse_buckets import IndexerLadder
-from tests.golden.batch import common_of, host_of, padded, size_of
+from mla_jax.metadata.compat.ladders import IndexerLadder
+from mla_jax.metadata.compat.paged_logits_schedule import paged_mqa_logits_schedule
+from mla_jax.metadata.indexer import build_decode_rows
+from mla_jax.metadata.indexer_chunks import build_chunk
+from tests.golden.batch import common_of, completed, host_of, padded, size_of
 from tests.golden.common import Case, compare
 
 SCHEDULES = {
@@ -63,7 +62,7 @@ def _chunk_entries(chunk, plan_row) -> dict:
     total = int(chunk.total_seq_lens)
     assert int(plan_row[4]) == total
     return {
-        "block_table": chunk.block_table[:requests],
+        "block_table": chunk.page_table[:requests],
         "cu_seqlen_ks": chunk.cu_seqlen_ks[:queries],
         "cu_seqlen_ke": chunk.cu_seqlen_ke[:queries],
         "cu_seq_lens": chunk.cu_seq_lens[: requests + 1],
@@ -96,7 +95,7 @@ def indexer_build(case: Case) -> str | None:
     host = host_of(given)
     decision = builder.decide(host)
     pages = given["block_table"].shape[1]
-    meta = _build(builder)(common_of(given), decision)
+    meta = _build(builder)(common_of(given, builder.group), decision)
     tokens = given["num_actual_tokens"]
     got = {
         name: int(getattr(meta, name))
@@ -119,16 +118,15 @@ def indexer_build(case: Case) -> str | None:
 
 def _decode_entries(decode, rows: int, pages: int) -> dict:
     return {
-        "block_table": decode.block_table[:rows, :pages],
+        "block_table": decode.page_table[:rows, :pages],
         "seq_lens": decode.seq_lens[:rows],
         "decode_lens": decode.decode_lens[:rows],
         "requires_padding": bool(decode.requires_padding),
     }
 
 
-_decode_tensors = jax.jit(
-    build_decode_tensors,
-    static_argnames=("rows", "decode_len", "flatten", "ratio", "num_sms"),
+_decode_rows = jax.jit(
+    build_decode_rows, static_argnames=("rows", "decode_len", "flatten", "ratio")
 )
 
 
@@ -141,17 +139,19 @@ def indexer_decode_tensors(case: Case) -> str | None:
         return "query_start_loc is not the exclusive sum of decode_lens"
     flatten = not given["use_native"]
     rows = given["num_decode_tokens"] if flatten else decodes
-    requests = size_of(decodes)
-    decode = _decode_tensors(
-        padded(starts, requests + 1, edge=True),
-        padded(given["seq_lens"], requests),
-        padded(given["block_table"], requests, columns=size_of(pages)),
+    tokens = int(starts[-1])
+    step = {"query_start_loc": starts, "num_actual_tokens": tokens}
+    common = common_of(
+        given | step | {"slot_mapping": np.zeros(tokens, np.int32)}, GroupSpec("index_keys", 1)
+    )
+    decode = _decode_rows(
+        common,
+        common.page_tables["index_keys"],
         jnp.int32(given["num_decodes"]),
         rows=size_of(rows),
         decode_len=given["max_decode_len"],
         flatten=flatten,
         ratio=1,
-        num_sms=4,
     )
     got = _decode_entries(decode, rows, pages) | {"batch_size": rows}
     if want["seq_lens"].ndim == 1:
@@ -159,9 +159,7 @@ def indexer_decode_tensors(case: Case) -> str | None:
     return compare(want, got)
 
 
-_chunk_metadata = jax.jit(
-    build_prefill_chunk_metadata, static_argnames=("requests", "queries", "keys", "ratio")
-)
+_chunk_metadata = jax.jit(build_chunk, static_argnames=("requests", "queries", "keys", "ratio"))
 
 
 def indexer_prefill_chunk_metadata(case: Case) -> str | None:
@@ -180,10 +178,13 @@ def indexer_prefill_chunk_metadata(case: Case) -> str | None:
     skip = given["skip_kv_gather"] or first > 0
     row = jnp.array([a, e, first, last, total, int(skip)], jnp.int32)
     requests = size_of(len(lens))
+    arrays = padded(starts, requests + 1, edge=True), padded(lens, requests)
+    owner, positions, _ = _positions(*arrays, jnp.zeros((size_of(int(starts[-1])),), jnp.int32))
     chunk = _chunk_metadata(
-        padded(starts, requests + 1, edge=True),
-        padded(lens, requests),
+        *arrays,
         padded(table, requests, columns=size_of(table.shape[1])),
+        owner,
+        positions,
         row,
         requests=requests,
         queries=size_of(whole),
@@ -215,9 +216,6 @@ def _positions(starts, lens, slots):
     return request, token_positions(starts, lens, request, real), real & (slots >= 0)
 
 
-_compressed_slots = jax.jit(get_compressed_slot_mapping, static_argnames=("page", "ratio"))
-
-
 def compressed_slot_mapping(case: Case) -> str | None:
     given = case["in"]
     tokens, requests = given["num_tokens"], len(given["seq_lens"])
@@ -226,7 +224,7 @@ def compressed_slot_mapping(case: Case) -> str | None:
     starts = padded(given["query_start_loc"], rows + 1, edge=True)
     lens = padded(given["seq_lens"], rows)
     table = padded(given["block_table"], rows)
-    got = _compressed_slots(
+    got = completed(
         table,
         *_positions(starts, lens, padded(own, size)),
         page=given["block_size"],

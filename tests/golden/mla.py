@@ -12,55 +12,56 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mla_jax.metadata.advance import DecodeInputs, advance_step
 from mla_jax.metadata.buckets import CommonBucket
-from mla_jax.metadata.chunked_context import (
+from mla_jax.metadata.common import (
+    GroupSpec,
+    HostBatch,
+    build_common,
+    slot_mapping,
+    token_to_request,
+)
+from mla_jax.metadata.compat.advance import DecodeInputs, advance_step
+from mla_jax.metadata.compat.chunked_context import (
     EqualChunks,
     PackedChunk,
     pack_chunks,
     plan_equal_chunks,
 )
-from mla_jax.metadata.common import (
-    CommonAttentionHost,
-    build_common,
-    slot_mapping,
-    token_to_request,
-)
-from mla_jax.metadata.context_parallel import ContextShard, dcp_local_seq_lens
-from mla_jax.metadata.hyperparameters import (
+from mla_jax.metadata.compat.hyperparameters import (
     PerLayerParameters,
     get_per_layer_parameters,
     infer_global_hyperparameters,
 )
-from mla_jax.metadata.legacy import MLACommonMetadata, to_decodes_first
-from mla_jax.metadata.legacy_builder import (
+from mla_jax.metadata.compat.legacy import MLACommonMetadata, to_decodes_first
+from mla_jax.metadata.compat.legacy_builder import (
     CapturedShape,
     LegacyBuilder,
     SequenceGroup,
     SequenceStep,
     sequence_slots,
 )
-from mla_jax.metadata.local_attention import (
+from mla_jax.metadata.compat.local_attention import (
     LocalAttentionBatch,
     build_local_attention,
     make_local_attention_virtual_batches,
 )
-from mla_jax.metadata.reorder import (
+from mla_jax.metadata.compat.reorder import (
     Reordering,
     reorder_batch_to_four_regions,
     reorder_batch_to_split_decodes_and_prefills,
 )
-from mla_jax.metadata.split import split_decodes_and_prefills
-from mla_jax.metadata.workspace import (
+from mla_jax.metadata.compat.workspace import (
     chunked_prefill_workspace_size,
     first_generation_workspace_size,
 )
+from mla_jax.metadata.context_parallel import ContextShard, dcp_local_seq_lens
+from mla_jax.metadata.split import split_decodes_and_prefills
 from tests.golden.common import REFUSALS, Case, Check, compare, judge
 
 RAISES = {"raises": "refusal"}
 
 
-_build_common = jax.jit(build_common, static_argnames=("bucket", "page", "shard"))
+_build_common = jax.jit(build_common, static_argnames=("bucket", "groups", "shard"))
 _build_local = jax.jit(build_local_attention, static_argnames=("chunk", "page"))
 _slot_mapping = jax.jit(slot_mapping, static_argnames=("page", "shard"))
 _token_to_request = jax.jit(token_to_request, static_argnames="tokens")
@@ -90,10 +91,10 @@ def _common(starts, lens, table, *, page: int):
     return _build_common(
         _padded(starts, r + 1, mode="edge"),
         _padded(lens, r),
-        _padded(table, r, w),
+        {"latent": _padded(table, r, w)},
         jnp.asarray(len(lens), jnp.int32),
-        bucket=CommonBucket(requests=r, tokens=t, pages=w),
-        page=page,
+        bucket=CommonBucket(requests=r, tokens=t, pages=(w,)),
+        groups=(GroupSpec("latent", page),),
     )
 
 
@@ -101,17 +102,16 @@ def _first(*found: str | None) -> str | None:
     return next((f for f in found if f), None)
 
 
-def _host(given: dict) -> CommonAttentionHost:
+def _host(given: dict) -> HostBatch:
     starts = given["query_start_loc"]
     lens = np.diff(starts)
-    return CommonAttentionHost(
-        query_start_loc_cpu=starts,
-        seq_lens_cpu_upper_bound=lens,
-        seq_lens_cpu=lens,
+    return HostBatch(
+        query_starts=starts,
+        seq_lens=lens,
+        exact=True,
         is_prefilling=given.get("is_prefilling"),
-        encoder_seq_lens_cpu=None,
-        num_reqs=len(lens),
-        num_actual_tokens=given["num_actual_tokens"],
+        num_requests=len(lens),
+        num_tokens=given["num_actual_tokens"],
         max_query_len=given["max_query_len"],
         max_seq_len=given["max_query_len"],
     )
@@ -508,12 +508,12 @@ def _device_slots(case: Case, meta: MLACommonMetadata) -> str | None:
     """
     page = case["in"]["block_size"]
     host, table, order = to_decodes_first(meta)
-    common = _common(host.query_start_loc_cpu, host.seq_lens_cpu, table, page=page)
+    common = _common(host.query_starts, host.seq_lens, table, page=page)
     back = order.inverse()
     real = len(order.tokens)
     got, positions, request = (
         back.per_token(np.asarray(a)[:real])
-        for a in (common.slot_mapping, common.positions, common.token_to_req())
+        for a in (common.slots["latent"], common.positions, common.requests)
     )
     want = np.asarray(case["out"]["slot_mapping"])[:real]
     held = positions < table.shape[1] * page

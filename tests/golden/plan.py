@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mla_jax.metadata.plan import balanced_plan, dense_sm_parts, sparse_row_lens
+from mla_jax.metadata.compat.plan import balanced_plan, dense_sm_parts, sparse_row_lens
 from tests.golden.common import Case, compare
 
 

@@ -8,16 +8,16 @@ import numpy as np
 
 from mla_jax.metadata.buckets import Ladder
 from mla_jax.metadata.common import token_positions, token_to_request
+from mla_jax.metadata.compat.ladders import SWALadder
+from mla_jax.metadata.compat.sparse_swa import DeepseekSparseSWAMetadataBuilder
 from mla_jax.metadata.sparse import (
     build_c128a_topk_metadata,
+    combine_topk_swa_indices,
     compact_indices,
     compute_global_topk_indices_and_lens,
     convert_req_index_to_global_index,
 )
-from mla_jax.metadata.sparse_buckets import SWALadder
-from mla_jax.metadata.sparse_swa import DeepseekSparseSWAMetadataBuilder
 from mla_jax.metadata.window import (
-    combine_topk_swa_indices,
     compute_prefill_gather_lens,
     plan_window_chunks,
     sliding_window_indices,
@@ -54,7 +54,7 @@ def swa_build(case: Case) -> str | None:
         num_sms=1,
         heads=64,
     )
-    meta = _build(builder)(common_of(given), builder.decide(host_of(given)))
+    meta = _build(builder)(common_of(given, builder.group), builder.decide(host_of(given)))
     counts = ("num_decodes", "num_prefills", "num_decode_tokens", "num_prefill_tokens")
     got = {name: int(getattr(meta, name)) for name in counts}
     tokens, prefills = given["num_actual_tokens"], got["num_prefills"]

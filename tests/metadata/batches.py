@@ -8,10 +8,10 @@ import numpy as np
 from hypothesis import strategies as st
 
 from mla_jax.metadata.buckets import CommonBucket
-from mla_jax.metadata.common import CommonAttentionHost, CommonAttentionMetadata, build_common
+from mla_jax.metadata.common import CommonMetadata, GroupSpec, HostBatch, build_common
 from mla_jax.types import cdiv
 
-build = jax.jit(build_common, static_argnames=("bucket", "page", "shard"))
+build = jax.jit(build_common, static_argnames=("bucket", "groups", "shard"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +24,8 @@ class Batch:
     page: int
 
     @property
-    def host(self) -> CommonAttentionHost:
-        return CommonAttentionHost.of(self.query_lens, self.seq_lens)
+    def host(self) -> HostBatch:
+        return HostBatch.of(self.query_lens, self.seq_lens)
 
     @property
     def bucket(self) -> CommonBucket:
@@ -33,22 +33,27 @@ class Batch:
         return CommonBucket(
             requests=len(self.query_lens),
             tokens=int(self.query_lens.sum()),
-            pages=self.table.shape[1],
+            pages=(self.table.shape[1],),
         )
 
-    def common(self, bucket: CommonBucket | None = None) -> CommonAttentionMetadata:
+    def common(self, bucket: CommonBucket | None = None) -> CommonMetadata:
         """The device metadata, in a bucket that holds the batch."""
         bucket = bucket or self.bucket
-        host = self.host.pad_to(bucket)
-        grow = ((0, bucket.requests - len(self.table)), (0, bucket.pages - self.table.shape[1]))
+        starts, lens, requests = self.host.padded_arrays(bucket)
+        (width,) = bucket.pages
+        grow = ((0, bucket.requests - len(self.table)), (0, width - self.table.shape[1]))
         return build(
-            jnp.asarray(host.query_start_loc_cpu),
-            jnp.asarray(host.seq_lens_cpu_upper_bound),
-            jnp.asarray(np.pad(self.table, grow)),
-            jnp.asarray(host.num_reqs, jnp.int32),
+            jnp.asarray(starts),
+            jnp.asarray(lens),
+            {"latent": jnp.asarray(np.pad(self.table, grow))},
+            jnp.asarray(requests),
             bucket=bucket,
-            page=self.page,
+            groups=(self.group,),
         )
+
+    @property
+    def group(self) -> GroupSpec:
+        return GroupSpec("latent", self.page)
 
 
 def make(query_lens, seq_lens, *, page: int, table=None, seed: int = 0) -> Batch:
@@ -63,8 +68,8 @@ def make(query_lens, seq_lens, *, page: int, table=None, seed: int = 0) -> Batch
     return Batch(query_lens=q, seq_lens=lens, table=np.asarray(table, np.int32), page=page)
 
 
-SMALL = CommonBucket(requests=8, tokens=56, pages=40)
-LARGE = CommonBucket(requests=11, tokens=64, pages=48)
+SMALL = CommonBucket(requests=8, tokens=56, pages=(40,))
+LARGE = CommonBucket(requests=11, tokens=64, pages=(48,))
 """Two buckets that hold every batch of ``batches()``, so that its tests compile little."""
 
 RX = make([1, 1, 3, 2], [5, 9, 5, 6], page=4, table=[[7, 3, 0], [5, 9, 2], [8, 4, 0], [6, 1, 0]])

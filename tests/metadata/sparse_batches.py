@@ -8,10 +8,10 @@ import numpy as np
 from hypothesis import strategies as st
 
 from mla_jax.metadata.buckets import CommonBucket, Ladder
-from mla_jax.metadata.common import CommonAttentionHost, CommonAttentionMetadata, build_common
-from mla_jax.metadata.indexer import DeepseekV32IndexerMetadataBuilder
-from mla_jax.metadata.sparse_buckets import IndexerLadder, SWALadder
-from mla_jax.metadata.sparse_swa import DeepseekSparseSWAMetadataBuilder
+from mla_jax.metadata.common import CommonMetadata, GroupSpec, HostBatch, build_common
+from mla_jax.metadata.compat.indexer import DeepseekV32IndexerMetadataBuilder
+from mla_jax.metadata.compat.ladders import IndexerLadder, SWALadder
+from mla_jax.metadata.compat.sparse_swa import DeepseekSparseSWAMetadataBuilder
 
 PAGE = 4
 RX = {  # two decodes, two extends
@@ -19,38 +19,38 @@ RX = {  # two decodes, two extends
     "seq_lens": [5, 9, 5, 6],
     "table": [[7, 3, 0, 0], [5, 9, 2, 0], [8, 4, 0, 0], [6, 1, 0, 0]],
 }
-SMALL = CommonBucket(requests=6, tokens=16, pages=8)
-LARGE = CommonBucket(requests=9, tokens=40, pages=8)
+SMALL = CommonBucket(requests=6, tokens=16, pages=(8,))
+LARGE = CommonBucket(requests=9, tokens=40, pages=(8,))
 
-_common = jax.jit(build_common, static_argnames=("bucket", "page"))
+_common = jax.jit(build_common, static_argnames=("bucket", "groups"))
 
 
-def host(query_lens, seq_lens) -> CommonAttentionHost:
-    return CommonAttentionHost.of(np.asarray(query_lens, np.int32), np.asarray(seq_lens, np.int32))
+def host(query_lens, seq_lens) -> HostBatch:
+    return HostBatch.of(np.asarray(query_lens, np.int32), np.asarray(seq_lens, np.int32))
 
 
 def common(
-    query_lens, seq_lens, table=None, *, bucket: CommonBucket, page=PAGE, junk: bool = False
-) -> CommonAttentionMetadata:
+    query_lens, seq_lens, table=None, *, bucket: CommonBucket, group: GroupSpec, junk: bool = False
+) -> CommonMetadata:
     """The step in ``bucket``; ``junk`` fills every unused page-table entry with rubbish."""
     n = len(query_lens)
     starts = np.full(bucket.requests + 1, sum(query_lens), np.int32)
     starts[: n + 1] = np.concatenate([[0], np.cumsum(query_lens)])
     lens = np.zeros(bucket.requests, np.int32)
     lens[:n] = seq_lens
-    pages = np.full((bucket.requests, bucket.pages), 77 if junk else 0, np.int32)
+    pages = np.full((bucket.requests, bucket.pages[0]), 77 if junk else 0, np.int32)
     if table is None:
-        table = 1 + np.arange(n * bucket.pages).reshape(n, bucket.pages)[:, ::-1]
+        table = 1 + np.arange(n * bucket.pages[0]).reshape(n, bucket.pages[0])[:, ::-1]
     table = np.asarray(table, np.int32)
-    used = np.arange(table.shape[1]) * page < np.asarray(lens[:n])[:, None]
+    used = np.arange(table.shape[1]) * group.tokens < np.asarray(lens[:n])[:, None]
     pages[:n, : table.shape[1]] = np.where(used, table, pages[:n, : table.shape[1]])
     return _common(
         jnp.asarray(starts),
         jnp.asarray(lens),
-        jnp.asarray(pages),
+        {group.name: jnp.asarray(pages)},
         jnp.int32(n),
         bucket=bucket,
-        page=page,
+        groups=(group,),
     )
 
 
@@ -101,7 +101,7 @@ def swa(scale: int = 1, **changes) -> DeepseekSparseSWAMetadataBuilder:
 
 
 @partial(jax.jit, static_argnums=0)
-def run(builder, step: CommonAttentionMetadata, decision):
+def run(builder, step: CommonMetadata, decision):
     return builder.build(step, decision)
 
 

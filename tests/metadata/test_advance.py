@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from mla_jax.errors import MetadataError
-from mla_jax.metadata.advance import DecodeInputs, advance_mla, advance_step
 from mla_jax.metadata.buckets import MLABucket
 from mla_jax.metadata.check import check
+from mla_jax.metadata.compat.advance import DecodeInputs, advance_mla, advance_step
 from mla_jax.metadata.mla import build_mla
 
 TABLE = jnp.array([[7, 3], [2, 9], [0, 0]])

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from mla_jax.config import MLADims
 from mla_jax.errors import MetadataError
 from mla_jax.metadata.check import check, check_spans, context_spans
-from mla_jax.metadata.chunked_context import ContextSpan, pack_chunks, plan_equal_chunks
-from mla_jax.metadata.context_parallel import WHOLE, ContextShard
-from mla_jax.metadata.mla import ContextMetadata
-from mla_jax.metadata.workspace import (
+from mla_jax.metadata.compat.chunked_context import ContextSpan, pack_chunks, plan_equal_chunks
+from mla_jax.metadata.compat.workspace import (
     chunked_prefill_workspace_size,
     estimate_prefill_memory,
     first_generation_workspace_size,
 )
+from mla_jax.metadata.context_parallel import WHOLE, ContextShard
+from mla_jax.metadata.mla import ContextMetadata
 
 
 def lens(*values) -> np.ndarray:

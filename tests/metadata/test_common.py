@@ -1,7 +1,5 @@
 """Common attention metadata: examples, padding rules, context parallelism, tracing."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +12,8 @@ from mla_jax.metadata import common
 from mla_jax.metadata.buckets import CommonBucket, Ladder, powers_of_two
 from mla_jax.metadata.check import check
 from mla_jax.metadata.common import (
-    CommonAttentionHost,
+    GroupSpec,
+    HostBatch,
     build_common,
     exclusive_sum,
     slot_mapping,
@@ -27,53 +26,74 @@ sharded_slots = jax.jit(slot_mapping, static_argnames=("page", "shard"))
 
 
 def test_padded_example():
-    c = RX.common(CommonBucket(requests=6, tokens=8, pages=4))
-    assert c.query_start_loc.tolist() == [0, 1, 2, 5, 7, 7, 7]
+    c = RX.common(CommonBucket(requests=6, tokens=8, pages=(4,)))
+    assert c.query_starts.tolist() == [0, 1, 2, 5, 7, 7, 7]
     assert c.seq_lens.tolist() == [5, 9, 5, 6, 0, 0]
-    assert c.slot_mapping.tolist() == [12, 8, 34, 35, 16, 4, 5, -1]
+    assert c.slots["latent"].tolist() == [12, 8, 34, 35, 16, 4, 5, -1]
     assert c.positions.tolist() == [4, 8, 2, 3, 4, 4, 5, 0]
-    assert c.is_valid_token().tolist() == [True] * 7 + [False]
-    assert c.token_to_req().tolist() == [0, 1, 2, 2, 2, 3, 3, 0]
-    assert c.block_table_tensor[4:].tolist() == [[0] * 4] * 2
-    assert c.num_computed_tokens().tolist() == [4, 8, 2, 4, 0, 0]
-    counts = (c.num_reqs, c.num_actual_tokens, c.max_query_len, c.max_seq_len)
+    assert c.real.tolist() == [True] * 7 + [False]
+    assert c.requests.tolist() == [0, 1, 2, 2, 2, 3, 3, 0]
+    assert c.page_tables["latent"][4:].tolist() == [[0] * 4] * 2
+    assert c.context_lens.tolist() == [4, 8, 2, 4, 0, 0]
+    counts = (c.num_requests, c.num_tokens, c.max_query_len, c.max_seq_len)
     assert [int(n) for n in counts] == [4, 7, 3, 9]
-    assert c.batch_size == 6
 
 
 def test_the_host_half_pads_alike():
-    bucket = CommonBucket(requests=6, tokens=8, pages=4)
-    flags = np.array([False, False, True, True])
-    host = dataclasses.replace(RX.host, is_prefilling=flags).pad_to(bucket)
-    assert host.query_start_loc_cpu.tolist() == [0, 1, 2, 5, 7, 7, 7]
-    assert host.seq_lens_cpu_upper_bound.tolist() == [5, 9, 5, 6, 0, 0]
-    assert host.num_computed_tokens_cpu.tolist() == [4, 8, 2, 4, 0, 0]
-    assert host.is_prefilling is not None
-    assert host.is_prefilling.tolist() == [False, False, True, True, False, False]
-    assert (host.num_reqs, host.num_actual_tokens, host.max_seq_len) == (4, 7, 9)
+    bucket = CommonBucket(requests=6, tokens=8, pages=(4,))
+    starts, lens, requests = RX.host.padded_arrays(bucket)
+    assert starts.tolist() == [0, 1, 2, 5, 7, 7, 7]
+    assert lens.tolist() == [5, 9, 5, 6, 0, 0]
+    assert requests == 4 and requests.dtype == np.int32
+    assert RX.host.context_lens.tolist() == [4, 8, 2, 4]
     with pytest.raises(MetadataError, match="requests of a batch: given 4; allowed: at most 3"):
-        RX.host.pad_to(CommonBucket(requests=3, tokens=8, pages=4))
+        RX.host.padded_arrays(CommonBucket(requests=3, tokens=8, pages=(4,)))
+    bounds = HostBatch.of(np.array([1], np.int32), np.array([9], np.int32), exact=False)
+    with pytest.raises(MetadataError, match="seq_lens: given upper bounds; allowed: exact"):
+        bounds.padded_arrays(bucket)
+
+
+@pytest.mark.parametrize(
+    ("queries", "lens", "message"),
+    [
+        ([1, -2], [5, 5], r"query_lens\[1\]: given -2; allowed: 0 to 2147483647"),
+        ([1], [2**31], r"seq_lens\[0\]: given 2147483648; allowed: 0 to 2147483647"),
+        ([1], [2**32 + 1], r"seq_lens\[0\]: given 4294967297"),
+        ([1, 1], [5], "seq_lens: given 1 entries; allowed: 2, one each"),
+        ([1, 3], [5, 2], r"seq_lens\[1\]: given 2; allowed: at least the query length, 3"),
+        ([2**30] * 3, [2**30] * 3, "tokens of a step: given 3221225472"),
+    ],
+)
+def test_lengths_that_no_step_has(queries, lens, message):
+    """None of them wraps into something that looks right (defect 17)."""
+    with pytest.raises(MetadataError, match=message):
+        HostBatch.of(np.array(queries), np.array(lens))
+
+
+@pytest.mark.parametrize("sizes", [{"page": 0}, {"page": -4}, {"page": 4, "ratio": 0}])
+def test_groups_of_no_size(sizes):
+    with pytest.raises(MetadataError, match=r"of latent: given -?[04]; allowed: 1 or more"):
+        GroupSpec("latent", **sizes)
 
 
 @given(batches())
 def test_a_larger_bucket_changes_nothing_real(batch):
-    """Built in a larger bucket = padded to it, bit for bit, and cut back to the real rows."""
+    """Every real lane is the same bit for bit, every other one is inert."""
     small, large = (jax.device_get(batch.common(b)) for b in (SMALL, LARGE))
-    padded = small.pad_to(LARGE)
-    assert jax.tree.structure(large) == jax.tree.structure(padded)
-    for a, b in zip(jax.tree.leaves(large), jax.tree.leaves(padded), strict=True):
-        assert a.dtype == b.dtype == np.int32
-        assert np.array_equal(a, b)
-    one, other = small.unpadded(batch.host), large.unpadded(batch.host)
-    assert one.slot_mapping.shape == (batch.host.num_actual_tokens,)
-    for name in ("query_start_loc", "seq_lens", "slot_mapping", "positions"):
-        assert np.array_equal(getattr(one, name), getattr(other, name))
-    check(large, page=batch.page, num_pages=1000)
+    n, t = batch.host.num_requests, batch.host.num_tokens
+    for c in (small, large):
+        assert all(a.dtype in (np.int32, np.bool_) for a in jax.tree.leaves(c))
+        check(c, num_pages=1000)
+    assert np.array_equal(small.query_starts[: n + 1], large.query_starts[: n + 1])
+    assert np.array_equal(small.seq_lens[:n], large.seq_lens[:n])
+    for name in ("positions", "requests", "real"):
+        assert np.array_equal(getattr(small, name)[:t], getattr(large, name)[:t])
+    assert np.array_equal(small.slots["latent"][:t], large.slots["latent"][:t])
 
 
 @given(batches())
 def test_slots_are_those_of_the_definition(batch):
-    slots = batch.common(SMALL).slot_mapping.tolist()
+    slots = batch.common(SMALL).slots["latent"].tolist()
     expected = []
     for row, q, n in zip(batch.table, batch.query_lens, batch.seq_lens, strict=True):
         for p in range(n - q, n):
@@ -186,22 +206,39 @@ def test_a_page_must_hold_whole_runs():
         ContextShard(ranks=2, rank=0, interleave=3).check_page(4)
 
 
-def test_another_cache_group():
-    c = RX.common()
-    table = jnp.full((4, 5), 3, jnp.int32)
-    other = c.with_block_table(table, c.slot_mapping + 1)
-    assert other.bucket.pages == 5
-    assert np.array_equal(other.slot_mapping, c.slot_mapping + 1)
-    assert other.seq_lens is c.seq_lens
+def test_groups_have_tables_and_slots_of_their_own():
+    """The second group's rows stand for two tokens: its slot is the row that one completes."""
+    groups = (GroupSpec("latent", 4), GroupSpec("states", 2, ratio=2))
+    bucket = CommonBucket(requests=4, tokens=8, pages=(3, 3))
+    starts, lens, n = RX.host.padded_arrays(bucket)
+    tables = {"latent": jnp.asarray(RX.table), "states": jnp.asarray(RX.table + 10)}
+    c = build_common(
+        jnp.asarray(starts), jnp.asarray(lens), tables, jnp.asarray(n), bucket=bucket, groups=groups
+    )
+    check(c)
+    assert c.slots["latent"].tolist() == [12, 8, 34, 35, 16, 4, 5, -1]
+    # positions 4, 8, 2, 3, 4, 4, 5: 3 completes state 1 of page 18, 5 state 2 of page 11
+    assert c.slots["states"].tolist() == [-1, -1, -1, 37, -1, -1, 22, -1]
+    assert c.group("states").tokens == 4
+    with pytest.raises(MetadataError, match="cache group: given keys; allowed: latent or states"):
+        c.group("keys")
+
+
+def test_tables_of_other_groups_or_shapes_are_refused():
+    bucket = CommonBucket(requests=4, tokens=8, pages=(3,))
+    group = GroupSpec("latent", 4)
+    starts, lens, n = map(jnp.asarray, RX.host.padded_arrays(bucket))
+    table = jnp.asarray(RX.table)
+    with pytest.raises(MetadataError, match=r"page tables: given .'window'.; allowed: one of each"):
+        build_common(starts, lens, {"window": table}, n, bucket=bucket, groups=(group,))
+    with pytest.raises(MetadataError, match=r"shape of page table of latent: given \(4, 2\)"):
+        build_common(starts, lens, {"latent": table[:, :2]}, n, bucket=bucket, groups=(group,))
 
 
 def test_no_requests():  # edge 1
-    empty = make([], [], page=4)
-    c = empty.common()
-    assert c.slot_mapping.shape == (0,)
-    padded = c.pad_to(CommonBucket(requests=2, tokens=2, pages=2))
-    assert padded.slot_mapping.tolist() == [-1, -1]
-    check(padded, page=4)
+    c = make([], [], page=4).common(CommonBucket(requests=2, tokens=2, pages=(2,)))
+    assert c.slots["latent"].tolist() == [-1, -1]
+    check(c)
 
 
 def test_nothing_waits_for_the_host():
@@ -209,12 +246,12 @@ def test_nothing_waits_for_the_host():
     b = RX.bucket
 
     def build_it(starts, lens, table, n):
-        return build_common(starts, lens, table, n, bucket=b, page=4)
+        return build_common(starts, lens, {"latent": table}, n, bucket=b, groups=(RX.group,))
 
-    shapes = [(b.requests + 1,), (b.requests,), (b.requests, b.pages), ()]
+    shapes = [(b.requests + 1,), (b.requests,), (b.requests, *b.pages), ()]
     jaxpr = jax.make_jaxpr(build_it)(*(jax.ShapeDtypeStruct(s, jnp.int32) for s in shapes))
     assert "callback" not in str(jaxpr)
-    assert len(jaxpr.jaxpr.outvars) == 9
+    assert len(jaxpr.jaxpr.outvars) == 11
 
 
 def test_programs_are_rungs():
@@ -227,7 +264,7 @@ def test_programs_are_rungs():
         q = rng.integers(1, 9, rng.integers(1, 9))
         batch = make(q, q + rng.integers(0, 9, len(q)), page=4, table=np.ones((len(q), 4)))
         bucket = CommonBucket(
-            requests=requests.rung(len(q)), tokens=tokens.rung(int(q.sum())), pages=4
+            requests=requests.rung(len(q)), tokens=tokens.rung(int(q.sum())), pages=(4,)
         )
         batch.common(bucket)
         used.add(bucket)
@@ -235,27 +272,9 @@ def test_programs_are_rungs():
 
 
 def test_lengths_as_lists_leave_padding_out():
-    host = CommonAttentionHost.of(np.array([1, 3, 2], np.int32), np.array([5, 7, 2], np.int32))
-    padded = host.pad_to(CommonBucket(requests=5, tokens=8, pages=2))
-    for each in (host, padded, host):
-        assert each.lens_from(1) == ([3, 2], [7, 2])
-        assert each.lens_from(3) == ([], [])
-    np.testing.assert_array_equal(host.query_lens_cpu, padded.query_lens_cpu[:3])
-
-
-def test_padded_arrays_are_those_of_the_padded_host():
-    host = CommonAttentionHost.of(np.array([1, 3], np.int32), np.array([5, 7], np.int32))
-    bucket = CommonBucket(requests=4, tokens=8, pages=2)
-    starts, lens, requests = host.padded_arrays(bucket)
-    padded = host.pad_to(bucket)
-    assert starts.tolist() == padded.query_start_loc_cpu.tolist() == [0, 1, 4, 4, 4]
-    assert lens.tolist() == padded.seq_lens_cpu_upper_bound.tolist() == [5, 7, 0, 0]
-    assert requests == 2 and requests.dtype == np.int32
-    with pytest.raises(MetadataError, match="requests of a batch"):
-        host.padded_arrays(CommonBucket(requests=1, tokens=8, pages=2))
-    bounds = CommonAttentionHost.of(np.array([1], np.int32), np.array([9], np.int32), exact=False)
-    with pytest.raises(MetadataError, match="seq_lens_cpu: given None; allowed: exact lengths"):
-        bounds.padded_arrays(bucket)
+    host = HostBatch.of(np.array([1, 3, 2], np.int32), np.array([5, 7, 2], np.int32))
+    assert host.lens_from(1) == ([3, 2], [7, 2])
+    assert host.lens_from(3) == ([], [])
 
 
 @pytest.mark.parametrize("few", [0, 2**24])

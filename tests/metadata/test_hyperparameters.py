@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import pytest
 
 from mla_jax.errors import MetadataError
-from mla_jax.metadata.hyperparameters import (
+from mla_jax.metadata.compat.hyperparameters import (
     PerLayerParameters,
     get_per_layer_parameters,
     infer_global_hyperparameters,
 )
-from mla_jax.metadata.kv_cache_layout import (
+from mla_jax.metadata.compat.kv_cache_layout import (
     get_kv_cache_layout,
     reset_kv_cache_layout,
     set_kv_cache_layout,

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mla_jax.errors import MetadataError
-from mla_jax.metadata.batch_order import decodes_first, permute_batch, prefills_first
 from mla_jax.metadata.check import check
-from mla_jax.metadata.legacy import MLACommonMetadata, capture_metadata, to_decodes_first
-from mla_jax.metadata.legacy_builder import (
+from mla_jax.metadata.compat.batch_order import decodes_first, permute_batch, prefills_first
+from mla_jax.metadata.compat.legacy import MLACommonMetadata, capture_metadata, to_decodes_first
+from mla_jax.metadata.compat.legacy_builder import (
     CapturedShape,
     LegacyBuilder,
     SequenceGroup,

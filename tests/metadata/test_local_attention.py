@@ -10,7 +10,7 @@ from hypothesis import given
 
 from mla_jax.errors import MetadataError
 from mla_jax.metadata.check import check
-from mla_jax.metadata.local_attention import (
+from mla_jax.metadata.compat.local_attention import (
     build_local_attention,
     make_local_attention_virtual_batches,
     max_virtual_batches,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mla_jax.metadata.paged_logits_schedule import paged_mqa_logits_schedule
+from mla_jax.metadata.compat.paged_logits_schedule import paged_mqa_logits_schedule
 
 
 def last_column(lens, queries=1):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mla_jax.metadata.plan import (
+from mla_jax.metadata.compat.plan import (
     balanced_plan,
     dense_sm_parts,
     invariant_plan,

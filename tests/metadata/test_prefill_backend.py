@@ -14,8 +14,7 @@ from mla_jax.cache import FORMATS
 from mla_jax.config import MLADims
 from mla_jax.errors import ArgumentError, ConfigError, PrefillBackendError
 from mla_jax.metadata.buckets import MLABucket
-from mla_jax.metadata.mla import ContextMetadata, PrefillMetadata, build_mla
-from mla_jax.metadata.prefill_backend import (
+from mla_jax.metadata.compat.prefill_backend import (
     DeviceCapability,
     MLAPrefillBackend,
     MLAPrefillBuilderState,
@@ -24,13 +23,14 @@ from mla_jax.metadata.prefill_backend import (
     MLAPrefillMetadata,
     MLAPrefillSelectorConfig,
 )
-from mla_jax.metadata.prefill_selection import (
+from mla_jax.metadata.compat.prefill_selection import (
     CUSTOM,
     LATER_ORDER,
     SEED_ORDER,
     PrefillRegistry,
     Priority,
 )
+from mla_jax.metadata.mla import ContextMetadata, PrefillMetadata, build_mla
 from mla_jax.pallas.problems import ACTIVATIONS
 from mla_jax.pallas.registry import Backend, OneOf, Registry, Requirement
 from mla_jax.prefill_backends import (

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mla_jax.metadata.reorder import (
+from mla_jax.metadata.compat.reorder import (
     reorder_batch_to_four_regions,
     reorder_batch_to_split_decodes_and_prefills,
 )

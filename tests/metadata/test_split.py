@@ -6,19 +6,19 @@ import numpy as np
 import pytest
 
 from mla_jax.errors import MetadataError
-from mla_jax.metadata.common import CommonAttentionHost
-from mla_jax.metadata.split import (
-    split_decodes_and_prefills,
+from mla_jax.metadata.common import HostBatch
+from mla_jax.metadata.compat.regions import (
     split_decodes_prefills_and_extends,
     split_prefill_chunks,
 )
+from mla_jax.metadata.split import split_decodes_and_prefills
 
 
-def host(query_lens, *, tokens=None, is_prefilling=None) -> CommonAttentionHost:
+def host(query_lens, *, tokens=None, is_prefilling=None) -> HostBatch:
     q = np.array(query_lens, np.int32)
     flags = None if is_prefilling is None else np.array(is_prefilling)
-    made = CommonAttentionHost.of(q, q, is_prefilling=flags)
-    return dataclasses.replace(made, num_actual_tokens=tokens or made.num_actual_tokens)
+    made = HostBatch.of(q, q, is_prefilling=flags)
+    return dataclasses.replace(made, num_tokens=tokens or made.num_tokens)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import numpy as np
 
 from mla_jax.errors import MetadataError
 from mla_jax.metadata.buckets import CommonBucket
-from mla_jax.metadata.common import CommonAttentionMetadata
+from mla_jax.metadata.common import CommonMetadata, token_to_request
 from mla_jax.types import Array, Int
 
 __all__ = [
@@ -49,18 +49,19 @@ class LocalAttentionBatch:
         table = block_table[self.request[:, None], column]
         return xp.where((self.seq_lens > 0)[:, None], table, 0)
 
-    def common(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
+    def common(self, common: CommonMetadata) -> CommonMetadata:
         """The step as its virtual requests: tokens, slots and positions stay."""
+        (name,) = common.page_tables
         virtual, width = self.page_table.shape
-        bucket = CommonBucket(requests=virtual, tokens=common.bucket.tokens, pages=width)
+        tokens = common.bucket.tokens
         return replace(
             common,
-            bucket=bucket,
-            causal=True,
-            query_start_loc=self.query_starts,
+            bucket=CommonBucket(requests=virtual, tokens=tokens, pages=(width,)),
+            query_starts=self.query_starts,
             seq_lens=self.seq_lens,
-            block_table_tensor=self.page_table,
-            num_reqs=self.num_virtual,
+            requests=token_to_request(self.query_starts, tokens)[0],
+            page_tables={name: self.page_table},
+            num_requests=self.num_virtual,
             max_query_len=jnp.max(self.query_lens, initial=0),
             max_seq_len=jnp.max(self.seq_lens, initial=0),
         )
@@ -135,17 +136,16 @@ def make_local_attention_virtual_batches(
     )
 
 
-def build_local_attention(
-    common: CommonAttentionMetadata, *, chunk: int, page: int
-) -> LocalAttentionBatch:
+def build_local_attention(common: CommonMetadata, *, chunk: int, page: int) -> LocalAttentionBatch:
     """On the device: the bucket's largest number of virtual requests, padding at the end."""
     _check_chunk(chunk, page)
     bucket = common.bucket
+    (table,) = common.page_tables.values()
     return _virtual(
         jnp,
-        common.query_start_loc,
+        common.query_starts,
         common.seq_lens,
-        common.block_table_tensor,
+        table,
         chunk=chunk,
         page=page,
         size=max_virtual_batches(requests=bucket.requests, tokens=bucket.tokens, chunk=chunk),

@@ -23,7 +23,7 @@ from mla_jax.metadata.common import exclusive_sum
 from mla_jax.types import Array, Int, cdiv
 
 __all__ = [
-    "WorkPlan",
+    "FlashMLAPlan",
     "balanced_plan",
     "dense_sm_parts",
     "invariant_plan",
@@ -39,7 +39,7 @@ OVERHEAD = 5
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class WorkPlan:
+class FlashMLAPlan:
     """Which blocks of which rows each part processes, and where their pieces lie.
 
     A row of ``tile_scheduler_metadata`` is ``(begin_req, end_req inclusive, begin_block,
@@ -79,7 +79,7 @@ def balanced_plan(
     overhead: int = OVERHEAD,
     block: int = BLOCK,
     num_rows: Int[Array, ""] | None = None,
-) -> WorkPlan:
+) -> FlashMLAPlan:
     """Equal shares of blocks per part; a row may be cut anywhere.
 
     ``lens`` counts the keys of each row; an empty row still costs one block. With ``num_rows``
@@ -126,7 +126,7 @@ def balanced_plan(
     ]
     whole_before = jnp.minimum(jnp.arange(batch + 1, dtype=jnp.int32), rows)
     cuts_before = jnp.sum(is_cut & (cuts < line[:, None]), axis=1, dtype=jnp.int32)
-    return WorkPlan(
+    return FlashMLAPlan(
         tile_scheduler_metadata=jnp.stack(table, axis=1),
         num_splits=whole_before + cuts_before,
     )
@@ -134,7 +134,7 @@ def balanced_plan(
 
 def invariant_plan(
     lens: Int[Array, "batch"], *, blocks_per_piece: int, max_len: int, block: int = BLOCK
-) -> WorkPlan:
+) -> FlashMLAPlan:
     """Every row cut each ``blocks_per_piece`` blocks, one piece per part, in row order.
 
     A row's split points depend on its own length alone, so its result does not depend on the
@@ -157,12 +157,12 @@ def invariant_plan(
     end = jnp.where(busy, jnp.minimum(begin + blocks_per_piece, whole), whole)
     is_split = (busy & (blocks[row] > blocks_per_piece)).astype(jnp.int32)
     table = [req, row, begin, end, split, is_split, is_split, jnp.zeros_like(row)]
-    return WorkPlan(tile_scheduler_metadata=jnp.stack(table, axis=1), num_splits=num_splits)
+    return FlashMLAPlan(tile_scheduler_metadata=jnp.stack(table, axis=1), num_splits=num_splits)
 
 
-def _idle_plan(parts: int) -> WorkPlan:
+def _idle_plan(parts: int) -> FlashMLAPlan:
     idle = jnp.zeros((parts, 8), jnp.int32).at[:, 1].set(-1)
-    return WorkPlan(tile_scheduler_metadata=idle, num_splits=jnp.zeros((1,), jnp.int32))
+    return FlashMLAPlan(tile_scheduler_metadata=idle, num_splits=jnp.zeros((1,), jnp.int32))
 
 
 def _cuts(line: Int[Array, "starts"], parts: int, overhead: int) -> Int[Array, "cuts"]:

@@ -1,30 +1,10 @@
-"""Static sizes of the sparse-attention metadata and their ladders. Pure Python."""
+"""Ladders of the sparse builders by themselves: a rung of every dimension. Pure Python."""
 
 from dataclasses import dataclass
-from functools import cache
 
 from mla_jax.metadata.buckets import Ladder, powers_of_two
 
-__all__ = [
-    "IndexerBucket",
-    "IndexerLadder",
-    "SWABucket",
-    "SWALadder",
-    "indexer_bucket",
-    "swa_bucket",
-]
-
-
-@dataclass(frozen=True, order=True, kw_only=True)
-class IndexerBucket:
-    """Static half of one step of indexer metadata."""
-
-    decode_rows: int  # rows of the decode tensors; 0 iff no decodes
-    decode_len: int  # query tokens of one row
-    chunks: int  # prefill chunks; 0 iff no prefills
-    chunk_requests: int  # requests of one chunk
-    chunk_queries: int  # query rows of one chunk
-    chunk_keys: int  # gathered key rows of one chunk
+__all__ = ["IndexerLadder", "SWALadder"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,20 +37,9 @@ class IndexerLadder:
         )
 
 
-@dataclass(frozen=True, order=True, kw_only=True)
-class SWABucket:
-    """Static half of one step of sliding-window metadata."""
-
-    decode_tokens: int  # 0 iff no decodes
-    prefills: int  # prefill requests; 0 iff prefill_tokens is 0
-    prefill_tokens: int
-    chunks: int  # workspace chunks of the prefills
-    c128a_width: int  # columns of a C128A list
-
-
 @dataclass(frozen=True, kw_only=True)
 class SWALadder:
-    """Ladders of every dimension of ``SWABucket`` but the C128A width."""
+    """Ladders of every dimension of ``WindowBucket`` but the C128A width."""
 
     decode_tokens: Ladder
     prefills: Ladder
@@ -88,8 +57,3 @@ class SWALadder:
             ),
             chunks=Ladder("workspace chunks", powers_of_two(max_requests)),
         )
-
-
-# Equal buckets are one object: quick to get and to compare.
-indexer_bucket = cache(IndexerBucket)
-swa_bucket = cache(SWABucket)

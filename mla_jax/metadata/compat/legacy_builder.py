@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from mla_jax.errors import MetadataError
-from mla_jax.metadata.chunked_context import plan_equal_chunks
-from mla_jax.metadata.legacy import MLACommonMetadata
+from mla_jax.metadata.compat.chunked_context import plan_equal_chunks
+from mla_jax.metadata.compat.legacy import MLACommonMetadata
 from mla_jax.types import PAD_SLOT, Int, cdiv
 
 __all__ = [

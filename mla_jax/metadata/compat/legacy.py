@@ -10,9 +10,9 @@ from functools import cached_property
 import numpy as np
 
 from mla_jax.errors import MetadataError
-from mla_jax.metadata.batch_order import BatchOrder, decodes_first
-from mla_jax.metadata.chunked_context import EqualChunks
-from mla_jax.metadata.common import CommonAttentionHost
+from mla_jax.metadata.common import HostBatch
+from mla_jax.metadata.compat.batch_order import BatchOrder, decodes_first
+from mla_jax.metadata.compat.chunked_context import EqualChunks
 from mla_jax.types import PAD_SLOT, Int
 
 __all__ = ["MLACommonMetadata", "capture_metadata", "to_decodes_first"]
@@ -184,7 +184,7 @@ def capture_metadata(
 
 def to_decodes_first(
     meta: MLACommonMetadata,
-) -> tuple[CommonAttentionHost, Int[np.ndarray, "requests pages"], BatchOrder]:
+) -> tuple[HostBatch, Int[np.ndarray, "requests pages"], BatchOrder]:
     """``(host facts, page table, order)`` of the same step with decodes first, graph slots gone.
 
     ``order.inverse()`` brings results of the step back to the order of ``meta``. The table is that
@@ -194,7 +194,7 @@ def to_decodes_first(
     """
     order = decodes_first(meta.query_start_loc, meta.num_prefills)
     real = len(order.requests)
-    host = CommonAttentionHost.of(
+    host = HostBatch.of(
         np.diff(order.query_start_loc), order.per_request(meta.seq_lens_tensor[:real])
     )
     return host, order.per_request(meta.block_tables[:real]), order

@@ -10,7 +10,7 @@ import importlib
 from dataclasses import dataclass, field
 
 from mla_jax.errors import ArgumentError, PrefillBackendError
-from mla_jax.metadata.prefill_backend import (
+from mla_jax.metadata.compat.prefill_backend import (
     DeviceCapability,
     MLAPrefillBackend,
     MLAPrefillSelectorConfig,

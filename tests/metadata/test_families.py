@@ -1,0 +1,182 @@
+"""Random traffic of the scheduler through the builders of all families."""
+
+import random
+
+import jax
+import numpy as np
+import pytest
+
+from mla_jax.metadata.buckets import MLALadder, default_steps
+from mla_jax.metadata.builder import AttentionMetadataBuilder, MLAMetadataBuilder
+from mla_jax.metadata.check import check, check_host
+from mla_jax.metadata.common import GroupSpec, HostBatch, build_common, warmup_common
+from mla_jax.metadata.deepseek_v4 import V4MetadataBuilder
+from mla_jax.metadata.deepseek_v32 import V32MetadataBuilder
+from mla_jax.metadata.indexer import Indexer
+from mla_jax.metadata.packed import pack
+from mla_jax.metadata.window import Windows
+from mla_jax.model.sampling import SamplingParams
+from mla_jax.pages import PagePool
+from mla_jax.scheduler import Plan, Scheduler
+
+PAGE, LONGEST, REQUESTS, CHUNK = 8, 256, 12, 40
+SIZES = {
+    "max_requests": REQUESTS,
+    "max_prefill_tokens": CHUNK,
+    "max_pages": LONGEST // PAGE,
+}
+
+
+def v3() -> MLAMetadataBuilder:
+    def absorb(queries, contexts):
+        return 4 if any(contexts) and max(queries) <= 6 else 0
+
+    return MLAMetadataBuilder(
+        ladder=MLALadder.default(**SIZES, context_rows=24),
+        group=GroupSpec("latent", PAGE),
+        absorb=absorb,
+        absorb_run=4,
+    )
+
+
+def v32() -> V32MetadataBuilder:
+    keys = GroupSpec("index_keys", 4)
+    return V32MetadataBuilder(
+        ladder=default_steps(**SIZES),
+        latent=GroupSpec("latent", PAGE),
+        indexer=Indexer(group=keys, max_logits_bytes=4 * 2048),
+    )
+
+
+def v4() -> V4MetadataBuilder:
+    return V4MetadataBuilder(
+        ladder=default_steps(**SIZES),
+        windows=Windows(
+            group=GroupSpec("window", PAGE),
+            window=16,
+            compress_ratios=(0, 4, 128),
+            max_model_len=LONGEST,
+            max_batched_tokens=CHUNK,
+            chunk_requests=1,
+        ),
+        compressed=(GroupSpec("states_4", 4, ratio=4), GroupSpec("states_128", 1, ratio=128)),
+        indexer=Indexer(group=GroupSpec("index_keys", 8, ratio=4), max_logits_bytes=4 * 2048),
+    )
+
+
+BUILDERS = {"v3": v3, "v32": v32, "v4": v4}
+
+
+def steps(count: int, *, seed: int):
+    """Plans of a scheduler that is given, cancels and preempts requests at random."""
+    rng = random.Random(seed)
+    scheduler = Scheduler(
+        pool=PagePool(40),
+        page=PAGE,
+        max_requests=REQUESTS,
+        max_prefill_tokens=CHUNK,
+        max_model_len=LONGEST,
+        vocab=99,
+        eos=(),
+    )
+    for n in range(count):
+        for _ in range(rng.choice([0, 0, 1, 3]) if len(scheduler) < 20 or n == 0 else 0):
+            prompt = [1] * rng.choice([1, 2, 7, 40, 41, 90, 200])
+            params = SamplingParams(max_new_tokens=rng.randint(1, 56))
+            scheduler.add(f"{n}-{rng.random()}", prompt, params)
+        plan = scheduler.schedule()
+        if not plan.work:
+            continue
+        yield plan
+        if rng.random() < 0.1:
+            scheduler.cancel(rng.choice(plan.work).request.id)
+        scheduler.commit(plan, [2] * len(plan.work), [0.0] * len(plan.work))
+    assert scheduler.preemptions > 0 or count < 300
+
+
+def host_of(plan: Plan) -> HostBatch:
+    lens = np.array([w.length for w in plan.work])
+    return HostBatch.of(lens, lens + [w.start for w in plan.work])
+
+
+def tables_of(plan: Plan, builder: AttentionMetadataBuilder, decision) -> dict[str, np.ndarray]:
+    """The first group's pages are the scheduler's; each other's are counted through."""
+    bucket = decision.common_bucket
+    tables = {
+        g.name: np.zeros((bucket.requests, width), np.int32)
+        for g, width in zip(builder.groups, bucket.pages, strict=True)
+    }
+    first, *others = builder.groups
+    for i, work in enumerate(plan.work):
+        length = work.start + work.length
+        need = first.pages_of(length)
+        tables[first.name][i, :need] = work.request.pages[:need]
+        for group in others:
+            need = group.pages_of(length)
+            tables[group.name][i, :need] = 1 + i * LONGEST + np.arange(need)
+    return tables
+
+
+def program(builder: AttentionMetadataBuilder, traced: list):
+    """What a step does before its layers: one packed buffer in, metadata out."""
+
+    def step(packed):
+        (starts, lens, requests), tables, decision = packed.unpack()
+        traced.append(decision.bucket)
+        common = build_common(
+            starts, lens, tables, requests, bucket=decision.common_bucket, groups=builder.groups
+        )
+        return builder.build(common, decision)
+
+    return jax.jit(step)
+
+
+@pytest.mark.parametrize("family", BUILDERS)
+def test_random_traffic(family):
+    """Programs are the rungs visited, all of them listed before; every step's metadata holds."""
+    builder, traced, visited = BUILDERS[family](), [], set()
+    listed = [d.bucket for d in builder.rungs()]
+    assert len(set(listed)) == len(listed) <= 8
+    run = program(builder, traced)
+    for plan in steps(300, seed=1):
+        host = host_of(plan)
+        decision = builder.decide(host)
+        tables = tables_of(plan, builder, decision)
+        bucket = decision.common_bucket
+        check_host(host, bucket=bucket, groups=builder.groups, page_tables=tables)
+        meta = run(pack((host.padded_arrays(bucket), tables, decision)))
+        check(meta, page=PAGE)
+        positions = [p for w in plan.work for p in range(w.start, w.start + w.length)]
+        assert meta.positions[: len(positions)].tolist() == positions
+        assert int(meta.real.sum()) == len(positions)
+        visited.add(decision.bucket)
+    assert set(traced) == visited <= set(listed)
+    assert len(traced) == len(visited)
+    assert len(visited) >= len(listed) - 1
+
+
+@pytest.mark.parametrize("family", BUILDERS)
+def test_rungs_compile_what_steps_run(family):
+    """An empty decision of a rung has the structure, shapes and dtypes of every step in it."""
+    builder, traced = BUILDERS[family](), []
+    run = program(builder, traced)
+    for empty in builder.rungs():
+        b = empty.common_bucket
+        none = {
+            g.name: np.zeros((b.requests, w), np.int32)
+            for g, w in zip(builder.groups, b.pages, strict=True)
+        }
+        arrays = np.zeros(b.requests + 1, np.int32), np.zeros(b.requests, np.int32), np.int32(0)
+        meta = run(pack((arrays, none, empty)))
+        assert not np.asarray(meta.real).any()
+        check(meta, page=PAGE)
+        assert all(
+            (np.asarray(s) == -1).all()
+            for s in getattr(meta, "common", warmup_common(b, builder.groups)).slots.values()
+        )
+    before = len(traced)
+    for plan in steps(60, seed=2):
+        decision = builder.decide(host_of(plan))
+        tables = tables_of(plan, builder, decision)
+        run(pack((host_of(plan).padded_arrays(decision.common_bucket), tables, decision)))
+    assert len(traced) == before == len(builder.rungs())
