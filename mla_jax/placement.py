@@ -28,7 +28,9 @@ class Placement:
     mesh: Mesh
 
     @classmethod
-    def of(cls, devices: "Placement | Mesh | Sequence[jax.Device] | jax.Device | None") -> "Placement":
+    def of(
+        cls, devices: "Placement | Mesh | Sequence[jax.Device] | jax.Device | None"
+    ) -> "Placement":
         """From devices, from a mesh of one axis, or the device that JAX takes by itself.
 
         Raises:

@@ -236,12 +236,19 @@ class Scheduler:
 
     def cancel(self, id: str) -> Event | None:
         """End a live request now, in whatever state it is; ``None`` if no such request lives."""
+        outcome = self.cancellation(id)
+        if outcome is None:
+            return None
+        self.apply(outcome)
+        return outcome.event
+
+    def cancellation(self, id: str) -> Outcome | None:
+        """What ``cancel`` does, nothing changed yet."""
         request = self._live.get(id)
         if request is None:
             return None
-        event = _last_event(request, "cancelled")
-        self._end(request, "cancelled")
-        return event
+        work, event = Work(request, request.computed, 0), _last_event(request, "cancelled")
+        return Outcome(work, None, math.nan, "cancelled", event)
 
     def schedule(self) -> Plan:
         """The next step; without work only when nothing lives."""

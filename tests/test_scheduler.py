@@ -11,7 +11,6 @@ from mla_jax.errors import EngineError
 from mla_jax.model.sampling import SamplingParams
 from mla_jax.pages import PageGroup, PagePool
 from mla_jax.scheduler import Plan, Request, Scheduler
-from mla_jax.types import cdiv
 
 VOCAB = 97
 

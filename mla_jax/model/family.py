@@ -4,7 +4,7 @@ A family says which ``model_type`` it reads, what it caches, who builds its meta
 module computes it. Whoever serves, loads or inspects a model asks its family and nobody else.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 

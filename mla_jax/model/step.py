@@ -135,10 +135,11 @@ class Step:
     def take(self, model: nnx.Module) -> None:
         """Serve the weights that ``model`` has now, with everything derived from them anew."""
         self._graph, state = nnx.split(model)
-        flat = nnx.to_flat_state(state)
         leaves, self._tree = jax.tree.flatten(state)
+        paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
         shardings = [
-            sharding_of(".".join(map(str, path)), self.placement) for path, _ in flat
+            sharding_of(path, leaf.shape, self.placement)
+            for path, leaf in zip(paths, leaves, strict=True)
         ]
         self.leaves = jax.device_put(leaves, shardings)
         derive = jax.jit(lambda leaves: self._merged(leaves).derive())
@@ -197,7 +198,7 @@ class Step:
 
     def _trees(self, layout: Layout, arguments: Any) -> tuple[Any, Any]:
         """Structure of a program's arguments and results, without tracing it."""
-        _, derived, caches, _ = arguments
+        _, _, caches, _ = arguments
         none = jax.ShapeDtypeStruct((), np.int32)
         logits = none if self.want_logits else None
         out = none, (StepOutput(drawn=none, logits=logits), caches)

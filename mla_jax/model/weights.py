@@ -74,9 +74,9 @@ def load(
     *,
     dtype: str | np.dtype | type,
     progress: Progress | None = None,
-    sharding: Callable[[str], jax.sharding.NamedSharding] | None = None,
+    sharding: Callable[[str, tuple[int, ...]], jax.sharding.NamedSharding] | None = None,
 ) -> dict[str, Array]:
-    """Leaves by path, on the default device unless ``sharding(path)`` says where.
+    """Leaves by path, on the default device unless ``sharding(path, shape)`` says where.
 
     A leaf of stacked layers is filled row by row where it will stay: beside the leaves, one
     layer's part of one of them is in memory at a time, and each device is sent its own share.
@@ -104,17 +104,17 @@ def load(
 class _Filling:
     """Leaves in the making. A stack begins as zeros and gets its rows in place."""
 
-    sharding: Callable[[str], jax.sharding.NamedSharding] | None
+    sharding: Callable[[str, tuple[int, ...]], jax.sharding.NamedSharding] | None
     leaves: dict[str, Array] = field(default_factory=dict)
 
     def put(self, path: str, array: np.ndarray, place: Place | None) -> None:
         """A whole leaf, or the row ``place.index`` of a stack."""
-        sharding = self.sharding and self.sharding(path)
+        shape = array.shape if place is None else (place.repeats, *array.shape)
+        sharding = self.sharding and self.sharding(path, shape)
         if place is None:
             self.leaves[path] = jax.device_put(array, sharding)
             return
         if path not in self.leaves:
-            shape = (place.repeats, *array.shape)
             self.leaves[path] = jnp.zeros(shape, array.dtype, device=sharding)
         row = sharding and sharding.update(spec=jax.sharding.PartitionSpec(*sharding.spec[1:]))
         self.leaves[path] = _set_row(self.leaves[path], jax.device_put(array, row), place.index)
