@@ -6,8 +6,8 @@ from flax import nnx
 from jax import lax
 
 from mla_jax.config import ModelConfig, MoEConfig
-from mla_jax.model.linear import precision_of
 from mla_jax.model.mlp import SwiGLU
+from mla_jax.ops import routed_experts
 from mla_jax.types import Array, Bool, Float, Int
 
 __all__ = ["Experts", "MoE", "Router", "choose_experts"]
@@ -77,7 +77,7 @@ class Router(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """``experts`` SwiGLUs as three grouped products over tokens sorted by expert."""
+    """``experts`` SwiGLUs, of which each token passes its own."""
 
     def __init__(self, hidden: int, moe: MoEConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
         def init(in_dim: int, out_dim: int) -> nnx.Param:
@@ -96,28 +96,8 @@ class Experts(nnx.Module):
         real: Bool[Array, "tokens"],
     ) -> Float[Array, "tokens hidden"]:
         """``sum_k weights[:, k] * expert_k(x)``; padding belongs to no expert and gives 0."""
-        count = self.gate[...].shape[0]
-        topk = experts.shape[1]
-        flat = jnp.where(real[:, None], experts, count).reshape(-1)
-        order = jnp.argsort(flat, stable=True)
-        sizes = jnp.zeros((count,), jnp.int32).at[flat].add(1, mode="drop")
-        rows = x[order // topk]  # [tokens * topk, hidden], by expert
-
-        def grouped(a: Array, w: nnx.Param) -> Array:
-            return lax.ragged_dot(
-                a,
-                w[...],
-                sizes,
-                precision=precision_of(a.dtype),
-                preferred_element_type=jnp.float32,
-            ).astype(a.dtype)
-
-        y = grouped(jax.nn.silu(grouped(rows, self.gate)) * grouped(rows, self.up), self.down)
-        chosen = flat[order] < count
-        scaled = y.astype(jnp.float32) * weights.reshape(-1)[order][:, None]
-        scaled = jnp.where(chosen[:, None], scaled, 0.0)
-        back = jnp.zeros_like(scaled).at[order].set(scaled, unique_indices=True)
-        return back.reshape(x.shape[0], topk, -1).sum(axis=1).astype(x.dtype)
+        chosen = jnp.where(real[:, None], experts, -1)
+        return routed_experts(x, self.gate[...], self.up[...], self.down[...], weights, chosen)
 
 
 class MoE(nnx.Module):

@@ -13,7 +13,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import triton
 import triton.language as tl
 
@@ -33,16 +32,17 @@ def jit(fn: Callable) -> Any:
 def call(
     kernel: Any,
     *args: Array | int,
-    out: jax.ShapeDtypeStruct,
+    out: Any,
     grid: int,
     warps: int,
     stages: int,
     **constants: Any,
-) -> Array:
-    """Launch ``kernel(*args, out, **constants)`` on ``grid`` programs; returns ``out``.
+) -> Any:
+    """Launch ``kernel(*args, *out, **constants)`` on ``grid`` programs; returns ``out``.
 
-    Numbers among ``args`` are arguments of the kernel, not part of its text, as far as the
-    release of jax-triton allows. ``out`` begins with whatever memory held.
+    ``out`` is one ``jax.ShapeDtypeStruct`` or a tuple of them; what is returned begins with
+    whatever memory held. Numbers among ``args`` are arguments of the kernel, not part of its
+    text, as far as the release of jax-triton allows.
     """
     import jax_triton
 

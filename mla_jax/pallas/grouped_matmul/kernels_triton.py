@@ -14,7 +14,8 @@ Imported only where Triton is there: by ``triton.py``, when it runs.
 # pyright: reportCallIssue=false
 # pyright: reportOperatorIssue=false
 # pyright: reportIndexIssue=false
-# pyright: reportPossiblyUnbound=false
+# pyright: reportPossiblyUnboundVariable=false
+# ruff: noqa: SIM102 (an outer test is static, an inner one is the device's)
 
 from mla_jax.pallas.triton_lib import jit, tl
 
@@ -78,9 +79,7 @@ def plan(
 
 
 @jit
-def _lead(
-    experts, p, pairs, EXPERTS: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr
-):
+def _lead(experts, p, pairs, EXPERTS: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr):
     """Without a plan: the tile that pair ``p`` leads, or expert -1.
 
     Of the pairs of one expert, every ``ROWS``-th leads itself and those up to the next leader.
@@ -126,9 +125,13 @@ def _place(tiles, pid, BLOCKS: tl.constexpr):
 @jit
 def _gate_up_tile(
     x, gate, up, out, e, block, pair, live,
-    TOPK: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, LIMIT: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, ROWS: tl.constexpr,
+    SIZES: tl.constexpr, LIMIT: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
+    TOPK: tl.constexpr = SIZES[1]
+    HIDDEN: tl.constexpr = SIZES[2]
+    WIDTH: tl.constexpr = SIZES[3]
+    COLUMNS: tl.constexpr = TILE[2]
+    DEPTH: tl.constexpr = TILE[3]
     column = block * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, DEPTH)
     a = x + (pair // TOPK).to(tl.int64)[:, None] * HIDDEN + k[None, :]
@@ -153,15 +156,18 @@ def _gate_up_tile(
 
 @jit
 def _down_tile(
-    h, down, out, e, block, pair, live,
-    HIDDEN: tl.constexpr, WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, ROWS: tl.constexpr,
+    h, weight, out, e, block, pair, live,
+    SIZES: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
+    HIDDEN: tl.constexpr = SIZES[2]
+    WIDTH: tl.constexpr = SIZES[3]
+    COLUMNS: tl.constexpr = TILE[2]
+    DEPTH: tl.constexpr = TILE[3]
     column = block * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, DEPTH)
     row = pair.to(tl.int64)[:, None]
     a = h + row * WIDTH + k[None, :]
-    b = down + e.to(tl.int64) * WIDTH * HIDDEN + k[:, None] * HIDDEN + column[None, :]
+    b = weight + e.to(tl.int64) * WIDTH * HIDDEN + k[:, None] * HIDDEN + column[None, :]
     y = tl.zeros((ROWS, COLUMNS), tl.float32)
     for _ in range(0, WIDTH, DEPTH):
         y = tl.dot(tl.load(a, mask=live[:, None], other=0.0), tl.load(b), y)
@@ -174,19 +180,20 @@ def _down_tile(
 @jit
 def gate_up(
     x, gate, up, experts, rows, tiles, pairs, out,
-    EXPERTS: tl.constexpr, TOPK: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr,
-    LIMIT: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr, TAIL: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    SIZES: tl.constexpr, LIMIT: tl.constexpr, PAIRS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """``out[pair] = silu(x gate) * (x up)`` over one tile's rows and one block of columns.
 
-    ``PAIRS`` > 0: no plan, the pairs themselves lead (``rows`` and ``tiles`` are not read). A
-    tile of no more than ``TAIL`` rows, if that is less than ``ROWS``, is computed as one of so many.
+    ``SIZES`` are experts, choices, hidden and width; ``TILE`` rows, tail, columns and depth: a
+    tile of no more rows than the tail's is computed as one of so many. ``PAIRS`` > 0, a power of
+    two from ``pairs`` on: no plan, pairs lead themselves; ``rows`` and ``tiles`` are not read.
     """
     pid = tl.program_id(0)
-    BLOCKS: tl.constexpr = WIDTH // COLUMNS
+    BLOCKS: tl.constexpr = SIZES[3] // TILE[2]
+    ROWS: tl.constexpr = TILE[0]
+    TAIL: tl.constexpr = TILE[1]
     if PAIRS > 0:
-        e, pair, live = _lead(experts, pid // BLOCKS, pairs, EXPERTS, PAIRS, ROWS)
+        e, pair, live = _lead(experts, pid // BLOCKS, pairs, SIZES[0], PAIRS, ROWS)
         block = pid % BLOCKS
     else:
         e, block, first, end = _place(tiles, pid, BLOCKS)
@@ -196,30 +203,24 @@ def gate_up(
         if TAIL < ROWS:
             if end - first <= TAIL:
                 few, few_live = _rows(rows, first, end, TAIL)
-                _gate_up_tile(
-                    x, gate, up, out, e, block, few, few_live,
-                    TOPK, HIDDEN, WIDTH, LIMIT, COLUMNS, DEPTH, TAIL,
-                )  # fmt: skip
+                _gate_up_tile(x, gate, up, out, e, block, few, few_live, SIZES, LIMIT, TAIL, TILE)
                 return
         pair, live = _rows(rows, first, end, ROWS)
-    _gate_up_tile(
-        x, gate, up, out, e, block, pair, live,
-        TOPK, HIDDEN, WIDTH, LIMIT, COLUMNS, DEPTH, ROWS,
-    )  # fmt: skip
+    _gate_up_tile(x, gate, up, out, e, block, pair, live, SIZES, LIMIT, ROWS, TILE)
 
 
 @jit
 def down(
     h, weight, experts, rows, tiles, pairs, out,
-    EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr,
-    PAIRS: tl.constexpr, ROWS: tl.constexpr, TAIL: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    SIZES: tl.constexpr, PAIRS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """``out[pair] = h[pair] down`` over one tile's rows and one block of columns."""
     pid = tl.program_id(0)
-    BLOCKS: tl.constexpr = HIDDEN // COLUMNS
+    BLOCKS: tl.constexpr = SIZES[2] // TILE[2]
+    ROWS: tl.constexpr = TILE[0]
+    TAIL: tl.constexpr = TILE[1]
     if PAIRS > 0:
-        e, pair, live = _lead(experts, pid // BLOCKS, pairs, EXPERTS, PAIRS, ROWS)
+        e, pair, live = _lead(experts, pid // BLOCKS, pairs, SIZES[0], PAIRS, ROWS)
         block = pid % BLOCKS
     else:
         e, block, first, end = _place(tiles, pid, BLOCKS)
@@ -229,9 +230,7 @@ def down(
         if TAIL < ROWS:
             if end - first <= TAIL:
                 few, few_live = _rows(rows, first, end, TAIL)
-                _down_tile(
-                    h, weight, out, e, block, few, few_live, HIDDEN, WIDTH, COLUMNS, DEPTH, TAIL
-                )
+                _down_tile(h, weight, out, e, block, few, few_live, SIZES, TAIL, TILE)
                 return
         pair, live = _rows(rows, first, end, ROWS)
-    _down_tile(h, weight, out, e, block, pair, live, HIDDEN, WIDTH, COLUMNS, DEPTH, ROWS)
+    _down_tile(h, weight, out, e, block, pair, live, SIZES, ROWS, TILE)
