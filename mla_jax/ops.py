@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from mla_jax.cache import LatentCache
 from mla_jax.errors import ArgumentError
 from mla_jax.metadata.mla import DecodeMetadata, PrefillMetadata
-from mla_jax.pallas import cache_io, dense_decode, dense_prefill, merge, problems
+from mla_jax.pallas import cache_io, dense_decode, dense_prefill, grouped_matmul, merge, problems
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.registry import Backend, Problem, Registry
 from mla_jax.types import Array, AttnState, Float, Int
@@ -33,6 +33,7 @@ __all__ = [
     "mla_decode",
     "mla_prefill",
     "plan_decode",
+    "routed_experts",
     "support_matrix",
     "swap_blocks",
     "write_latent",
@@ -47,6 +48,7 @@ REGISTRY = Registry(
         *dense_prefill.BACKENDS,
         *cache_io.BACKENDS,
         *merge.BACKENDS,
+        *grouped_matmul.BACKENDS,
     )
 )
 
@@ -272,6 +274,31 @@ def apply_sinks(
 ) -> AttnState:
     """One extra key per head with logit ``sink`` and value zero; ``lse`` is unchanged."""
     return _choose(problems.sinks(state, sinks), backend)(state, sinks)
+
+
+def routed_experts(
+    x: Float[Array, "tokens hidden"],
+    gate: Float[Array, "experts hidden width"],
+    up: Float[Array, "experts hidden width"],
+    down: Float[Array, "experts width hidden"],
+    weights: Float[Array, "tokens topk"],
+    experts: Int[Array, "tokens topk"],
+    *,
+    limit: float | None = None,
+    backend: str | None = None,
+    tuning: object = None,
+) -> Float[Array, "tokens hidden"]:
+    """``y_t = sum_k weights[t, k] * down_e (silu(gate_e x_t) * up_e x_t)``, ``e = experts[t, k]``.
+
+    An index that is no expert (padding: -1, or the number of experts) adds nothing, whatever the
+    token's row and weight hold; where all are, the result is 0. ``limit`` clamps the gate from
+    above and ``up x`` from both sides before the product (V4). ``weights`` are float32; products
+    accumulate in float32 and each is rounded to x's dtype, the sum is rounded once.
+    """
+    problem = problems.routed(x, gate, up, down, weights, experts, limit=limit)
+    run = _choose(problem, backend, tuning)
+    clamp = None if limit is None else float(limit)
+    return run(x, gate, up, down, weights, _int32(experts), limit=clamp)
 
 
 def explain(

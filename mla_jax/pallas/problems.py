@@ -194,6 +194,28 @@ def sinks(state, sinks) -> Problem:
     return Problem.of("apply_sinks", dtype=str(state.out.dtype), **size)
 
 
+def routed(x, gate, up, down, weights, experts, *, limit=None) -> Problem:
+    op = "routed_experts"
+    size = _bind(
+        op,
+        {},
+        x=(x, "float", "tokens hidden"),
+        gate=(gate, "float", "experts hidden width"),
+        up=(up, "float", "experts hidden width"),
+        down=(down, "float", "experts width hidden"),
+        weights=(weights, "float", "tokens topk"),
+        experts=(experts, "int", "tokens topk"),
+    )
+    _same_dtype(op, x=x, gate=gate, up=up, down=down)
+    if weights.dtype != jnp.float32:
+        raise ArgumentError(f"{op}: weights", f"dtype {weights.dtype}", "float32")
+    if limit is not None and not (isinstance(limit, numbers.Real) and 0 < float(limit) < math.inf):
+        hint = "It is static, not an array."
+        raise ArgumentError(f"{op}: limit", limit, "None or a finite Python number above 0", hint)
+    names = ("experts", "topk", "hidden", "width", "tokens")
+    return Problem.of(op, dtype=str(x.dtype), **{name: size[name] for name in names})
+
+
 def _bind(op: str, sizes: dict[str, int], **arrays: tuple[Any, str, str]) -> dict[str, int]:
     """Sizes of all named axes, given some of them; each array is ``(array, kind, axes)``.
 
@@ -302,4 +324,5 @@ PROBLEMS: dict[str, Callable[..., Problem]] = {
     "mla_prefill": prefill,
     "merge_attn_states": merge,
     "apply_sinks": sinks,
+    "routed_experts": routed,
 }
