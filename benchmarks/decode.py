@@ -170,10 +170,10 @@ def line(row: dict) -> str:
     )
 
 
-def tuning_of(case: Case) -> mosaic.Tuning:
+def tuning_of(case: Case, workers: int | None = None) -> mosaic.Tuning:
     """The heuristic's, changed as the case says: measured choices must not choose themselves."""
     quantised = FORMATS[case.format].quantised
-    workers = DeviceInfo.current().sms
+    workers = workers or DeviceInfo.current().sms
     found = mosaic.heuristic(case.heads, case.queries, quantised, workers=workers)
     changes = {k: type(getattr(found, k))(v) for k, v in case.tuning}
     return dataclasses.replace(found, **changes)
