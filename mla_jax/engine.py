@@ -488,7 +488,7 @@ class Engine:
         )
 
     def _keep_logits(self, plan: Plan, logits: np.ndarray | None) -> None:
-        """Rows of the requests that draw, each at its place: a step that is run again repeats it."""
+        """Rows of the requests that draw, each at its place: a repeated step writes it again."""
         if logits is None:
             return
         for i, work in enumerate(plan.work):

@@ -33,6 +33,7 @@ __all__ = [
     "mla_decode",
     "mla_prefill",
     "plan_decode",
+    "plan_prefill",
     "routed_experts",
     "support_matrix",
     "swap_blocks",
@@ -237,16 +238,18 @@ def mla_prefill(
     out_dtype: DTypeLike | None = None,
     backend: str | None = None,
     tuning: object = None,
+    plan: object = None,
 ) -> AttnState:
     """Expanded attention over a ragged batch: ``softmax(scale * q [k_nope | k_rope]^T) v``.
 
     ``kv = [k_nope | v]`` per head, as the up-projection leaves it; ``k_rope`` is shared by all
     heads. Causal masks are aligned bottom-right; cached context takes ``causal=False`` and is
     merged. Queries without keys give ``(0, -inf)``. ``out`` has the dtype of ``q`` unless stated.
+    ``plan`` is ``plan_prefill`` of the same arguments; without it one is made for this call.
     """
     out = q.dtype if out_dtype is None else out_dtype
     problem = problems.prefill(q, kv, k_rope, meta, scale=scale, causal=causal, out_dtype=out)
-    return _choose(problem, backend, tuning)(
+    return _choose(problem, backend, tuning, plan)(
         q,
         kv,
         k_rope,
@@ -255,6 +258,35 @@ def mla_prefill(
         causal=causal,
         out_dtype=out,
     )
+
+
+def plan_prefill(
+    meta: PrefillMetadata,
+    *,
+    tokens: int,
+    keys: int,
+    heads: int,
+    nope: int,
+    rope: int,
+    v: int,
+    dtype: DTypeLike,
+    causal: bool = True,
+    out_dtype: DTypeLike | None = None,
+    backend: str | None = None,
+    tuning: object = None,
+) -> Any:
+    """Which tiles of queries see which keys in ``mla_prefill``: once per step, for all layers.
+
+    Depends on lengths alone; sizes and ``dtype`` are those of ``q [tokens, heads, nope + rope]``
+    and ``kv [keys, heads, nope + v]``. None where the backend makes no plan.
+    """
+    sizes = {"tokens": tokens, "keys": keys, "heads": heads, "nope": nope, "rope": rope, "v": v}
+    problem = problems.plan_prefill(meta, **sizes, dtype=dtype, causal=causal, out_dtype=out_dtype)
+    chosen, tuning = _tuned(problem, backend, tuning)
+    if chosen.plan is None:
+        return None
+    starts = map(_int32, (meta.query_starts, meta.key_starts))
+    return chosen.plan(*starts, tokens=tokens, keys=keys, causal=causal, tuning=tuning)
 
 
 def merge_attn_states(
@@ -315,7 +347,8 @@ def explain(
     """
     if op not in problems.PROBLEMS:
         raise ArgumentError("explain: op", repr(op), ", ".join(problems.PROBLEMS))
-    kwargs.pop("tuning", None)
+    for name in ("tuning", "plan"):
+        kwargs.pop(name, None)
     problem = problems.PROBLEMS[op](*args, **kwargs)
     return REGISTRY.explain(problem, device or DeviceInfo.current(), backend)
 
@@ -351,7 +384,7 @@ def _tuned(problem: Problem, backend: str | None, tuning: object) -> tuple[Backe
     return chosen, tuning
 
 
-def _int32(x: Array) -> Array:
+def _int32(x: Any) -> Array:
     """``x`` in int32; what is too large for it becomes the largest, never another number.
 
     Of a NumPy array before JAX sees it, which keeps the low 32 bits of one in 64 alone.

@@ -119,8 +119,8 @@ def staged(
     """``jax.jit(fun, **options)`` whose argument ``at`` may come from ``pack``.
 
     On a GPU its words go through page-locked memory that belongs to this function, for the device
-    of ``placement`` (None: JAX's default device); a buffer is written again only when its last reader is done. Elsewhere, and where
-    that argument is on a device already, this is ``jax.jit``.
+    of ``placement`` (None: JAX's default device); a buffer is written again only when its last
+    reader is done. Elsewhere, and where that argument is on a device already, this is ``jax.jit``.
 
     Results are then committed to that device. What one call returns and the next one takes, like
     a cache, must be so from the start (``jax.device_put(x, device)``, which copies nothing there),

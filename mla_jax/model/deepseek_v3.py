@@ -67,7 +67,8 @@ class Block(nnx.Module):
         """The block over whole sequences of one length, expanded attention, no cache."""
         h = h + jax.vmap(self.attn.full)(self.attn_norm(h))
         flat = h.reshape(-1, h.shape[-1])
-        return self.feed_forward(flat, jnp.ones(flat.shape[:1], jnp.bool_)).reshape(h.shape)
+        real = jnp.ones(flat.shape[:1], jnp.bool_)
+        return self.feed_forward(flat, real, backend="xla").reshape(h.shape)  # has a derivative
 
     def feed_forward(
         self,

@@ -65,7 +65,7 @@ def project(
     *,
     in_axes: int = 1,
 ) -> Float[Array, "*result"]:
-    """``x @ kernel (+ bias)`` over the last ``in_axes`` axes of ``x``; float32 until rounded once."""
+    """``x @ kernel (+ bias)`` over the last ``in_axes`` axes of ``x``, rounded once."""
     over_x = tuple(range(x.ndim - in_axes, x.ndim))
     y = lax.dot_general(
         x,

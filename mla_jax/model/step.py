@@ -171,7 +171,7 @@ class Step:
         if found := self._programs.get(layout):
             return found
         words = jax.ShapeDtypeStruct((layout.size,), np.int32, sharding=self._staging.sharding)
-        arguments = jax.tree.map(_spec, (self.leaves, self.derived, dict(caches))) + (words,)
+        arguments = (*jax.tree.map(_spec, (self.leaves, self.derived, dict(caches))), words)
         facts = (
             *self._facts,
             layout,

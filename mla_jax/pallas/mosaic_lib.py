@@ -29,6 +29,7 @@ from jax.typing import DTypeLike
 
 from mla_jax.errors import ArgumentError
 from mla_jax.pallas import mosaic_inline as inline
+from mla_jax.pallas.device import DeviceInfo
 from mla_jax.types import round_up
 
 __all__ = [
@@ -67,7 +68,7 @@ ROW = plgpu.Layout.WGMMA.reduce(1)
 """Registers of one value per row of such a tile."""
 
 SHARED_MEMORY = 232448
-"""Bytes of shared memory that one thread block may use on sm_90."""
+"""Bytes of shared memory that one thread block may use on sm_90, where the device does not say."""
 
 
 LOWEST = -1.0e30
@@ -85,8 +86,10 @@ def kernel(body: Callable, **options: Any) -> Callable:
     wherever that begins; Mosaic refuses what is not aligned to 256 bytes.
 
     Raises:
-        ArgumentError: an array varies between devices and ``jax.shard_map`` checks that.
+        ArgumentError: what it allocates is more shared memory than a thread block of the device
+            may have, or an array varies between devices and ``jax.shard_map`` checks that.
     """
+    _check_shared_memory(options, DeviceInfo.current())
     run = plgpu.kernel(body, **options)
 
     def call(*operands):
@@ -102,6 +105,18 @@ def kernel(body: Callable, **options: Any) -> Callable:
         return jax.tree.map(lax.optimization_barrier, run(*whole))
 
     return call
+
+
+def _check_shared_memory(options: dict[str, Any], device: DeviceInfo) -> None:
+    params = options.get("compiler_params") or plgpu.CompilerParams()
+    given = shared_bytes(options.get("scratch_types", {})) + params.reduction_scratch_bytes
+    if given > device.shared_memory > 0:  # 0: unknown, and the assembler refuses
+        raise ArgumentError(
+            f"{options['kernel_name']}: shared memory of a thread block",
+            f"{given} bytes",
+            f"{device.shared_memory} bytes on {device.kind}",
+            "Smaller blocks or fewer stages in the tuning would fit.",
+        )
 
 
 def _varies(x: object) -> bool:

@@ -125,7 +125,19 @@ def _decode(op, q_latent, q_rope, cache, meta, scale, out_dtype) -> Problem:
 
 
 def prefill(q, kv, k_rope, meta, *, scale, causal=True, out_dtype=None) -> Problem:
-    op = "mla_prefill"
+    return _prefill("mla_prefill", q, kv, k_rope, meta, scale, causal, out_dtype)
+
+
+def plan_prefill(
+    meta, *, tokens, keys, heads, nope, rope, v, dtype, causal=True, out_dtype=None
+) -> Problem:
+    """Of ``mla_prefill`` in any layer."""
+    shapes = (tokens, heads, nope + rope), (keys, heads, nope + v), (keys, rope)
+    arrays = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+    return _prefill("plan_prefill", *arrays, meta, 1.0, causal, out_dtype)
+
+
+def _prefill(op, q, kv, k_rope, meta, scale, causal, out_dtype) -> Problem:
     size = _bind(
         op,
         {},
@@ -273,7 +285,7 @@ def _layer(op: str, cache: LatentCache, layer: Any, *, optional: bool = False) -
         if not optional:
             raise ArgumentError(what, None, allowed)
     elif isinstance(layer, numbers.Integral) and not isinstance(layer, bool):
-        if not 0 <= layer < layers:
+        if not 0 <= int(layer) < layers:
             raise ArgumentError(what, layer, allowed)
     else:
         dtype, shape = getattr(layer, "dtype", None), getattr(layer, "shape", None)

@@ -226,8 +226,8 @@ def test_interpreted_decode(format, few, rng):
     more = {"page": 32, "format": format, "cache_scale": scale_of(format)}
     case = decode_case(rng, dims=dims, seq_lens=[70, 1, 0], **more)
     q_latent, q_rope, cache, meta = case.args
-    found = decode.heuristic(8, 1, FORMATS[format].quantised)
-    tuning = dataclasses.replace(found, few=few, prefetch=found.defer and not few, workers=2)
+    found = decode.heuristic(8, 1, FORMATS[format].quantised, workers=2)
+    tuning = dataclasses.replace(found, few=few, prefetch=found.defer and not few)
 
     def solve(cache, **more):
         return decode.dense_decode(

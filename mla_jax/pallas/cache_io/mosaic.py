@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from mla_jax.cache import CacheFormat
+from mla_jax.errors import ArgumentError
 from mla_jax.pallas.registry import OneOf, Requirement, Within
 from mla_jax.types import Array, Float, Int
 
@@ -54,7 +55,8 @@ class WriteTuning:
     tile: int  # tokens of a thread block, a multiple of 8
 
     def __post_init__(self):
-        assert self.tile % 8 == 0 < self.tile, "a multiple of 8"
+        if self.tile < 8 or self.tile % 8:
+            raise ArgumentError("write_latent: tile", self.tile, "multiples of 8, 8 or more")
 
 
 def write_tuning(*, tokens: int, quantised: bool) -> WriteTuning:
