@@ -23,7 +23,7 @@ from mla_jax.cache import LatentCache
 from mla_jax.checks import checked_size
 from mla_jax.config import ModelConfig
 from mla_jax.errors import EngineError
-from mla_jax.inputs import checked_params, checked_prompts, checked_wishes
+from mla_jax.inputs import check_cache_fits, checked_params, checked_prompts, checked_wishes
 from mla_jax.metadata.buckets import MLABucket, MLALadder
 from mla_jax.metadata.packed import pack
 from mla_jax.model.deepseek_v3 import DeepseekV3
@@ -140,6 +140,10 @@ class Engine:
             max_pages=cdiv(length, page),
             context_rows=min(length, 4096) if context_rows is None else context_rows,
         )
+        device = jax.devices()[0]
+        check_cache_fits(
+            config, num_pages=num_pages, page=page, cache_format=cache_format, device=device
+        )
         caches = [
             LatentCache.alloc(
                 num_pages=num_pages,
@@ -150,7 +154,7 @@ class Engine:
             )
             for _ in range(config.layers)
         ]
-        self._caches = jax.device_put(caches, jax.devices()[0])  # without a copy; see ``staged``
+        self._caches = jax.device_put(caches, device)  # without a copy; see ``staged``
         if not isinstance(model, DeepseekV3):
             model = model()
         self._step = Step.of(model, page=page, backend=backend)

@@ -1,13 +1,54 @@
-"""Prompts and wishes as they are handed to an engine, checked before anything is queued."""
+"""Prompts, wishes and settings as an engine is given them, checked before anything is done."""
 
+import os
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
+import jax
+
+from mla_jax.cache import FORMATS
+from mla_jax.config import ModelConfig
 from mla_jax.errors import EngineError, shown
 from mla_jax.model.sampling import SamplingParams
 
-__all__ = ["checked_params", "checked_prompt", "checked_prompts", "checked_wishes"]
+__all__ = [
+    "check_cache_fits",
+    "checked_params",
+    "checked_prompt",
+    "checked_prompts",
+    "checked_wishes",
+]
+
+
+def check_cache_fits(
+    config: ModelConfig, *, num_pages: int, page: int, cache_format: str, device: jax.Device
+) -> None:
+    """Refuse caches that are larger than the device's whole memory, before they are asked for.
+
+    A CPU's memory is the machine's: asked for more, the system ends the process.
+
+    Raises:
+        EngineError: with the pages that the memory holds.
+    """
+    if cache_format not in FORMATS:
+        return  # refused by the cache, with what there is
+    each = page * config.cache_bytes_per_token(FORMATS[cache_format])
+    memory = _memory_of(device)
+    if memory is None or num_pages * each <= memory:
+        return
+    given = f"{num_pages * each:,} bytes ({num_pages:,} pages of {page:,} tokens)"
+    most = memory // each
+    hint = f"{most:,} such pages are as large as all of it." if most > 1 else "Use smaller pages."
+    raise EngineError("cache", given, f"at most {memory:,} bytes, the device's memory", hint)
+
+
+def _memory_of(device: jax.Device) -> int | None:
+    """Bytes; ``None`` where nobody says."""
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    if limit is None and device.platform == "cpu" and hasattr(os, "sysconf"):
+        limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return limit
 
 
 def checked_prompts(prompts: Any) -> Sequence[Sequence[int]]:
