@@ -5,8 +5,6 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-import jax
-
 from mla_jax.cache import FORMATS
 from mla_jax.config import ModelConfig
 from mla_jax.errors import EngineError, shown
@@ -22,7 +20,7 @@ __all__ = [
 
 
 def check_cache_fits(
-    config: ModelConfig, *, num_pages: int, page: int, cache_format: str, device: jax.Device
+    config: ModelConfig, *, num_pages: int, page: int, cache_format: str, device: Any
 ) -> None:
     """Refuse caches that are larger than the device's whole memory, before they are asked for.
 
@@ -43,8 +41,8 @@ def check_cache_fits(
     raise EngineError("cache", given, f"at most {memory:,} bytes, the device's memory", hint)
 
 
-def _memory_of(device: jax.Device) -> int | None:
-    """Bytes; ``None`` where nobody says."""
+def _memory_of(device: Any) -> int | None:
+    """Bytes of a ``jax.Device``; ``None`` where nobody says."""
     limit = (device.memory_stats() or {}).get("bytes_limit")
     if limit is None and device.platform == "cpu" and hasattr(os, "sysconf"):
         limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -110,7 +108,8 @@ def _is_sequence(value: Any) -> bool:
     if _is_text(value) or isinstance(value, Mapping | AbstractSet):
         return False
     try:
-        len(value), iter(value)
+        len(value)
+        iter(value)
     except TypeError:  # an array without axes has both, and neither
         return False
     return True

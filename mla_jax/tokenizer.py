@@ -17,7 +17,7 @@ from mla_jax.files import read_regular
 __all__ = ["TextTokenizer"]
 
 _MAX_BYTES: Final = 256 * 2**20  # of a file; published ones have up to 35 million
-_MOST_GROWTH: Final = 2**14  # characters that one may become; published files stay below 16
+_MOST_GROWTH: Final = 2**14  # characters that one may become; a handful is usual
 
 
 _ITS: Final = "text that its vocabulary covers"
@@ -120,8 +120,8 @@ def _factors(node: object) -> Iterator[float]:
     for key in ("content", "prepend", "replacement", "prefix", "suffix"):
         if isinstance(text := node.get(key), str):
             # A literal is as long as it is; an expression may match between any two characters.
-            long = isinstance(literal, str) and literal
-            yield max(1.0, len(text) / len(literal)) if long else 1.0 + len(text)
+            known = isinstance(literal, str) and len(literal) > 0
+            yield max(1.0, len(text) / len(str(literal))) if known else 1.0 + len(text)
     for key, child in node.items():
         if key != "pattern":
             yield from _factors(child)

@@ -177,7 +177,7 @@ def test_bad_input_is_one_line_and_exit_code_two(run, folder, args, message):
         ('{"prompt_ids": [%s]}' % ("9" * 4000), "line 2: token 0: given 99999"),
         ('{"prompt_ids": [1e999]}', "line 2: token 0: given inf"),
         (r'{"prompt": "w1 \ud800"}', r"line 2: given 'w1 \ud800', which"),
-        (r'{"\ud800": 1}', "line 2: given keys \ud800;"),
+        (r'{"\ud800": 1}', r"line 2: given keys \ud800;"),
         ('{"%s": 1}' % ("k" * 100_000), "line 2: given keys kkk"),
         (json.dumps(dict.fromkeys(map(str, range(9999)))), "line 2: given keys 0, 1, 2"),
     ],
