@@ -2,7 +2,6 @@
 
 import math
 import operator
-from typing import SupportsFloat, TypeGuard
 
 from mla_jax.errors import EngineError
 
@@ -17,7 +16,7 @@ def is_int(value: object) -> bool:
         return False
 
 
-def is_real(value: object) -> TypeGuard[SupportsFloat]:
+def is_real(value: object) -> bool:
     """Whether ``value`` is a finite number: no text, no boolean, no infinity."""
     if isinstance(value, bool | str | bytes | bytearray):
         return False

@@ -22,10 +22,10 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from mla_jax import ops
-from mla_jax.cache import FORMATS
+from mla_jax.cache import ELEMENT_FORMATS
 from mla_jax.checks import checked_size
 from mla_jax.errors import EngineError
-from mla_jax.inputs import checked_params, checked_prompts, checked_wishes
+from mla_jax.inputs import check_cache_fits, checked_params, checked_prompts, checked_wishes
 from mla_jax.metadata.buckets import MLALadder
 from mla_jax.metadata.common import HostBatch
 from mla_jax.metadata.packed import pack
@@ -118,7 +118,7 @@ class Engine:
         max_requests: requests running at once; others queue.
         prefill_chunk: prompt tokens of one step, over all requests.
         max_model_len: prompt and new tokens of one request; the model's own limit by default.
-        cache_format: how a token is stored, a key of ``cache.FORMATS``; None: as the model's
+        cache_format: how a token is stored, a key of ``cache.ELEMENT_FORMATS``; None: as the model's
             dtype.
         ladder: static sizes of a step; the family's own by default.
         context_rows: workspace rows for cached context of prefills, at most 4096 by default.
@@ -193,6 +193,7 @@ class Engine:
             eos=config.eos,
         )
         self._check_largest_step(serving)
+        check_cache_fits(self.groups, self._pages, self.placement.device)
         self._alloc()
         self._step = Step(
             model if isinstance(model, nnx.Module) else model(),
@@ -568,11 +569,11 @@ def _checked_length(config: ServedConfig, max_model_len: int | None) -> int:
 
 def _checked_format(name: str | None, dtype: jnp.dtype) -> str:
     """A key of ``FORMATS``; by default the plain one that stores the dtype."""
-    plain = {f.dtype: f.name for f in FORMATS.values() if not f.quantised}
+    plain = {f.dtype: f.name for f in ELEMENT_FORMATS.values() if not f.quantised}
     if name is None:
         name = plain.get(dtype.name, "bf16")
-    if name not in FORMATS:
-        raise EngineError("cache_format", repr(name), ", ".join(FORMATS))
+    if name not in ELEMENT_FORMATS:
+        raise EngineError("cache_format", repr(name), ", ".join(ELEMENT_FORMATS))
     return name
 
 

@@ -213,7 +213,7 @@ REFUSED = [
     ),
     (_v3(eos_token_id="end"), "eos_token_id", "token id"),
     (_v3(eos_token_id=[1, 10**400]), "eos_token_id", "token id"),
-    (_v3(num_hidden_layers=10**9), "num_hidden_layers", "at most 4,096"),
+    (_v3(num_hidden_layers=10**9), "num_hidden_layers", "at most 1,024"),
     (_v3(n_routed_experts=10**9), "n_routed_experts", "at most 65,536"),
     (_v3(vocab_size=2**31), "vocab_size: given 2147483648", "at most 2,147,483,647"),
     (_v3(max_position_embeddings=10**400), "max_position_embeddings", "(401 characters)"),

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mla_jax.cache import LatentCache
+from mla_jax.cache import ELEMENT_FORMATS, LatentCache
 from mla_jax.config import ModelConfig
 from mla_jax.errors import ConfigError
 from mla_jax.formats import CacheFormat
@@ -54,6 +54,12 @@ class CacheGroup:
     def tokens(self) -> int:
         """Tokens that a page covers."""
         return self.page * self.ratio
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page in all layers."""
+        form = ELEMENT_FORMATS[self.format] if isinstance(self.format, str) else self.format
+        return self.layers * self.page * form.row_bytes(self.rank, self.rope)
 
     @property
     def spec(self) -> GroupSpec:
@@ -135,7 +141,7 @@ def _dense_builder(config: ModelConfig, serving: Serving) -> MLAMetadataBuilder:
             crossover = PrefillCrossover.for_cache(
                 config.dims,
                 dtype=serving.dtype,
-                format=serving.cache_format,
+                format=ELEMENT_FORMATS[serving.cache_format],
                 page=serving.page,
                 backend=serving.backend,
             )

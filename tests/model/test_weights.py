@@ -350,7 +350,7 @@ def _change(folder: Path, **changes: object) -> None:
 
 COUNTS = [
     ({"num_hidden_layers": 10**9}, ConfigError, "num_hidden_layers: given 1000000000"),
-    ({"num_hidden_layers": 4096}, WeightsError, "asks for 4,096 layers, the files hold 3"),
+    ({"num_hidden_layers": 1024}, WeightsError, "asks for 1,024 layers, the files hold 3"),
     ({"n_routed_experts": 10**9}, ConfigError, "n_routed_experts: given 1000000000"),
     ({"n_routed_experts": 65536}, WeightsError, r"experts\.0\.\.65535\.gate.*hold 16 experts"),
     ({"kv_lora_rank": 10**9}, WeightsError, "kv_a_proj_with_mqa.weight is"),
