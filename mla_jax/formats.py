@@ -204,6 +204,7 @@ class RecordFormat:
             return {f.name: _to_codes(x, scale, f.dtype)}
         kept = self.field(f.scale)
         grouped = x.astype(jnp.float32).reshape(*x.shape[:-1], kept.count, -1)
+        # Said, not left to the maximum: XLA's on a CPU passes a NaN on in some shapes only.
         amax = jnp.max(jnp.where(jnp.isnan(grouped), 0, jnp.abs(grouped)), axis=-1)
         s = self.rules[0].choose(amax, float(jnp.finfo(f.dtype).max)).astype(kept.dtype)
         codes = _to_codes(grouped, s[..., None].astype(jnp.float32), f.dtype)

@@ -46,16 +46,8 @@ def gather_records(
     ``write_records``.
     """
     places = _places(cache, slots, layer)
-    parts = (cache.pages.at[p].get(mode="fill", fill_value=0) for p in places)
-    values = cache.format.decode(tuple(parts), dtype=dtype)
-    found = _found(cache, slots, layer)[..., None]
-    return jnp.where(found, jnp.concatenate(values, axis=-1), jnp.zeros((), dtype))
-
-
-def _found(cache: RecordCache, slots: Array, layer: int | Array | None) -> Array:
-    """Which slots are in the cache: -1 would be the last row of an array, not nothing."""
-    found = (slots >= 0) & (slots < cache.num_slots)
-    return found if layer is None else found & (layer >= 0) & (layer < (cache.layers or 0))
+    parts = (cache.pages.at[p].get(mode="fill", fill_value=0) for p in places)  # zeros read as 0
+    return jnp.concatenate(cache.format.decode(tuple(parts), dtype=dtype), axis=-1)
 
 
 def _places(
@@ -63,12 +55,14 @@ def _places(
 ) -> list[tuple[int | Array, ...]]:
     """Indices into ``pages`` of every byte of the slots' records, ``[*tokens, width]`` a plane.
 
-    What is not in the cache has the page behind the last one.
+    What is not in the cache has the page behind the last one: -1 would be the last page.
     """
     if (layer is None) != (cache.layers is None):
         allowed = "None" if cache.layers is None else f"below {cache.layers}, the layers stacked"
         raise ArgumentError("layer of a RecordCache", layer, allowed)
-    inside = _found(cache, slots, layer)
+    inside = (slots >= 0) & (slots < cache.num_slots)
+    if layer is not None:
+        inside &= (layer >= 0) & (layer < cache.pages.shape[0])
     page_id = jnp.where(inside, slots // cache.page, cache.num_pages)[..., None]
     lead, offset = () if layer is None else (layer,), (slots % cache.page)[..., None]
     planes = zip(cache.format.begins(cache.page), cache.format.widths, strict=True)
