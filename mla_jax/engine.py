@@ -118,7 +118,7 @@ class Engine:
         max_requests: requests running at once; others queue.
         prefill_chunk: prompt tokens of one step, over all requests.
         max_model_len: prompt and new tokens of one request; the model's own limit by default.
-        cache_format: how a token is stored, a key of ``cache.ELEMENT_FORMATS``; None: as the model's
+        cache_format: how a token is stored, of ``cache.ELEMENT_FORMATS``; None: as the model's
             dtype.
         ladder: static sizes of a step; the family's own by default.
         context_rows: workspace rows for cached context of prefills, at most 4096 by default.

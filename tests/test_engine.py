@@ -1,3 +1,4 @@
+import copy
 import dataclasses
 import random
 
@@ -44,9 +45,7 @@ LADDER = MLALadder(
 
 @pytest.fixture(scope="module")
 def model() -> DeepseekV3:
-    model = DeepseekV3(CONFIG, dtype=jnp.float32, rngs=nnx.Rngs(0))
-    model.absorb()
-    return model
+    return DeepseekV3(CONFIG, dtype=jnp.float32, rngs=nnx.Rngs(0))
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +57,13 @@ def make(model):
     steps: dict[int, Step] = {}
 
     def make(*, pages=64, page=8, max_requests=4, prefill_chunk=16, **more) -> Engine:
-        if page not in steps:
-            steps[page] = Step.of(model, page=page)
+        def shared(*args, **kwargs) -> Step:
+            if page not in steps:
+                steps[page] = Step(*args, **kwargs)
+            return steps[page]
+
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Step, "of", lambda *_, **__: steps[page])
+            patch.setattr("mla_jax.engine.Step", shared)
             settings = {"cache_format": "fp32", "ladder": LADDER, "want_logits": True} | more
             engine = Engine(
                 model,
@@ -72,10 +74,14 @@ def make(model):
                 prefill_chunk=prefill_chunk,
                 **settings,
             )
-        engine.pool.alloc(64 - pages)
+        pool_of(engine).alloc(64 - pages)
         return engine
 
     return make
+
+
+def pool_of(engine: Engine):
+    return engine.scheduler.groups[0].pool
 
 
 def settled(engine: Engine, *, pages: int = 64) -> bool:
@@ -157,7 +163,7 @@ def test_tokens_do_not_depend_on_the_path_of_a_prefill(make, alone):
         projection_tflops=1e-6,
         measured="",
     )
-    engine._builder = dataclasses.replace(engine._builder, absorb=crossover.absorb, absorb_run=3)
+    engine.builder = dataclasses.replace(engine.builder, absorb=crossover.absorb, absorb_run=3)
     same(engine.generate(PROMPTS, PARAMS), alone)
     assert settled(engine)
     assert {b.absorb for b in engine.stats().buckets} == {0, 3}
@@ -165,15 +171,15 @@ def test_tokens_do_not_depend_on_the_path_of_a_prefill(make, alone):
 
 def test_tokens_do_not_depend_on_which_pages(make, alone):
     engine = make()
-    pages = engine.pool.alloc(engine.pool.free)
+    pages = pool_of(engine).alloc(pool_of(engine).free)
     random.Random(1).shuffle(pages)
-    engine.pool.release(pages)
+    pool_of(engine).release(pages)
     same(engine.generate(PROMPTS, PARAMS), alone)
 
 
 def test_unused_and_used_pages_may_hold_rubbish(make, alone):
     engine = make()
-    poison = jax.tree.map(lambda x: x if x.ndim == 0 else jnp.full_like(x, jnp.nan), engine._caches)
+    poison = jax.tree.map(lambda x: x if x.ndim == 1 else jnp.full_like(x, jnp.nan), engine._caches)
     engine._caches = poison
     clean = make().generate(PROMPTS, PARAMS)
     for a, b in zip(engine.generate(PROMPTS, PARAMS), clean, strict=True):
@@ -346,8 +352,8 @@ def test_a_model_may_be_made_by_a_function(model):
 
 def test_logits_that_are_not_finite_are_reported(make):
     engine = make()
-    rubbish = [jnp.full_like(leaf, jnp.nan) for leaf in engine._step.leaves]
-    engine._step = dataclasses.replace(engine._step, leaves=rubbish)
+    engine._step = copy.copy(engine._step)
+    engine._step.leaves = [jnp.full_like(leaf, jnp.nan) for leaf in engine._step.leaves]
     (completion,) = engine.generate([[1, 2, 3]], wish(4))
     assert (completion.finish_reason, completion.token_ids) == ("error", ())
     assert completion.logits.shape == (0, 64)
