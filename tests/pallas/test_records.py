@@ -113,3 +113,18 @@ def test_layers_of_a_stack_are_scanned(rng):
     for layer in range(3):
         want = by_hand(np.array(cache.pages[layer]), record, values[layer], [7, -1, 2], page=4)
         np.testing.assert_array_equal(np.asarray(scanned.pages[layer]), want)
+
+
+@record_of
+def test_a_donated_stack_stays_in_place(record, rng):
+    """A write takes the pages' memory and copies none of it, nor does a read."""
+    cache = RecordCache.alloc(num_pages=64, page=64, format=record, layers=3)
+    given = draw(rng, record, 3), jnp.asarray([7, -1, 2])
+    at = {"layer": jnp.int32(1)}
+    wrote = jax.jit(write_records, donate_argnums=0).lower(cache, *given, **at)
+    one_layer = cache.pages.nbytes // 3
+    used = wrote.compile().memory_analysis()
+    assert used.alias_size_in_bytes == cache.pages.nbytes
+    assert used.temp_size_in_bytes < one_layer / 4
+    used = jax.jit(gather_records).lower(cache, given[1], **at).compile().memory_analysis()
+    assert used.temp_size_in_bytes < one_layer / 4
