@@ -71,12 +71,8 @@ class RegisteredBackend(MLAPrefillBackend):
             reasons.append(f"no backend of this name (registered: {names})")
         else:
             said = found.requirement.missing(_problem(config), _device(capability))
-            reasons += [r for r in said if r not in reasons and not _same_dtype(r, reasons)]
+            reasons += [r for r in said if not (reasons and r.startswith("dtype="))]
         return reasons + cls.missing_features(config)
-
-
-def _same_dtype(reason: str, reasons: list[str]) -> bool:
-    return reason.startswith("dtype=") and bool(reasons)
 
 
 def _problem(config: MLAPrefillSelectorConfig) -> Problem:
