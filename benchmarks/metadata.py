@@ -15,7 +15,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -24,20 +23,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.machine import clocks
-from mla_jax.metadata.buckets import CommonBucket, MLALadder
-from mla_jax.metadata.builder import MLACommonMetadataBuilder
-from mla_jax.metadata.common import CommonAttentionHost, build_common
-from mla_jax.metadata.indexer import DeepseekV32IndexerMetadataBuilder, get_max_prefill_buffer_size
+from mla_jax.metadata.buckets import CommonBucket, MLALadder, default_steps
+from mla_jax.metadata.builder import AttentionMetadataBuilder, MLAMetadataBuilder
+from mla_jax.metadata.common import GroupSpec, HostBatch, build_common
+from mla_jax.metadata.deepseek_v4 import V4MetadataBuilder
+from mla_jax.metadata.deepseek_v32 import V32MetadataBuilder
+from mla_jax.metadata.indexer import Indexer
 from mla_jax.metadata.packed import Packed, pack
 from mla_jax.metadata.sparse import build_c128a_topk_metadata
-from mla_jax.metadata.sparse_buckets import IndexerLadder, SWALadder
-from mla_jax.metadata.sparse_swa import DeepseekSparseSWAMetadataBuilder
 from mla_jax.metadata.staging import staged
-from mla_jax.types import cdiv
+from mla_jax.metadata.window import Windows
 
 PAGE = 64
 TOKENS_PER_REQUEST = 16
-SMS = 132
 TARGETS = {"v3": 100, "v32": 150, "v4": 200}  # device microseconds at 512 requests
 HOST_TARGET = 150
 ROW = 16
@@ -55,21 +53,18 @@ METHOD = (
     "waited for: a host that is ahead of its GPU (median of rows). Words and results of a step "
     "are released outside of all times. _async: host times of a process of its own with "
     "PJRT_GPU_ENABLE_ASYNC_DISPATCH=1. 15 of 16 requests decode, each 16th prefills 241 tokens; "
-    "lengths uniform up to the longest; page 64"
+    "lengths uniform up to the longest; page 64; the bucket of the default ladder"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """A step as the host knows it, and the page tables that the device holds."""
+    """A step as the host knows it."""
 
     requests: int
     max_len: int
     query_lens: np.ndarray
     seq_lens: np.ndarray
-    bucket: CommonBucket  # of its own size
-    padded: CommonBucket  # of the default ladder of dense latent attention
-    tables: dict[CommonBucket, jax.Array]
 
     @classmethod
     def draw(cls, requests: int, max_len: int) -> "Batch":
@@ -79,142 +74,124 @@ class Batch:
         query = np.ones(requests, np.int32)
         query[requests - prefills :] += 16 * (TOKENS_PER_REQUEST - 1)
         seq = np.maximum(rng.integers(1, max_len + 1, requests), query).astype(np.int32)
-        host = CommonAttentionHost.of(query, seq)
-        pages = cdiv(max_len, PAGE)
-        exact = CommonBucket(requests=requests, tokens=host.num_actual_tokens, pages=pages)
-        padded = mla(exact).decide(host).common_bucket
-        key = jax.random.key(0)
-        tables = {
-            b: jax.random.randint(key, (b.requests, pages), 0, 1 << 20, jnp.int32)
-            for b in (exact, padded)
-        }
-        return cls(
-            requests=requests,
-            max_len=max_len,
-            query_lens=query,
-            seq_lens=seq,
-            bucket=exact,
-            padded=padded,
-            tables=tables,
-        )
+        return cls(requests=requests, max_len=max_len, query_lens=query, seq_lens=seq)
 
-    def host(self) -> CommonAttentionHost:
+    @property
+    def tokens(self) -> int:
+        return int(self.query_lens.sum())
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What the default ladders are made for: this batch, with one size for all steps."""
+        pages = GroupSpec("", PAGE).pages_of(self.max_len)
+        return {
+            "max_requests": self.requests,
+            "max_prefill_tokens": self.tokens,
+            "max_pages": pages,
+        }
+
+    def host(self) -> HostBatch:
         """A new one: what it remembers belongs to one step."""
-        return CommonAttentionHost.of(self.query_lens, self.seq_lens)
+        return HostBatch.of(self.query_lens, self.seq_lens)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """``decide()`` on the host, then ``build(*decision, table)`` on the device."""
+    """``decide()`` on the host, then ``build(*decision, tables)`` on the device."""
 
     decide: Callable[[], tuple]
     build: Callable[..., object]
-    table: jax.Array
+    tables: dict[str, jax.Array]
 
     def packed(self) -> Packed:
         """What the host sends."""
         return pack(self.decide())
 
-    def fresh(self, packed: Packed, table: jax.Array) -> list[jax.Array]:
+    def fresh(self, packed: Packed, tables: dict[str, jax.Array]) -> list[jax.Array]:
         """What is built, each once, without what was given: inside a step that costs nothing."""
         decision = packed.unpack()
-        found = {id(x): x for x in jax.tree.leaves(self.build(*decision, table))}
-        given = {id(x) for x in jax.tree.leaves((decision, table))}
+        found = {id(x): x for x in jax.tree.leaves(self.build(*decision, tables))}
+        given = {id(x) for x in jax.tree.leaves((decision, tables))}
         return [x for key, x in found.items() if key not in given]
 
-    def used(self, packed: Packed, table: jax.Array) -> jax.Array:
+    def used(self, packed: Packed, tables: dict[str, jax.Array]) -> jax.Array:
         """Everything is built and used inside the program."""
-        return jnp.concatenate([x.astype(jnp.int32).ravel() for x in self.fresh(packed, table)])
+        return jnp.concatenate([x.astype(jnp.int32).ravel() for x in self.fresh(packed, tables)])
 
 
-def mla(bucket: CommonBucket) -> MLACommonMetadataBuilder:
-    ladder = MLALadder.default(
-        max_requests=bucket.requests,
-        max_prefill_tokens=bucket.tokens,
-        max_pages=bucket.pages,
-        context_rows=64 * 1024,
-    )
-    return MLACommonMetadataBuilder(ladder=ladder, page=PAGE)
+def mla(batch: Batch) -> MLAMetadataBuilder:
+    ladder = MLALadder.default(**batch.sizes, context_rows=64 * 1024)
+    return MLAMetadataBuilder(ladder=ladder, group=GroupSpec("latent", PAGE))
 
 
-def indexer(batch: Batch, *, ratio: int = 1) -> DeepseekV32IndexerMetadataBuilder:
-    rows = get_max_prefill_buffer_size(batch.max_len, ratio=ratio)
-    ladder = IndexerLadder.default(
-        max_requests=batch.requests,
-        max_tokens=batch.bucket.tokens,
-        max_keys=rows,
-        max_chunks=batch.requests,
-        next_n=1,
-    )
-    return DeepseekV32IndexerMetadataBuilder(
-        ladder=ladder,
-        next_n=1,
-        use_flattening=False,
-        page=PAGE,
-        num_sms=SMS,
-        max_prefill_buffer_size=rows,
-        compress_ratio=ratio,
+def v32(batch: Batch) -> V32MetadataBuilder:
+    return V32MetadataBuilder(
+        ladder=default_steps(**batch.sizes),
+        latent=GroupSpec("latent", PAGE),
+        indexer=Indexer(group=GroupSpec("index_keys", PAGE)),
     )
 
 
-def window(batch: Batch) -> DeepseekSparseSWAMetadataBuilder:
-    tokens = batch.bucket.tokens
-    ladder = SWALadder.default(max_requests=batch.requests, max_tokens=tokens, next_n=1)
-    return DeepseekSparseSWAMetadataBuilder(
-        ladder=ladder,
-        next_n=1,
-        window=128,
-        page=PAGE,
-        compress_ratios=(1, 4, 128),
-        max_model_len=batch.max_len,
-        max_batched_tokens=tokens,
-        num_sms=SMS,
-        heads=64,
+def v4(batch: Batch) -> V4MetadataBuilder:
+    return V4MetadataBuilder(
+        ladder=default_steps(**batch.sizes),
+        windows=Windows(
+            group=GroupSpec("window", PAGE),
+            window=128,
+            compress_ratios=(1, 4, 128),
+            max_model_len=batch.max_len,
+            max_batched_tokens=batch.tokens,
+        ),
+        compressed=(GroupSpec("c4", PAGE, ratio=4), GroupSpec("c128", PAGE, ratio=128)),
+        indexer=Indexer(group=GroupSpec("index_keys", PAGE, ratio=4)),
     )
+
+
+def draw_tables(builder: AttentionMetadataBuilder, bucket: CommonBucket) -> dict[str, jax.Array]:
+    """Page tables of every group, on the device."""
+    key = jax.random.key(0)
+    return {
+        g.name: jax.random.randint(key, (bucket.requests, width), 0, 1 << 20, jnp.int32)
+        for g, width in zip(builder.groups, bucket.pages, strict=True)
+    }
 
 
 def programs(batch: Batch) -> dict[str, Program]:
     """What each model builds in a step; the parts that are derived later; the search's ways."""
-    dense, sparse = mla(batch.bucket), indexer(batch)
-    swa, compressed = window(batch), indexer(batch, ratio=4)
+    dense, sparse, compressed = mla(batch), v32(batch), v4(batch)
 
-    def program(build, *builders, bucket=batch.bucket) -> Program:
+    def program(builder: AttentionMetadataBuilder, build=None) -> Program:
+        bucket = builder.decide(batch.host()).common_bucket
+
         def decide():
             host = batch.host()
-            decisions = tuple(b.decide(host) for b in builders)
-            return *host.padded_arrays(bucket), decisions
+            decision = builder.decide(host)
+            return *host.padded_arrays(decision.common_bucket), decision
 
-        def run(starts, lens, num_reqs, decisions, table):
-            common = build_common(starts, lens, table, num_reqs, bucket=bucket, page=PAGE)
-            return build(common, *decisions)
+        def run(starts, lens, requests, decision, tables):
+            common = build_common(
+                starts, lens, tables, requests, bucket=bucket, groups=builder.groups
+            )
+            found = builder.build(common, decision)
+            return (common, found) if build is None else build(common, found)
 
-        return Program(decide=decide, build=run, table=batch.tables[bucket])
+        return Program(decide=decide, build=run, tables=draw_tables(builder, bucket))
 
-    def model(*builders, bucket=batch.bucket) -> Program:
-        def build(common, *decisions):
-            parts = [b.build(common, d) for b, d in zip(builders, decisions, strict=True)]
-            return common, parts
+    def chunk(_, meta):
+        return meta.indexer.prefill.chunk(0)
 
-        return program(build, *builders, bucket=bucket)
+    def chunks(_, meta):
+        number = jnp.arange(meta.indexer.bucket.chunks, dtype=jnp.int32)
+        return jax.vmap(meta.indexer.prefill.chunk)(number)
 
-    def one_chunk(builder) -> Program:
-        return program(lambda c, d: builder.build(c, d).prefill.chunk(0), builder)
-
-    def chunks(builder) -> Program:
-        def build(common, decision):
-            number = jnp.arange(decision.bucket.chunks, dtype=jnp.int32)
-            return jax.vmap(builder.build(common, decision).prefill.chunk)(number)
-
-        return program(build, builder)
-
-    def c128a(common, decision):
-        bucket = decision.bucket
+    def c128a(common, meta):
+        bucket = meta.windows.bucket
         return build_c128a_topk_metadata(
-            common.block_table_tensor,
-            common.token_to_req(),
+            common.page_tables["c128"],
+            common.requests,
             common.positions,
-            common.slot_mapping,
-            jnp.asarray(decision.counts)[2],
+            common.slots["window"],
+            meta.windows.num_decode_tokens,
             decode_tokens=bucket.decode_tokens,
             prefill_tokens=bucket.prefill_tokens,
             width=bucket.c128a_width,
@@ -222,19 +199,21 @@ def programs(batch: Batch) -> dict[str, Program]:
         )
 
     def search(method) -> Program:
-        lanes = jnp.arange(batch.bucket.tokens, dtype=jnp.int32)
-        find = partial(jnp.searchsorted, side="right", method=method)
-        return program(lambda common: find(common.query_start_loc[1:], lanes))
+        def find(common, _):
+            lanes = jnp.arange(common.bucket.tokens, dtype=jnp.int32)
+            return jnp.searchsorted(common.query_starts[1:], lanes, side="right", method=method)
+
+        return program(dense, find)
 
     return {
-        "v3": model(dense, bucket=batch.padded),
-        "v32": model(dense, sparse, bucket=batch.padded),
-        "v32_chunk": one_chunk(sparse),
-        "v32_chunks": chunks(sparse),
-        "v4": model(swa, compressed),
-        "v4_chunk": one_chunk(compressed),
-        "v4_chunks": chunks(compressed),
-        "v4_c128a": program(c128a, swa),
+        "v3": program(dense),
+        "v32": program(sparse),
+        "v32_chunk": program(sparse, chunk),
+        "v32_chunks": program(sparse, chunks),
+        "v4": program(compressed),
+        "v4_chunk": program(compressed, chunk),
+        "v4_chunks": program(compressed, chunks),
+        "v4_c128a": program(compressed, c128a),
         "find_all": search("compare_all"),
         "find_steps": search("scan_unrolled"),
     }
@@ -296,7 +275,7 @@ def row_us(first: Callable, second: Callable, rounds: int) -> float:
 def chain_us(program: Program, *, rounds: int) -> float:
     """Slope of wall time over the turns of the loop."""
     few, many = 8, 72
-    arguments = jax.device_put((program.packed(), program.table, np.int32(0)))
+    arguments = jax.device_put((program.packed(), program.tables, np.int32(0)))
     wall = []
     for turns in (few, many):
         run = chain(program, turns)
@@ -321,7 +300,7 @@ def kernel_times(run, arguments, *, rounds: int) -> list[tuple[str, float]]:
 
 def host_times(name: str, batch: Batch, program: Program, *, rounds: int) -> dict:
     """What the host pays for one row of the table."""
-    table, packed = program.table, program.packed()
+    table, packed = program.tables, program.packed()
     used, sent = jax.jit(program.used), staged(program.used)
     empty = jax.jit(lambda packed: jnp.sum(packed.words))
     jax.block_until_ready([used(packed, table), sent(packed, table), empty(packed)])
@@ -333,7 +312,7 @@ def host_times(name: str, batch: Batch, program: Program, *, rounds: int) -> dic
     return {
         "case": name,
         "requests": batch.requests,
-        "tokens": batch.bucket.tokens,
+        "tokens": batch.tokens,
         "max_len": batch.max_len,
         "host_us": round(middle(host), 1),
         "least_us": round(host[0], 1),
@@ -348,7 +327,7 @@ def host_times(name: str, batch: Batch, program: Program, *, rounds: int) -> dic
 
 def device_times(name: str, batch: Batch, program: Program, *, rounds: int, chained: bool) -> dict:
     """The rest of the row."""
-    arguments = jax.device_put((program.packed(), program.table))
+    arguments = jax.device_put((program.packed(), program.tables))
     alone = jax.jit(program.fresh)
     jax.block_until_ready(alone(*arguments))
     kernels = []

@@ -11,6 +11,7 @@ from functools import cache, cached_property
 from mla_jax.errors import MetadataError
 
 __all__ = [
+    "CONTEXT_ROWS",
     "CommonBucket",
     "Ladder",
     "MLABucket",
@@ -20,6 +21,10 @@ __all__ = [
     "default_steps",
     "powers_of_two",
 ]
+
+
+CONTEXT_ROWS = 4096
+"""Workspace rows of one chunk of cached context, unless a ladder says otherwise."""
 
 
 def powers_of_two(largest: int, *, smallest: int = 1) -> tuple[int, ...]:
@@ -238,7 +243,12 @@ class MLALadder(StepLadder):
 
     @classmethod
     def default(
-        cls, *, max_requests: int, max_prefill_tokens: int, max_pages: int, context_rows: int
+        cls,
+        *,
+        max_requests: int,
+        max_prefill_tokens: int,
+        max_pages: int,
+        context_rows: int = CONTEXT_ROWS,
     ) -> "MLALadder":
         """Few programs: at most 8 for 128 requests and 512 prefill tokens, 6 without ``absorb``.
 

@@ -15,8 +15,6 @@ import numpy as np
 from mla_jax.errors import MetadataError
 from mla_jax.metadata.buckets import CommonBucket
 from mla_jax.metadata.common import INT32_MAX, CommonMetadata, GroupSpec, HostBatch
-from mla_jax.metadata.deepseek_v4 import V4Metadata
-from mla_jax.metadata.deepseek_v32 import V32Metadata
 from mla_jax.metadata.indexer import IndexerMetadata
 from mla_jax.metadata.indexer_chunks import NO_CHUNK
 from mla_jax.metadata.mla import ContextMetadata, DecodeMetadata, MLAMetadata, PrefillMetadata
@@ -250,16 +248,3 @@ def _windows(given: WindowMetadata, **_) -> None:
             raise MetadataError(f"requests in {name} chunks", int(stop[-1]), prefills)
         follows = start == np.concatenate([[0], stop[:-1]])
         require(f"start of {name} chunk", start, follows, "the end of the one before")
-
-
-@check.register
-def _v32(m: V32Metadata, *, num_pages: int | None = None, **_) -> None:
-    check(m.common, num_pages=num_pages)
-    check(m.indexer)
-
-
-@check.register
-def _v4(m: V4Metadata, *, num_pages: int | None = None, **_) -> None:
-    check(m.common, num_pages=num_pages)
-    check(m.windows)
-    check(m.indexer)

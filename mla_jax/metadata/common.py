@@ -117,6 +117,22 @@ def check_sizes(**sizes: int) -> None:
             raise MetadataError(name, given, "1 or more")
 
 
+MAX_CHUNKS = 2**16
+"""Pieces of one step's plan: more are a workspace far too small, and no plan would end."""
+
+
+def check_chunks(chunks: int, workspace: int) -> int:
+    """``chunks``, refused where a plan would have more than ``MAX_CHUNKS``."""
+    if chunks > MAX_CHUNKS:
+        raise MetadataError(
+            f"chunks of a step in a workspace of {workspace}",
+            chunks,
+            f"at most {MAX_CHUNKS}",
+            "Give it more rows.",
+        )
+    return chunks
+
+
 @dataclass(frozen=True)
 class GroupSpec:
     """A group of a cache as metadata sees it: layers that share page table and slots."""

@@ -8,6 +8,7 @@ import jax
 from mla_jax.errors import MetadataError
 from mla_jax.metadata.buckets import CommonBucket, StepBucket, StepLadder
 from mla_jax.metadata.builder import AttentionMetadataBuilder
+from mla_jax.metadata.check import check
 from mla_jax.metadata.common import CommonMetadata, GroupSpec, HostBatch
 from mla_jax.metadata.indexer import Indexer, IndexerDecision, IndexerMetadata
 from mla_jax.metadata.split import split_decodes_and_prefills
@@ -135,3 +136,9 @@ class V32MetadataBuilder(AttentionMetadataBuilder[V32Decision, V32Metadata]):
 
     def warmup_decision(self, decision: V32Decision) -> V32Decision:
         return self._empty[decision.step]
+
+
+@check.register
+def _check(m: V32Metadata, *, num_pages: int | None = None, **_) -> None:
+    check(m.common, num_pages=num_pages)
+    check(m.indexer)

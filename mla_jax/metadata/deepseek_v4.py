@@ -11,6 +11,7 @@ import jax
 from mla_jax.errors import MetadataError
 from mla_jax.metadata.buckets import CommonBucket, StepBucket, StepLadder
 from mla_jax.metadata.builder import AttentionMetadataBuilder
+from mla_jax.metadata.check import check
 from mla_jax.metadata.common import CommonMetadata, GroupSpec, HostBatch
 from mla_jax.metadata.indexer import Indexer, IndexerDecision, IndexerMetadata
 from mla_jax.metadata.split import split_decodes_and_prefills
@@ -138,3 +139,10 @@ class V4MetadataBuilder(AttentionMetadataBuilder[V4Decision, V4Metadata]):
 
     def warmup_decision(self, decision: V4Decision) -> V4Decision:
         return self._empty[decision.step]
+
+
+@check.register
+def _check(m: V4Metadata, *, num_pages: int | None = None, **_) -> None:
+    check(m.common, num_pages=num_pages)
+    check(m.windows)
+    check(m.indexer)

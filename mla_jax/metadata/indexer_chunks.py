@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from mla_jax.errors import MetadataError
-from mla_jax.metadata.common import exclusive_sum
+from mla_jax.metadata.common import check_chunks, exclusive_sum
 from mla_jax.types import Array, Bool, Int, cdiv
 
 __all__ = [
@@ -66,6 +66,7 @@ def indexer_chunks(
         if (total > workspace or total * rows > max_logits) and i > start:
             if n * m > max_logits:
                 step = max_logits // n or 1
+                check_chunks(cdiv(m, step), max_logits)
                 pieces = range(0, m, step)
                 chunks += [(start, i, j, min(j + step, m), n, int(j > 0)) for j in pieces]
             elif m:

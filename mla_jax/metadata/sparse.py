@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from mla_jax.metadata.common import slot_mapping, token_positions, token_to_request
+from mla_jax.metadata.common import check_sizes, slot_mapping, token_positions, token_to_request
 from mla_jax.types import PAD_SLOT, Array, Bool, Int, cdiv, round_up
 
 __all__ = [
@@ -82,6 +82,7 @@ def compressed_lens(
 
 def c128a_width(max_seq_len: int, max_model_len: int, *, ratio: int = 128) -> int:
     """Columns of a C128A list: a power of two from 128, at most what the model can need."""
+    check_sizes(max_model_len=max_model_len, ratio=ratio)
     whole = round_up(cdiv(max_model_len, ratio), 128)
     states = max(max_seq_len // ratio, 128)
     return min(1 << (states - 1).bit_length(), whole)

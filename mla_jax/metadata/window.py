@@ -51,6 +51,7 @@ def sliding_window_indices(
 
     ``len = min(p + 1, window)``; a token that is not valid sees nothing: all -1, length 0.
     """
+    check_sizes(window=window)
     lens = jnp.where(is_valid_token, jnp.clip(positions + 1, 0, window), 0)
     column = jnp.arange(window, dtype=jnp.int32)
     seen = column < lens[:, None]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mla_jax.config import MLADims
 from mla_jax.errors import MetadataError
-from mla_jax.metadata.check import check, check_spans, context_spans
+from mla_jax.metadata.compat.check import check, check_spans, context_spans
 from mla_jax.metadata.compat.chunked_context import ContextSpan, pack_chunks, plan_equal_chunks
 from mla_jax.metadata.compat.workspace import (
     chunked_prefill_workspace_size,

@@ -10,11 +10,7 @@ from mla_jax.metadata.compat.hyperparameters import (
     get_per_layer_parameters,
     infer_global_hyperparameters,
 )
-from mla_jax.metadata.compat.kv_cache_layout import (
-    get_kv_cache_layout,
-    reset_kv_cache_layout,
-    set_kv_cache_layout,
-)
+from mla_jax.metadata.compat.kv_cache_layout import LayoutChoice
 
 
 def layer(*, window=None, cap=None, scale=0.1, sinks=False):
@@ -64,35 +60,17 @@ def test_no_layers_and_wrong_layers():  # edge 34
         get_per_layer_parameters({"a": layer()}, int)
 
 
-@pytest.fixture
-def _fresh_layout():
-    reset_kv_cache_layout()
-    yield
-    reset_kv_cache_layout()
-
-
-@pytest.mark.usefixtures("_fresh_layout")
 def test_the_first_answer_stays():  # edge 35
-    assert get_kv_cache_layout() == "NHD"
-    set_kv_cache_layout("HND")
-    assert get_kv_cache_layout("HND") == "NHD"
-    reset_kv_cache_layout()
-    assert get_kv_cache_layout(required="HND") == "HND"
-    reset_kv_cache_layout()
-    set_kv_cache_layout("HND")
-    assert get_kv_cache_layout(required="NHD") == "HND"
+    choice = LayoutChoice()
+    assert choice.get() == "NHD"
+    choice.wanted = "HND"
+    assert choice.get("HND") == "NHD"
+    assert LayoutChoice().get(required="HND") == "HND"
+    assert LayoutChoice(wanted="HND").get(required="NHD") == "HND"
 
 
-@pytest.mark.usefixtures("_fresh_layout")
-def test_an_unknown_requirement_is_refused_beside_a_setting():
-    set_kv_cache_layout("HND")
-    with pytest.raises(MetadataError, match="KV cache layout"):
-        get_kv_cache_layout("XXX")
-
-
-@pytest.mark.usefixtures("_fresh_layout")
 def test_unknown_layouts_are_refused():
     with pytest.raises(MetadataError, match="given 'DHN'; allowed: one of NHD, HND"):
-        set_kv_cache_layout("DHN")
+        LayoutChoice(wanted="DHN")
     with pytest.raises(MetadataError, match="KV cache layout"):
-        get_kv_cache_layout(required="BNHD")
+        LayoutChoice(wanted="HND").get("XXX")

@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mla_jax.errors import ConfigError, MetadataError
-from mla_jax.metadata.indexer import (
+from mla_jax.metadata.buckets import CommonBucket
+from mla_jax.metadata.common import GroupSpec, build_common, slot_mapping
+from mla_jax.metadata.compat.indexer import (
     get_max_prefill_buffer_size,
     use_flattening,
 )
-from mla_jax.metadata.indexer_decode import build_decode_tensors
-from mla_jax.metadata.sparse import get_compressed_slot_mapping
+from mla_jax.metadata.indexer import build_decode_rows
 from tests.metadata.sparse_batches import (
     LARGE,
     RX,
@@ -32,16 +33,23 @@ def decode_of(queries, lens, *, flatten, next_n, rows=12, ratio=1, decodes=None)
     starts[: len(queries) + 1] = np.concatenate([[0], np.cumsum(queries)])
     padded = np.zeros(6, np.int32)
     padded[: len(lens)] = lens
-    return build_decode_tensors(
+    group, table = GroupSpec("index_keys", 64), jnp.arange(1, 13, dtype=jnp.int32).reshape(6, 2)
+    step = build_common(
         jnp.asarray(starts),
         jnp.asarray(padded),
-        jnp.arange(1, 13, dtype=jnp.int32).reshape(6, 2),
+        {group.name: table},
+        jnp.int32(len(queries)),
+        bucket=CommonBucket(requests=6, tokens=max(sum(queries), 1), pages=(2,)),
+        groups=(group,),
+    )
+    return build_decode_rows(
+        step,
+        table,
         jnp.int32(len(queries) if decodes is None else decodes),
         rows=rows,
         decode_len=next_n,
         flatten=flatten,
         ratio=ratio,
-        num_sms=4,
     )
 
 
@@ -62,7 +70,7 @@ def test_native_rows(queries, lens, next_n, seq_lens, padding):
     assert decode.decode_lens.tolist() == queries + [0] * (4 - n)
     assert bool(decode.requires_padding) is padding
     assert not decode.seq_lens[n:].any()
-    assert not decode.block_table[n:].any()
+    assert not decode.page_table[n:].any()
     flat = [t for row in decode.token_index.tolist() for t in row if t >= 0]
     assert flat == list(range(sum(queries)))
 
@@ -81,8 +89,8 @@ def test_flattened_rows(queries, lens, want):
     assert decode.decode_lens.tolist() == [1] * 12
     assert not bool(decode.requires_padding)
     owner = np.repeat(np.arange(len(queries)), queries)
-    np.testing.assert_array_equal(decode.block_table[: len(want), 0], 1 + 2 * owner)
-    assert not decode.block_table[len(want) :].any()
+    np.testing.assert_array_equal(decode.page_table[: len(want), 0], 1 + 2 * owner)
+    assert not decode.page_table[len(want) :].any()
 
 
 @pytest.mark.parametrize(
@@ -106,7 +114,8 @@ def counts(meta):
 def built(queries, lens, *, bucket=SMALL, table=None, **settings):
     builder = indexer(**settings)
     decision = builder.decide(host(queries, lens))
-    return run(builder, common(queries, lens, table, bucket=bucket), decision)
+    step = common(queries, lens, table, bucket=bucket, group=builder.group)
+    return run(builder, step, decision)
 
 
 def test_golden_padded_example():
@@ -116,10 +125,10 @@ def test_golden_padded_example():
     assert meta.slot_mapping[:8].tolist() == [12, 8, 34, 35, 16, 4, 5, -1]
     assert meta.decode.seq_lens[:4].tolist() == [[5], [9], [0], [0]]
     assert meta.decode.decode_lens[:4].tolist() == [1, 1, 0, 0]
-    assert meta.decode.block_table[:3, :2].tolist() == [[7, 3], [5, 9], [0, 0]]
+    assert meta.decode.page_table[:3, :2].tolist() == [[7, 3], [5, 9], [0, 0]]
     rows = meta.decode.seq_lens.shape[0]
     want = [(0, 0), (1, 0), (rows, 0), (rows, 0), (rows, 0)]
-    np.testing.assert_array_equal(meta.decode.schedule_metadata, want)
+    np.testing.assert_array_equal(meta.schedule_metadata, want)
     c = chunk(meta.prefill, 0)
     assert c.cu_seqlen_ks[:8].tolist() == [0, 0, 0, 5, 5, 0, 0, 0]
     assert c.cu_seqlen_ke[:8].tolist() == [3, 4, 5, 10, 11, 0, 0, 0]
@@ -176,7 +185,7 @@ def test_compressed_slots(starts, lens, table, page, ratio, want):
     request = np.repeat(np.arange(len(lens)), queries)
     positions = np.arange(starts[-1]) - starts[request] + (lens - queries)[request]
     pad = [(0, 2)]
-    got = get_compressed_slot_mapping(
+    got = slot_mapping(
         jnp.array(table, jnp.int32),
         jnp.asarray(np.pad(request, pad).astype(np.int32)),
         jnp.asarray(np.pad(positions, pad).astype(np.int32)),
@@ -189,13 +198,27 @@ def test_compressed_slots(starts, lens, table, page, ratio, want):
 
 def test_compressed_build_pads_what_has_no_slot():
     builder = indexer(compress_ratio=4, page=1)
-    queries, lens = [8], [8]
-    step = common(queries, lens, [[3, 8]], bucket=SMALL, page=4)
-    meta = run(builder, step, builder.decide(host(queries, lens)))
+    meta = built([8], [8], table=[[3, 8]], compress_ratio=4, page=1)
+    assert builder.group.tokens == 4
     assert meta.slot_mapping.tolist() == [-1, -1, -1, 3, -1, -1, -1, 8] + [-1] * 8
-    holes = step.with_block_table(step.block_table_tensor, step.slot_mapping.at[:4].set(-1))
-    meta = run(builder, holes, builder.decide(host(queries, lens)))
-    assert meta.slot_mapping.tolist() == [-1] * 7 + [8] + [-1] * 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"page": 0}, "page of index_keys: given 0; allowed: 1 or more"),
+        ({"num_sms": 0}, "num_sms: given 0"),
+        ({"next_n": 0}, "next_n: given 0"),
+        ({"compress_ratio": -4}, "ratio of index_keys: given -4"),
+        ({"remainder": "x"}, "remainder: given 'x'"),
+        ({"max_prefill_buffer_size": 0}, "max_prefill_buffer_size: given 0"),
+        ({"max_logits_bytes": 3}, "float32 logits of a chunk: given 0"),
+    ],
+)
+def test_settings_that_no_step_can_have(changes, message):
+    """Defect 17: each of these was accepted and gave wrong plans."""
+    with pytest.raises((ConfigError, MetadataError), match=message):
+        indexer(**changes)
 
 
 def test_flattening_table():
@@ -234,15 +257,15 @@ def valid_lanes(meta, queries, lens):
             rows = int(meta.num_decode_tokens)
         owner = np.searchsorted(np.cumsum(queries), d.token_index[:rows, 0], side="right")
         used = -(-np.asarray(lens)[owner] // 4)
-        pages = np.arange(d.block_table.shape[1]) < used[:, None]
-        schedule = np.asarray(d.schedule_metadata)
+        pages = np.arange(d.page_table.shape[1]) < used[:, None]
+        schedule = np.asarray(meta.schedule_metadata)
         past = (schedule == (d.seq_lens.shape[0], 0)).all(axis=1, keepdims=True)
         schedule = np.where(past, -1, schedule)
         out |= {
             "decode": d.seq_lens[:rows],
             "lens_of_rows": d.decode_lens[:rows],
             "tokens": d.token_index[:rows],
-            "pages": np.where(pages, d.block_table[:rows], 0),
+            "pages": np.where(pages, d.page_table[:rows], 0),
             "schedule": schedule,
         }
     for i in range(int(meta.prefill.num_chunks) if meta.prefill is not None else 0):
@@ -267,13 +290,13 @@ def test_a_larger_bucket_and_junk_change_nothing(data, form):
     found = []
     for scale, bucket in ((1, SMALL), (2, LARGE)):
         builder = indexer(scale, next_n=next_n, use_flattening=flatten, max_logits_bytes=240)
-        step = common(queries, lens, bucket=bucket, junk=scale > 1)
+        step = common(queries, lens, bucket=bucket, group=builder.group, junk=scale > 1)
         meta = run(builder, step, builder.decide(host(queries, lens)))
         found.append(valid_lanes(meta, queries, lens))
         assert (meta.slot_mapping[sum(queries) :] == -1).all()
         if meta.decode is not None:
             assert not meta.decode.seq_lens[int(meta.num_decode_tokens) :].any()
-            assert not meta.decode.block_table[int(meta.num_decode_tokens) :].any()
+            assert not meta.decode.page_table[int(meta.num_decode_tokens) :].any()
             assert (meta.decode.token_index[int(meta.num_decode_tokens) :] == -1).all()
     assert_same(*found)
 
@@ -295,9 +318,11 @@ def test_one_program_per_bucket_and_no_host_sync():
         lens = [int(q + rng.integers(0, 20)) for q in queries]
         decision = builder.decide(host(queries, lens))
         rungs.add(decision.bucket)
-        build(common(queries, lens, bucket=SMALL), decision)
+        build(common(queries, lens, bucket=SMALL, group=builder.group), decision)
     assert len(traces) == len(set(traces)) == len(rungs)
-    jaxpr = jax.make_jaxpr(builder.build)(step := common([2], [9], bucket=SMALL), decision)
+    jaxpr = jax.make_jaxpr(builder.build)(
+        step := common([2], [9], bucket=SMALL, group=builder.group), decision
+    )
     assert "callback" not in str(jaxpr)
     warm = build(step, builder.warmup_decision(decision))
     assert len(traces) == len(rungs)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mla_jax.metadata.indexer_chunks import plan_indexer_chunks, split_indexer_prefill_chunks
+from mla_jax.metadata.compat.indexer import plan_indexer_chunks, split_indexer_prefill_chunks
 from tests.metadata.sparse_batches import LARGE, RX, SMALL, chunk, common, host, indexer, run
 
 INF = 1 << 60
@@ -86,7 +86,9 @@ def test_plan_drops_chunks_without_keys():
 def prefill_of(queries, lens, table=None, bounds=None, **settings):
     builder = indexer(**settings)
     decision = builder.decide(host(queries, bounds or lens))
-    return run(builder, common(queries, lens, table, bucket=SMALL), decision).prefill
+    return run(
+        builder, common(queries, lens, table, bucket=SMALL, group=builder.group), decision
+    ).prefill
 
 
 def arrays(prefill, i=0):
@@ -197,11 +199,13 @@ def test_visible_keys_add_up(ratio):
 
 def test_padding_lanes():
     builder = indexer(scale=2)
-    step = common(RX["query_lens"], RX["seq_lens"], RX["table"], bucket=LARGE, junk=True)
+    step = common(
+        RX["query_lens"], RX["seq_lens"], RX["table"], bucket=LARGE, group=builder.group, junk=True
+    )
     meta = run(builder, step, builder.decide(host(RX["query_lens"], RX["seq_lens"])))
     c = chunk(meta.prefill, 0)
-    assert not c.block_table[2:].any()
+    assert not c.page_table[2:].any()
     assert not c.cu_seqlen_ks[5:].any()
     assert not c.cu_seqlen_ke[5:].any()
     assert c.cu_seq_lens.tolist() == [0, 5] + [11] * (c.cu_seq_lens.size - 2)
-    assert set(c.token_to_seq[11:].tolist()) == {c.block_table.shape[0]}
+    assert set(c.token_to_seq[11:].tolist()) == {c.page_table.shape[0]}

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mla_jax.errors import MetadataError
-from mla_jax.metadata.check import check
 from mla_jax.metadata.compat.batch_order import decodes_first, permute_batch, prefills_first
+from mla_jax.metadata.compat.check import check
 from mla_jax.metadata.compat.legacy import MLACommonMetadata, capture_metadata, to_decodes_first
 from mla_jax.metadata.compat.legacy_builder import (
     CapturedShape,
@@ -75,7 +75,7 @@ def test_graph_padding():  # attention edge 25
     assert meta.seq_start_loc.tolist() == [0, 1, 3, 6, 7]
     assert meta.block_tables.tolist() == [[1, 0], [2, 0], [3, 0], [0, 0]]
     host, table, _ = to_decodes_first(meta)
-    assert host.num_reqs == len(table) == 3
+    assert host.num_requests == len(table) == 3
     captured = capture_metadata(4, meta.block_tables, max_seq_len=64)
     assert captured.slot_mapping.tolist() == [-1] * 4
     assert vars(captured).keys() == vars(meta).keys()

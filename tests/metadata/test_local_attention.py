@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from mla_jax.errors import MetadataError
-from mla_jax.metadata.check import check
+from mla_jax.metadata.compat.check import check
 from mla_jax.metadata.compat.local_attention import (
     build_local_attention,
     make_local_attention_virtual_batches,
@@ -24,7 +24,7 @@ EXAMPLE = make([4, 10, 5], [6, 17, 9], page=PAGE, table=np.arange(30).reshape(3,
 
 
 def on_host(batch: Batch, chunk: int):
-    starts = batch.host.query_start_loc_cpu
+    starts = batch.host.query_starts
     return make_local_attention_virtual_batches(
         chunk, starts, batch.seq_lens, batch.table, batch.page
     )
@@ -98,7 +98,7 @@ def test_device_form(batch):
         check(built, common=common, chunk=chunk)
     local = built.common(common)
     check(local, page=batch.page)
-    assert local.slot_mapping is common.slot_mapping
+    assert local.slots is common.slots
 
 
 @given(batches())

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mla_jax import ops, prefill_backends
+from mla_jax import ops
 from mla_jax.cache import FORMATS
 from mla_jax.config import MLADims
-from mla_jax.errors import ArgumentError, ConfigError, PrefillBackendError
+from mla_jax.errors import ArgumentError, ConfigError, PrefillBackendError, UnsupportedError
 from mla_jax.metadata.buckets import MLABucket
 from mla_jax.metadata.compat.prefill_backend import (
     DeviceCapability,
@@ -23,6 +23,14 @@ from mla_jax.metadata.compat.prefill_backend import (
     MLAPrefillMetadata,
     MLAPrefillSelectorConfig,
 )
+from mla_jax.metadata.compat.prefill_backends import (
+    OP,
+    PREFILL_BACKENDS,
+    MosaicPrefillBackend,
+    MosaicPrefillImpl,
+    XLAPrefillBackend,
+    XLAPrefillImpl,
+)
 from mla_jax.metadata.compat.prefill_selection import (
     CUSTOM,
     LATER_ORDER,
@@ -31,15 +39,8 @@ from mla_jax.metadata.compat.prefill_selection import (
     Priority,
 )
 from mla_jax.metadata.mla import ContextMetadata, PrefillMetadata, build_mla
-from mla_jax.pallas.problems import ACTIVATIONS
-from mla_jax.pallas.registry import Backend, OneOf, Registry, Requirement
-from mla_jax.prefill_backends import (
-    PREFILL_BACKENDS,
-    MosaicPrefillBackend,
-    MosaicPrefillImpl,
-    XLAPrefillBackend,
-    XLAPrefillImpl,
-)
+from mla_jax.pallas.device import DeviceInfo
+from mla_jax.pallas.registry import Backend, OneOf, Problem, Registry, Requirement
 from mla_jax.types import Array, AttnState, Float
 
 SM80, SM90, SM100 = (DeviceCapability(*c) for c in ((8, 0), (9, 0), (10, 0)))
@@ -78,7 +79,9 @@ def config(dims=R1, dtype="bfloat16", features=()):
 
 def registry(order=(), **classes: type) -> PrefillRegistry:
     return PrefillRegistry(
-        order=order, paths={n: f"{HERE}.{c.__name__}" for n, c in classes.items()}
+        op="dense_prefill",
+        order=order,
+        paths={n: f"{HERE}.{c.__name__}" for n, c in classes.items()},
     )
 
 
@@ -213,6 +216,7 @@ def test_an_explicit_choice_is_that_backend_or_an_error():
 
 def test_a_failed_import_is_a_reason():
     backends = PrefillRegistry(
+        op="dense_prefill",
         order=(Priority(names=("A", "B", "C")),),
         paths={"A": "no_such_package.A", "B": f"{HERE}.NoSuchClass", "C": f"{HERE}.Plain"},
     )
@@ -283,7 +287,7 @@ HOPPER = Requirement(
 
 def test_our_registry(monkeypatch):
     """Hopper has the order of the operation's own registry; nobody else is offered the kernel."""
-    assert PREFILL_BACKENDS.names() == ("MOSAIC", "XLA", "CUSTOM")
+    assert PREFILL_BACKENDS.names() == ("mosaic", "xla", "CUSTOM")
     with_kernel(monkeypatch, PREFILL_BACKENDS)
     for capability in (None, SM80, SM90, SM100):
         assert PREFILL_BACKENDS.select(capability, config()) is XLAPrefillBackend
@@ -297,10 +301,20 @@ def test_our_registry(monkeypatch):
     PREFILL_BACKENDS._chosen.clear()
 
 
-def test_what_the_kernel_takes_is_read_from_the_registry(monkeypatch):
+def test_reasons_are_the_registrys(monkeypatch):
+    """Names, order and words of the one registry; refusals name its operation."""
     with_kernel(monkeypatch, PREFILL_BACKENDS, HOPPER)
-    assert prefill_backends._accepted(dtype=ACTIVATIONS) == ("bfloat16", "float16")
-    assert prefill_backends._accepted(dims=(R1, GLM)) == (R1,)
+    given = config(SMALL, "float32", features=["soft_cap"])
+    problem = Problem.of(OP, dtype="float32", nope=64, rope=64, v=128)
+    said = HOPPER.missing(problem, DeviceInfo(platform="gpu", kind="any", sm=80))
+    assert len(said) == 3
+    reasons = MosaicPrefillBackend.validate_configuration(SM80, given)
+    assert reasons == [*said, "feature soft_cap not supported"]
+    with pytest.raises(PrefillBackendError) as error:
+        PREFILL_BACKENDS.select(SM80, config(SMALL, "float32"), "mosaic")
+    with pytest.raises(UnsupportedError) as registrys:
+        ops.REGISTRY.choose(problem, DeviceInfo(platform="gpu", kind="any", sm=80), "mosaic")
+    assert str(error.value) == str(registrys.value)
     PREFILL_BACKENDS._chosen.clear()
 
 
@@ -309,7 +323,7 @@ def test_every_reason_against_the_kernel_at_once(monkeypatch):
     reasons = MosaicPrefillBackend.validate_configuration(
         SM80, config(SMALL, "int8", features=["soft_cap"])
     )
-    words = ["8.0", "int8", "MOSAIC is not available", "(64, 64, 128)", "soft_cap"]
+    words = ["dtype=int8 not in", "no backend of this name (registered: xla)", "soft_cap"]
     assert all(w in r for w, r in zip(words, reasons, strict=True))
     PREFILL_BACKENDS._chosen.clear()
 

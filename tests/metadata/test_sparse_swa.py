@@ -7,11 +7,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mla_jax.errors import ConfigError
-from mla_jax.metadata.sparse_swa import layer_type
+from mla_jax.errors import ConfigError, MetadataError
+from mla_jax.metadata.sparse import combine_topk_swa_indices
 from mla_jax.metadata.window import (
-    combine_topk_swa_indices,
     compute_prefill_gather_lens,
+    layer_type,
     plan_window_chunks,
     sliding_window_indices,
 )
@@ -22,7 +22,7 @@ from tests.metadata.test_indexer import counts
 def built(queries, lens, *, bucket=SMALL, table=None, junk=False, scale=1, **settings):
     builder = swa(scale, **settings)
     decision = builder.decide(host(queries, lens))
-    step = common(queries, lens, table, bucket=bucket, junk=junk, page=builder.page)
+    step = common(queries, lens, table, bucket=bucket, junk=junk, group=builder.group)
     return run(builder, step, decision)
 
 
@@ -221,8 +221,26 @@ def test_one_plan_per_layer_type():
 
 def test_layer_types():
     assert [layer_type(r) for r in (0, 1, 4, 128)] == ["swaonly", "swaonly", "c4a", "c128a"]
-    with pytest.raises(ConfigError, match="at most 1, 4 or 128"):
+    with pytest.raises(ConfigError, match="0, 1, 4 or 128"):
         swa(compress_ratios=(4, 8))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"window": -4}, "window: given -4; allowed: 1 or more"),
+        ({"page": 0}, "page of window: given 0"),
+        ({"num_sms": 0}, "num_sms: given 0"),
+        ({"heads": 0}, "heads: given 0"),
+        ({"next_n": 0}, "next_n: given 0"),
+        ({"chunk_requests": 0}, "chunk_requests: given 0"),
+        ({"compress_ratios": (-4,)}, "compress_ratio of a layer: given -4"),
+    ],
+)
+def test_settings_that_no_step_can_have(changes, message):
+    """Defect 17: each of these was accepted and gave wrong plans."""
+    with pytest.raises((ConfigError, MetadataError), match=message):
+        swa(**changes)
 
 
 def valid_lanes(meta, queries):
@@ -315,9 +333,11 @@ def test_one_program_per_bucket_and_no_host_sync():
         lens = [int(q + rng.integers(0, 20)) for q in queries]
         decision = builder.decide(host(queries, lens))
         rungs.add(decision.bucket)
-        build(common(queries, lens, bucket=SMALL), decision)
+        build(common(queries, lens, bucket=SMALL, group=builder.group), decision)
     assert len(traces) == len(set(traces)) == len(rungs)
-    jaxpr = jax.make_jaxpr(builder.build)(step := common([2], [9], bucket=SMALL), decision)
+    jaxpr = jax.make_jaxpr(builder.build)(
+        step := common([2], [9], bucket=SMALL, group=builder.group), decision
+    )
     assert "callback" not in str(jaxpr)
     warm = build(step, builder.warmup_decision(decision))
     assert len(traces) == len(rungs)

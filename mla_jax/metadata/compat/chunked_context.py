@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mla_jax.errors import MetadataError
+from mla_jax.metadata.common import check_chunks, check_sizes
 from mla_jax.metadata.context_parallel import WHOLE, ContextShard, dcp_local_seq_lens
 from mla_jax.types import Int, cdiv
 
@@ -64,6 +65,7 @@ def plan_equal_chunks(
     Raises:
         MetadataError: the workspace does not hold one page of every prefill with context.
     """
+    check_sizes(page=page)
     context = context_lens[:num_prefills].astype(np.int32)
     sharing = int((context > 0).sum())
     if sharing == 0:
@@ -75,7 +77,7 @@ def plan_equal_chunks(
             workspace_rows,
             f"at least {sharing * page}: a page of {page} for each of {sharing} prefills",
         )
-    chunks = cdiv(int(context_lens.max()), share)
+    chunks = check_chunks(cdiv(int(context_lens.max()), share), workspace_rows)
     starts = np.repeat(np.arange(chunks, dtype=np.int32)[:, None] * share, num_prefills, axis=1)
     lens = np.clip(context - starts, 0, share)
     return EqualChunks(
@@ -168,6 +170,7 @@ def pack_chunks(
     Raises:
         MetadataError: the workspace is smaller than one page of every rank.
     """
+    check_sizes(page=page)
     if not (context_lens > 0).any():
         return None
     spans = _pack(context_lens.tolist(), workspace_rows, page, shard)
@@ -194,6 +197,8 @@ def _pack(
     budget = workspace_rows // shard.ranks
     if workspace_rows < align:
         raise MetadataError("context workspace rows", workspace_rows, f"at least {align}")
+    least = max(budget * shard.ranks // align * align, align)
+    check_chunks(sum(context_lens) // least, workspace_rows)
     chunks: list[tuple[ContextSpan, ...]] = []
     filling: list[ContextSpan] = []
     used = 0

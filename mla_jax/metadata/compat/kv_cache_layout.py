@@ -1,6 +1,7 @@
-"""The order of axes inside a cache page: decided once per process, then frozen.
+"""The order of axes inside a cache page, as a connector may ask for it.
 
-For MLA there is one latent head, so the layouts differ by the place of a singleton axis.
+For MLA there is one latent head, so the layouts differ by the place of a singleton axis and
+nothing of ours depends on it.
 """
 
 from dataclasses import dataclass
@@ -8,24 +9,10 @@ from typing import Literal, cast, get_args
 
 from mla_jax.errors import MetadataError
 
-__all__ = [
-    "KVCacheLayout",
-    "get_kv_cache_layout",
-    "reset_kv_cache_layout",
-    "set_kv_cache_layout",
-]
+__all__ = ["KVCacheLayout", "LayoutChoice"]
 
 type KVCacheLayout = Literal["NHD", "HND"]
 """``NHD``: a page is ``[tokens, heads, dim]``; ``HND``: ``[heads, tokens, dim]``."""
-
-
-@dataclass
-class _Choice:
-    wanted: KVCacheLayout | None = None  # set by a program
-    frozen: KVCacheLayout | None = None  # what the first query answered
-
-
-_choice = _Choice()
 
 
 def _checked(layout: str) -> KVCacheLayout:
@@ -35,22 +22,23 @@ def _checked(layout: str) -> KVCacheLayout:
     return cast(KVCacheLayout, layout)
 
 
-def set_kv_cache_layout(layout: str) -> None:
-    """Choose the layout; without effect after the first query, until a reset."""
-    _choice.wanted = _checked(layout)
+@dataclass(kw_only=True)
+class LayoutChoice:
+    """One engine's layout: decided by the first question, then frozen.
 
-
-def get_kv_cache_layout(required: str | None = None) -> KVCacheLayout:
-    """The layout set, else the one a connector requires, else ``NHD``; the first answer stays.
-
-    No environment variable is read (vLLM: ``VLLM_KV_CACHE_LAYOUT``): who has one sets it.
+    No environment variable is read (vLLM: ``VLLM_KV_CACHE_LAYOUT``): who has one passes it.
     """
-    needed = _checked(required or "NHD")
-    if _choice.frozen is None:
-        _choice.frozen = _choice.wanted or needed
-    return _choice.frozen
 
+    wanted: str | None = None  # by the program; it goes before what a connector requires
+    frozen: KVCacheLayout | None = None  # what the first question was answered
 
-def reset_kv_cache_layout() -> None:
-    """Forget the answer and the setting."""
-    _choice.wanted = _choice.frozen = None
+    def __post_init__(self):
+        if self.wanted is not None:
+            _checked(self.wanted)
+
+    def get(self, required: str | None = None) -> KVCacheLayout:
+        """The layout wanted, else the one a connector requires, else ``NHD``."""
+        needed = _checked(required or "NHD")
+        if self.frozen is None:
+            self.frozen = needed if self.wanted is None else _checked(self.wanted)
+        return self.frozen

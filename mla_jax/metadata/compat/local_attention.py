@@ -12,7 +12,7 @@ import numpy as np
 
 from mla_jax.errors import MetadataError
 from mla_jax.metadata.buckets import CommonBucket
-from mla_jax.metadata.common import CommonMetadata, token_to_request
+from mla_jax.metadata.common import CommonMetadata, check_sizes, token_to_request
 from mla_jax.types import Array, Int
 
 __all__ = [
@@ -111,6 +111,7 @@ def _virtual(xp, query_starts, seq_lens, block_table, *, chunk: int, page: int, 
 
 
 def _check_chunk(chunk: int, page: int) -> None:
+    check_sizes(page=page)
     if chunk < 1 or chunk % page:
         raise MetadataError("attention chunk", chunk, f"a positive multiple of page={page}")
 

@@ -8,7 +8,8 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-from mla_jax.metadata.common import exclusive_sum
+from mla_jax.errors import MetadataError
+from mla_jax.metadata.common import check_sizes, exclusive_sum
 from mla_jax.types import Array, Int, cdiv
 
 __all__ = ["SPLIT_KEYS", "paged_mqa_logits_schedule"]
@@ -38,6 +39,9 @@ def paged_mqa_logits_schedule(
 
     Source: DeepGEMM paged MQA-logits metadata (``first``/``atom``: spring 2026).
     """
+    check_sizes(num_sms=num_sms, split=split)
+    if remainder not in ("first", "last"):
+        raise MetadataError("remainder", repr(remainder), "'first' or 'last'")
     rows, queries = seq_lens.shape
     if rows == 0:
         return jnp.zeros((num_sms + 1, 2), jnp.int32)

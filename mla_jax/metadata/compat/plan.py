@@ -19,7 +19,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from mla_jax.metadata.common import exclusive_sum
+from mla_jax.errors import MetadataError
+from mla_jax.metadata.common import check_sizes, exclusive_sum
 from mla_jax.types import Array, Int, cdiv
 
 __all__ = [
@@ -53,11 +54,13 @@ class FlashMLAPlan:
 
 def dense_sm_parts(num_sms: int, *, queries: int, heads: int, kv_heads: int = 1) -> int:
     """Parts of the dense decode kernel: one per group of SMs that covers all query rows."""
+    check_sizes(num_sms=num_sms, queries=queries, heads=heads, kv_heads=kv_heads)
     return max(num_sms // kv_heads // cdiv(queries * heads // kv_heads, BLOCK), 1)
 
 
 def sparse_sm_parts(num_sms: int, *, queries: int, heads: int) -> int:
     """Parts of the sparse fp8 decode kernel on SM90 (heads are padded to 64 or 128)."""
+    check_sizes(num_sms=num_sms, queries=queries, heads=heads)
     return max(num_sms // queries // cdiv(heads, BLOCK), 1)
 
 
@@ -86,6 +89,9 @@ def balanced_plan(
     the rows from there on cost nothing and belong to no part (their outputs are not written);
     without it padding rows are planned as empty rows.
     """
+    check_sizes(parts=parts, block=block)
+    if overhead < 0:
+        raise MetadataError("overhead", overhead, "0 or more blocks")
     batch = lens.shape[0]
     if batch == 0:
         return _idle_plan(parts)
@@ -140,6 +146,7 @@ def invariant_plan(
     A row's split points depend on its own length alone, so its result does not depend on the
     batch around it. ``max_len`` bounds ``lens``; there are ``batch * cdiv(max_len, …)`` parts.
     """
+    check_sizes(blocks_per_piece=blocks_per_piece, max_len=max_len, block=block)
     batch = lens.shape[0]
     parts = batch * max(cdiv(cdiv(max_len, block), blocks_per_piece), 1)
     if batch == 0:

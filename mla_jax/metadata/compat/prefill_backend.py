@@ -250,8 +250,13 @@ class MLAPrefillBackend(ABC):
                 f"head dimensions (nope, rope, v) = {config.mla_dimensions} not supported; "
                 f"supported: {allowed}"
             )
+        return reasons + cls.missing_features(config)
+
+    @classmethod
+    def missing_features(cls, config: MLAPrefillSelectorConfig) -> list[str]:
+        """A reason for each feature asked for that it has not."""
         wanted = [f for f in FEATURES if f in config.features - cls.supported_features]
-        return reasons + [f"feature {f} not supported" for f in wanted]
+        return [f"feature {f} not supported" for f in wanted]
 
     @classmethod
     def _missing_packages(cls) -> list[tuple[str, str]]:

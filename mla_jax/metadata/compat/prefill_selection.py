@@ -62,6 +62,7 @@ LATER_ORDER: Order = (
 class PrefillRegistry:
     """Backends by name, as import paths ``package.module.Class``, imported when asked for."""
 
+    op: str  # the operation's name in refusals
     order: Order
     paths: dict[str, str]
     overrides: dict[str, str] = field(default_factory=dict)
@@ -157,7 +158,7 @@ class PrefillRegistry:
                     for n in self.ordered(capability, config)
                     if not self.reasons(n, capability, config)
                 ]
-                raise PrefillBackendError("mla_prefill", backend, why, accept)
+                raise PrefillBackendError(self.op, backend, why, accept)
             return self.get(backend)
         key = (capability, config)
         if key not in self._chosen:
@@ -173,7 +174,7 @@ class PrefillRegistry:
             if not why:
                 return self.get(name)
             refused.append(f"{name}: {', '.join(why)}")
-        raise PrefillBackendError("mla_prefill", None, refused or ["no backend in the order"])
+        raise PrefillBackendError(self.op, None, refused or ["no backend in the order"])
 
     def _has_custom(self) -> bool:
         return CUSTOM in self.paths or CUSTOM in self.overrides

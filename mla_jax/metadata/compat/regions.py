@@ -6,6 +6,7 @@ import numpy as np
 
 from mla_jax.errors import MetadataError
 from mla_jax.metadata.common import HostBatch
+from mla_jax.metadata.indexer_chunks import indexer_chunks
 from mla_jax.metadata.split import split_decodes_and_prefills
 from mla_jax.types import Int
 
@@ -58,17 +59,12 @@ def split_prefill_chunks(
 
     ``offset`` is added to every bound: the first prefill's place in the batch.
     """
-    groups: list[tuple[int, int]] = []
-    start = used = 0
-    for i, length in enumerate(seq_lens.tolist()):
+    lens = seq_lens.tolist()
+    for i, length in enumerate(lens):
         if length > workspace:
             raise MetadataError(
                 f"seq_lens[{i}]", length, f"at most {workspace}, the rows of the workspace"
             )
-        if used + length > workspace:
-            groups.append((offset + start, offset + i))
-            start, used = i, 0
-        used += length
-    if len(seq_lens):
-        groups.append((offset + start, offset + len(seq_lens)))
-    return groups
+    ones, any_number = [1] * len(lens), (workspace + 1) * len(lens)
+    chunks = indexer_chunks(lens, ones, workspace=workspace, max_logits=any_number, offset=offset)
+    return [(start, stop) for start, stop, *_ in chunks]

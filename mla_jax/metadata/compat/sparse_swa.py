@@ -57,6 +57,10 @@ class DeepseekSparseSWAMetadata(SplitCounts):
         return self.native.bucket
 
     @property
+    def layer_types(self) -> tuple[str, ...]:
+        return self.native.layer_types
+
+    @property
     def block_table(self) -> Int[Array, "requests pages"]:
         (table,) = self.common.page_tables.values()
         return table

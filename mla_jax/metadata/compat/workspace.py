@@ -5,6 +5,7 @@ from math import lcm
 
 from mla_jax.config import MLADims
 from mla_jax.errors import MetadataError
+from mla_jax.metadata.common import check_sizes
 from mla_jax.metadata.context_parallel import WHOLE, ContextShard
 from mla_jax.types import round_up
 
@@ -23,6 +24,7 @@ FIRST_GENERATION_MAX_ROWS = 128 * 1024
 
 def _wanted(max_model_len: int, max_num_seqs: int, page: int) -> int:
     """Eight contexts of full length, or four pages of every request."""
+    check_sizes(max_model_len=max_model_len, max_num_seqs=max_num_seqs, page=page)
     return max(8 * max_model_len, 4 * max_num_seqs * page)
 
 
