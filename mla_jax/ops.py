@@ -21,7 +21,7 @@ from mla_jax.metadata.mla import DecodeMetadata, PrefillMetadata
 from mla_jax.pallas import cache_io, dense_decode, dense_prefill, grouped_matmul, merge, problems
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.registry import Backend, Problem, Registry
-from mla_jax.types import Array, AttnState, Float, Int
+from mla_jax.types import Array, AttnState, Float, Int, gathered
 
 __all__ = [
     "REGISTRY",
@@ -78,8 +78,8 @@ def write_latent(
     pages = run(
         cache.pages,
         cache.scale,
-        kv_latent,
-        k_rope,
+        gathered(kv_latent),
+        gathered(k_rope),
         _int32(slots),
         layer=_number(layer),
         format=cache.format,
@@ -181,8 +181,8 @@ def mla_decode(
         q_latent, q_rope, cache, meta, scale=scale, out_dtype=out, layer=layer
     )
     return _choose(problem, backend, tuning, plan)(
-        q_latent,
-        q_rope,
+        gathered(q_latent, 1),
+        gathered(q_rope, 1),
         cache.pages,
         cache.scale,
         *map(_int32, (meta.page_table, meta.seq_lens, meta.query_starts)),
@@ -250,9 +250,9 @@ def mla_prefill(
     out = q.dtype if out_dtype is None else out_dtype
     problem = problems.prefill(q, kv, k_rope, meta, scale=scale, causal=causal, out_dtype=out)
     return _choose(problem, backend, tuning, plan)(
-        q,
-        kv,
-        k_rope,
+        gathered(q, 1),
+        gathered(kv, 1),
+        gathered(k_rope),
         *map(_int32, (meta.query_starts, meta.key_starts)),
         scale=float(scale),
         causal=causal,
@@ -393,7 +393,7 @@ def _int32(x: Any) -> Array:
     if x.dtype.itemsize > 4 or x.dtype == jnp.uint32:
         bounds = jnp.iinfo(jnp.int32)
         x = xp.minimum(xp.maximum(x, 0 if x.dtype.kind == "u" else bounds.min), bounds.max)
-    return jnp.asarray(x.astype(jnp.int32))
+    return gathered(jnp.asarray(x.astype(jnp.int32)))
 
 
 def _number(layer: Layer) -> Array | None:

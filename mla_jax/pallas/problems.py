@@ -133,8 +133,8 @@ def plan_prefill(
 ) -> Problem:
     """Of ``mla_prefill`` in any layer."""
     shapes = (tokens, heads, nope + rope), (keys, heads, nope + v), (keys, rope)
-    arrays = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
-    return _prefill("plan_prefill", *arrays, meta, 1.0, causal, out_dtype)
+    q, kv, k_rope = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+    return _prefill("plan_prefill", q, kv, k_rope, meta, 1.0, causal, out_dtype)
 
 
 def _prefill(op, q, kv, k_rope, meta, scale, causal, out_dtype) -> Problem:

@@ -5,6 +5,7 @@ The kernels are imported where they run: Mosaic GPU takes more than a second to 
 
 import functools
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -77,7 +78,8 @@ def tune(problem: Problem, device: DeviceInfo) -> Tuned:
     """The measured choice for a problem, or the heuristic where nothing near was measured."""
     if found := tuning_table.lookup(problem, device):
         record, source = found
-        return Tuned(value=Tuning(**(record.tuning | {"workers": device.sms})), source=source)
+        fields: dict[str, Any] = record.tuning | {"workers": device.sms}
+        return Tuned(value=Tuning(**fields), source=source)
     quantised = FORMATS[str(problem["cache"])].quantised
     sizes = int(problem["heads"]), int(problem["max_query_len"])
     value = heuristic(*sizes, quantised, workers=device.sms)

@@ -40,12 +40,11 @@ def dense_decode(
     tokens, heads, rank = q_latent.shape
     requests, width = page_table.shape
     num_pages, page, _ = pages.shape[-3:]
-    state = AttnState(
-        out=jnp.zeros((tokens, heads, rank), out_dtype),
-        lse=jnp.full((tokens, heads), -jnp.inf, jnp.float32),
-    )
     if not (tokens and requests and width):
-        return state
+        return AttnState(
+            out=jnp.zeros((tokens, heads, rank), out_dtype),
+            lse=jnp.full((tokens, heads), -jnp.inf, jnp.float32),
+        )
     f32 = {"precision": "highest", "preferred_element_type": jnp.float32}
     in_layer = () if layer is None else (jnp.clip(layer, 0, pages.shape[0] - 1),)
     cache_scale = cache_scale[in_layer]
@@ -89,8 +88,13 @@ def dense_decode(
     total = jnp.where(empty, 1.0, total)
     out = acc / total[..., None]
     lse = jnp.where(empty, -jnp.inf, top + jnp.log(total))
-    token = jnp.where(exists, token, tokens)
+    t = jnp.arange(tokens, dtype=jnp.int32)
+    r = jnp.searchsorted(query_starts[1:], t, side="right", method="compare_all")
+    r = jnp.minimum(r, requests - 1)
+    j = t - query_starts[r]
+    real = (j >= 0) & (j < jnp.minimum(lens[r, 0], max_query_len))
+    at = r, jnp.where(real, j, 0)
     return AttnState(
-        out=state.out.at[token].set(out.astype(out_dtype), mode="drop"),
-        lse=state.lse.at[token].set(lse, mode="drop"),
+        out=jnp.where(real[:, None, None], out.astype(out_dtype)[at], 0),
+        lse=jnp.where(real[:, None], lse[at], -jnp.inf),
     )

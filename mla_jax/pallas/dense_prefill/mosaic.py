@@ -4,6 +4,7 @@ The kernel is imported where it runs: Mosaic GPU takes more than a second to imp
 """
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -65,7 +66,8 @@ def tune(problem: Problem, device: DeviceInfo) -> Tuned:
     """The measured choice for a problem, or the heuristic where nothing near was measured."""
     if found := tuning_table.lookup(problem, device):
         record, source = found
-        return Tuned(value=Tuning(**(record.tuning | {"workers": device.sms})), source=source)
+        fields: dict[str, Any] = record.tuning | {"workers": device.sms}
+        return Tuned(value=Tuning(**fields), source=source)
     names = ("tokens", "keys", "heads", "requests", "nope", "rope", "v")
     sizes = {name: int(problem[name]) for name in names}
     value = heuristic(**sizes, causal=bool(problem["causal"]), device=device)
