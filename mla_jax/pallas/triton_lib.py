@@ -16,6 +16,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from mla_jax.pallas.device import DeviceInfo
 from mla_jax.types import Array
 
 __all__ = ["call", "jit", "tl"]
@@ -54,6 +55,7 @@ def call(
         grid=(grid,),
         num_warps=warps,
         num_stages=stages,
+        compute_capability=DeviceInfo.current().sm or None,
         **{name: out},
         **constants,
     )
