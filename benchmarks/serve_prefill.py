@@ -22,8 +22,8 @@ PAGE, STEP, ROWS = 64, 8192, 32768
 MODELS = {"v3": (V3, 1), "v2_lite": (V2_LITE, 4), "v2_lite_27l": (V2_LITE, 27)}
 """And how many of the first layers."""
 METHOD = (
-    "the first layers of V3 (1, dense) and of V2-Lite (4 and 27: 1 dense, the rest of experts), bf16, "
-    f"random weights; steps of {STEP} prompt tokens through pages, {ROWS} workspace rows for "
+    "the first layers of V3 (1, dense) and of V2-Lite (4 and 27: 1 dense, the rest of experts), "
+    f"bf16, random weights; steps of {STEP} prompt tokens through pages, {ROWS} workspace rows for "
     "cached context; wall time of Engine.generate with one new token a prompt, all programs "
     "compiled before, once; cache traffic is by kernels in both backends"
 )
