@@ -77,7 +77,7 @@ def _accepted(*, dtype: Sequence[str] = (), dims: Sequence[tuple] = ()) -> tuple
     requirement = _requirement()
     if requirement is None:
         return (*dtype, *dims)
-    device = DeviceInfo(platform="gpu", kind="any Hopper", sm=90)
+    device = DeviceInfo(platform="gpu", kind="any Hopper", sm=90, sms=1)
 
     def takes(dtype: str, widths: tuple[int, int, int]) -> bool:
         sizes = dict(zip(("nope", "rope", "v"), widths, strict=True))
