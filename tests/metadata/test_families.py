@@ -1,6 +1,7 @@
 """Random traffic of the scheduler through the builders of all families."""
 
 import random
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -153,6 +154,22 @@ def test_random_traffic(family):
     assert set(traced) == visited <= set(listed)
     assert len(traced) == len(visited)
     assert len(visited) >= len(listed) - 1
+
+
+@pytest.mark.parametrize(("longest", "widths"), [(4096, 1), (163_840, 2), (1 << 20, 3)])
+def test_stated_numbers_of_programs(longest, widths):
+    """docs/metadata.md: 6 for each family, 8 with absorption; times the widths of page tables."""
+    sizes = {"max_requests": 128, "max_prefill_tokens": 512, "max_pages": longest // 64}
+    latent, keys = GroupSpec("latent", 64), Indexer(group=GroupSpec("index_keys", 64))
+    dense = MLAMetadataBuilder(ladder=MLALadder.default(**sizes), group=latent)
+    absorbing = replace(dense, absorb=lambda queries, contexts: 0, absorb_run=4)
+    sparse = V32MetadataBuilder(ladder=default_steps(**sizes), latent=latent, indexer=keys)
+    small = v4()
+    windows = replace(small.windows, group=GroupSpec("window", 64), max_model_len=longest)
+    wide = replace(small, ladder=default_steps(**sizes), windows=windows)
+    assert [len(b.rungs()) // widths for b in (dense, absorbing, sparse, wide)] == [6, 8, 6, 6]
+    for builder in (sparse, wide):  # nothing grows with the square of anything
+        assert all(sum(x.size for x in jax.tree.leaves(d)) < 8192 for d in builder.rungs())
 
 
 @pytest.mark.parametrize("family", BUILDERS)
