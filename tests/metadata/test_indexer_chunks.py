@@ -216,7 +216,10 @@ def test_padding_lanes():
 def test_no_plan_has_more_chunks_than_its_bucket(data):
     """``most_chunks`` of a step's sizes bounds every plan of such a step."""
     requests, queries = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 30))
-    longest, max_logits = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 200))
+    longest, max_logits = (
+        data.draw(st.integers(1, 40)),
+        data.draw(st.sampled_from([1, 50, 200, 9999])),
+    )
     workspace = data.draw(st.integers(longest, 3 * longest))
     sizes = {"requests": requests, "queries": queries, "keys": workspace}
     most = most_chunks(**sizes, max_logits=max_logits)
