@@ -228,3 +228,14 @@ def test_no_plan_has_more_chunks_than_its_bucket(data):
     keys = [data.draw(st.integers(0, longest)) for _ in rows]
     found = indexer_chunks(keys, rows, workspace=workspace, max_logits=max_logits, offset=0)
     assert len([c for c in found if c[4]]) <= most
+
+
+@pytest.mark.parametrize(
+    ("keys", "rows", "max_logits", "count"),
+    [([40] * 4, [2] * 4, 9999, 4), ([40], [9], 80, 5), ([40] * 2, [9, 1], 80, 6)],
+)
+def test_the_bound_is_reached_or_nearly(keys, rows, max_logits, count):
+    """A chunk for each request that fills the workspace, more for those with many logits."""
+    found = indexer_chunks(keys, rows, workspace=40, max_logits=max_logits, offset=0)
+    sizes = {"requests": len(keys), "queries": sum(rows), "keys": 40}
+    assert len(found) == count <= most_chunks(**sizes, max_logits=max_logits) <= count + 2
