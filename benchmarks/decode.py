@@ -19,6 +19,7 @@ from benchmarks.graphed import copies
 from benchmarks.timing import Isolated, back_to_back_us, isolated_us
 from mla_jax.cache import FORMATS
 from mla_jax.pallas.dense_decode import mosaic
+from mla_jax.pallas.device import DeviceInfo
 
 __all__ = [
     "CASES", "Case", "attend", "error_of", "find", "inputs", "plan_of", "random_arrays",
@@ -169,9 +170,11 @@ def line(row: dict) -> str:
     )
 
 
-def tuning_of(case: Case) -> mosaic.Tuning:
+def tuning_of(case: Case, workers: int | None = None) -> mosaic.Tuning:
     """The heuristic's, changed as the case says: measured choices must not choose themselves."""
-    found = mosaic.heuristic(case.heads, case.queries, FORMATS[case.format].quantised)
+    quantised = FORMATS[case.format].quantised
+    workers = workers or DeviceInfo.current().sms
+    found = mosaic.heuristic(case.heads, case.queries, quantised, workers=workers)
     changes = {k: type(getattr(found, k))(v) for k, v in case.tuning}
     return dataclasses.replace(found, **changes)
 

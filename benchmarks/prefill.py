@@ -14,7 +14,8 @@ import numpy as np
 
 from benchmarks.timing import Isolated, back_to_back_us, isolated_us
 from mla_jax.pallas.dense_prefill import mosaic, ref
-from mla_jax.pallas.dense_prefill import schedule as sc
+from mla_jax.pallas.dense_prefill import tile_plan as tp
+from mla_jax.pallas.device import DeviceInfo
 
 __all__ = ["CASES", "Case", "run"]
 
@@ -92,7 +93,7 @@ CASES = (
 )
 
 METHOD = (
-    "schedule given; us: summed kernel time of an isolated call (kineto), span_us: start of its "
+    "plan given; us: summed kernel time of an isolated call (kineto), span_us: start of its "
     "first kernel to end of its last, slope_us: slope of wall time over 10 ms of calls or more "
     "behind 0.5 s of the same (ours 8 in one jit, the peer as graph replays); medians, both sides "
     "in turn, in one process, on the same arrays; random-normal data; peer: its kernels alone, "
@@ -129,7 +130,7 @@ def line(row: dict) -> str:
     return (
         f"{row['case']:24s} {' '.join(f'{x:6.0f}' for x in times)} | "
         f"{' '.join(f'{x:.3f}' for x in ratios)} | {row['tflops']:.0f} TFLOP/s "
-        f"{row['floor_percent']:.0f}% err {row['error']:.1e} schedule {row['plan_us']:.0f} "
+        f"{row['floor_percent']:.0f}% err {row['error']:.1e} plan {row['plan_us']:.0f} "
         f"{[*row['kernels'].get('ours', {}).values()]}"
     )
 
@@ -138,19 +139,19 @@ def tuning(case: Case) -> mosaic.Tuning:
     """What the backend would choose."""
     return mosaic.heuristic(
         sum(case.queries), sum(case.key_lens), case.heads, requests=len(case.queries),
-        nope=case.nope, rope=case.rope, v=case.v, causal=case.causal,
+        nope=case.nope, rope=case.rope, v=case.v, causal=case.causal, device=DeviceInfo.current(),
     )  # fmt: skip
 
 
-def _attend(case: Case, q, kv, k_rope, query_starts, key_starts, schedule):
+def _attend(case: Case, q, kv, k_rope, query_starts, key_starts, plan):
     return mosaic.dense_prefill(
         q, kv, k_rope, query_starts, key_starts, scale=case.scale, causal=case.causal,
-        out_dtype=q.dtype, tuning=tuning(case), schedule=schedule,
+        out_dtype=q.dtype, tuning=tuning(case), plan=plan,
     )  # fmt: skip
 
 
-def _schedule(case: Case, query_starts, key_starts):
-    return mosaic.make_schedule(
+def _plan(case: Case, query_starts, key_starts):
+    return mosaic.make_plan(
         query_starts, key_starts, tokens=sum(case.queries), keys=sum(case.key_lens),
         causal=case.causal, tuning=tuning(case),
     )  # fmt: skip
@@ -169,14 +170,14 @@ def _specs(case: Case) -> tuple:
 
 
 def _compile(case: Case) -> dict:
-    """The scheduler, one call, and a chain of calls on equal schedules; their lse alone."""
+    """The planner, one call, and a chain of calls on equal plans; their lse alone."""
     specs = _specs(case)
-    make_schedule = jax.jit(functools.partial(_schedule, case))
-    schedule = jax.eval_shape(make_schedule, *specs[3:])
+    make_plan = jax.jit(functools.partial(_plan, case))
+    plan = jax.eval_shape(make_plan, *specs[3:])
     attend = jax.jit(functools.partial(_attend, case))
 
-    def chain(arrays, schedules):
-        return [attend(*arrays, s).lse for s in schedules]
+    def chain(arrays, plans):
+        return [attend(*arrays, plan).lse for plan in plans]
 
     def truth(q, kv, k_rope, query_starts, key_starts):
         return ref.dense_prefill(
@@ -192,9 +193,9 @@ def _compile(case: Case) -> dict:
 
     few = [dataclasses.replace(case, heads=2), *_specs(dataclasses.replace(case, heads=2))]
     return {
-        "plan": make_schedule.lower(*specs[3:]).compile(),
-        "once": attend.lower(*specs, schedule).compile(),
-        "chain": jax.jit(chain).lower(specs, [schedule] * CHAIN).compile(),
+        "plan": make_plan.lower(*specs[3:]).compile(),
+        "once": attend.lower(*specs, plan).compile(),
+        "chain": jax.jit(chain).lower(specs, [plan] * CHAIN).compile(),
         "truth": jax.jit(truth).lower(*few[1:]).compile(),
         "random": jax.jit(random).lower().compile(),
     }
@@ -211,8 +212,8 @@ def _error(case: Case, truth, args, state) -> float:
     return error
 
 
-def _check(case: Case, programs: dict) -> tuple[tuple, sc.Schedule, float]:
-    """Arguments, their schedule, and the error of the result."""
+def _check(case: Case, programs: dict) -> tuple[tuple, tp.TilePlan, float]:
+    """Arguments, their plan, and the error of the result."""
     starts = [
         jnp.asarray(np.concatenate([[0], np.cumsum(lens)]), jnp.int32)
         for lens in (case.queries, case.key_lens)
@@ -222,7 +223,7 @@ def _check(case: Case, programs: dict) -> tuple[tuple, sc.Schedule, float]:
     return args, plan, _error(case, programs["truth"], args, programs["once"](*args, plan))
 
 
-def _row(case: Case, programs: dict, make_peer, args: tuple, plan: sc.Schedule) -> dict:
+def _row(case: Case, programs: dict, make_peer, args: tuple, plan: tp.TilePlan) -> dict:
     plans = jax.block_until_ready([jax.tree.map(lambda x: x + 0, plan) for _ in range(CHAIN)])
 
     def chain(n):

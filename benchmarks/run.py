@@ -22,7 +22,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 SUITES = (
-    "chunked_prefill", "decode", "gather", "layer", "prefill", "serve", "serve_prefill",
+    "chunked_prefill", "decode", "gather", "layer", "prefill", "serve", "serve_prefill", "start",
 )  # fmt: skip
 
 

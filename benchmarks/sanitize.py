@@ -2,7 +2,7 @@
 
 Each case is compared with the reference. Those of decode and prefill run on the CPU: under a
 sanitizer XLA compiles them for a GPU so slowly that its alarm goes off, and the process with it.
-Parts: decode, quantised (decode over e4m3), prefill, cache.
+Parts: decode, quantised (decode over e4m3), prefill, cache, stack (a layer of a stacked cache).
 """
 
 import functools
@@ -14,8 +14,8 @@ import numpy as np
 
 from benchmarks import decode
 from mla_jax.cache import LatentCache
-from mla_jax.metadata.mla import PrefillMetadata
-from mla_jax.ops import gather_latent, mla_prefill, write_latent
+from mla_jax.metadata.mla import DecodeMetadata, PrefillMetadata
+from mla_jax.ops import gather_latent, mla_decode, mla_prefill, write_latent
 
 DECODE = (  # requests, queries, heads, keys: pieces of one block and of several, idle tiles, chains
     (3, 1, 16, 700),
@@ -97,6 +97,42 @@ def run_cache() -> None:
         print(f"cache of {format}: equal", flush=True)
 
 
+def run_stack() -> None:
+    """The last layer of a stack, to its last slot: written, gathered and attended to."""
+    layers, num_pages, page = 3, 12, 16
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((num_pages * page, RANK + ROPE))
+    slots = rng.permutation(num_pages * page)
+    table = np.arange(num_pages)[::-1].reshape(2, -1)
+    lens, starts = np.array([90, 96]), np.array([0, 1, 2])
+    for format in ("bf16", "fp8_e4m3"):
+        for heads in (16, 128):
+            q = rng.standard_normal((2, heads, RANK + ROPE))
+            found = []
+            for backend, device in (("mosaic", jax.devices()[0]), ("xla", jax.devices("cpu")[0])):
+                with jax.default_device(device):
+                    x, query = (jnp.asarray(a, jnp.bfloat16) for a in (rows, q))
+                    index = [jnp.asarray(a, jnp.int32) for a in (slots, table, lens, starts)]
+                    sizes = {"num_pages": num_pages, "page": page, "rank": RANK, "rope": ROPE}
+                    cache = LatentCache.alloc(**sizes, layers=layers, format=format)
+                run = jax.jit(functools.partial(_stack, backend, layers - 1))
+                found.append([np.asarray(a, np.float32) for a in run(cache, x, query, *index)])
+            for ours, want in zip(*found, strict=True):
+                worst = float(np.abs(ours - want).max())
+                assert worst < 0.05, worst
+            print(f"stack of {format}, {heads} heads: close", flush=True)
+
+
+def _stack(backend, layer, cache, x, q, slots, table, lens, starts):
+    more = {"backend": backend, "layer": jnp.int32(layer)}
+    cache = write_latent(cache, x[:, :RANK], x[:, RANK:], slots, **more)
+    first, ends = jnp.zeros_like(lens), jnp.asarray([0, 90, 186], jnp.int32)
+    rows = gather_latent(cache, table, first, ends, rows=190, dtype=x.dtype, **more)
+    meta = DecodeMetadata(max_query_len=1, page_table=table, seq_lens=lens, query_starts=starts)
+    state = mla_decode(q[..., :RANK], q[..., RANK:], cache, meta, scale=0.07, **more)
+    return cache.pages, rows, state.out, state.lse
+
+
 def main() -> None:
     """The parts that are named, or all."""
     quantised = functools.partial(run_decode, QUANTISED, "fp8_e4m3")
@@ -105,6 +141,7 @@ def main() -> None:
         "quantised": quantised,
         "prefill": run_prefill,
         "cache": run_cache,
+        "stack": run_stack,
     }
     for part in sys.argv[1:] or parts:
         parts[part]()

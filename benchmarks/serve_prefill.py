@@ -1,21 +1,17 @@
 """Prefill end to end: prompts through the engine, random weights, by attention backend."""
 
-import dataclasses
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from benchmarks import paths
-from mla_jax.config import ModelConfig
+from benchmarks.random_model import drawn, of_layers
 from mla_jax.engine import Engine
 from mla_jax.metadata.buckets import Ladder, MLALadder
-from mla_jax.model.deepseek_v3 import DeepseekV3
 from mla_jax.model.presets import V2_LITE, V3
 from mla_jax.model.sampling import SamplingParams
 from mla_jax.types import cdiv
@@ -23,10 +19,11 @@ from mla_jax.types import cdiv
 __all__ = ["CASES", "METHOD", "Case", "run"]
 
 PAGE, STEP, ROWS = 64, 8192, 32768
-MODELS = {"v3": (V3, 1), "v2_lite": (V2_LITE, 4)}  # and how many of its first layers
+MODELS = {"v3": (V3, 1), "v2_lite": (V2_LITE, 4), "v2_lite_27l": (V2_LITE, 27)}
+"""And how many of the first layers."""
 METHOD = (
-    "the first layers of V3 (1, dense) and of V2-Lite (4 of 27: 1 dense, 3 of experts), bf16, "
-    f"random weights; steps of {STEP} prompt tokens through pages, {ROWS} workspace rows for "
+    "the first layers of V3 (1, dense) and of V2-Lite (4 and 27: 1 dense, the rest of experts), "
+    f"bf16, random weights; steps of {STEP} prompt tokens through pages, {ROWS} workspace rows for "
     "cached context; wall time of Engine.generate with one new token a prompt, all programs "
     "compiled before, once; cache traffic is by kernels in both backends"
 )
@@ -51,6 +48,7 @@ CASES = tuple(
     for backend in ("mosaic", "xla")
     for model in MODELS
     for prompts in ((8, 4096), (1, 32768))
+    if backend == "mosaic" or model != "v2_lite_27l"
 )
 
 
@@ -81,18 +79,9 @@ def run(peers: Path | None, chosen: list[str], turn: AbstractContextManager) -> 
         yield row
 
 
-def config(model: str) -> ModelConfig:
-    """The first layers of a named model."""
-    whole, layers = MODELS[model]
-    sparse = whole.sparse_layers[:layers]
-    moe = whole.moe if any(sparse) else None
-    return dataclasses.replace(whole, layers=layers, sparse_layers=sparse, moe=moe)
-
-
 def _engine(case: Case) -> Engine:
-    facts = config(case.model)
-    model = DeepseekV3(facts, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    model.absorb()
+    facts = of_layers(*MODELS[case.model])
+    model = drawn(facts)
     longest = max(c.length for c in CASES) + PAGE
     ladder = MLALadder(
         decodes=Ladder("decode requests", (8,)),

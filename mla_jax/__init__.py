@@ -3,12 +3,15 @@
 import importlib
 from typing import TYPE_CHECKING
 
-from mla_jax.cache import FORMATS, CacheFormat, LatentCache
+from mla_jax.cache import FORMATS, CacheFormat, LatentCache, RecordCache, RecordFormat
 from mla_jax.config import MLADims, ModelConfig, MoEConfig, RopeConfig, YarnConfig
 from mla_jax.errors import (
+    ArgumentError,
     ConfigError,
     EngineError,
     MetadataError,
+    MLAError,
+    PrefillBackendError,
     UnsupportedError,
     WeightsError,
 )
@@ -29,11 +32,13 @@ from mla_jax.ops import (
     mla_decode,
     mla_prefill,
     plan_decode,
+    plan_prefill,
     support_matrix,
     swap_blocks,
     write_latent,
 )
 from mla_jax.types import AttnState
+from mla_jax.version import __version__
 
 if TYPE_CHECKING:
     from mla_jax.engine import Engine
@@ -43,6 +48,7 @@ _LATER = {"Engine": "engine", "SamplingParams": "model.sampling"}
 
 __all__ = [
     "FORMATS",
+    "ArgumentError",
     "AttnState",
     "CacheFormat",
     "ConfigError",
@@ -53,17 +59,22 @@ __all__ = [
     "LatentCache",
     "MLABucket",
     "MLADims",
+    "MLAError",
     "MLALadder",
     "MLAMetadata",
     "MetadataError",
     "MoEConfig",
     "ModelConfig",
+    "PrefillBackendError",
     "PrefillMetadata",
+    "RecordCache",
+    "RecordFormat",
     "RopeConfig",
     "SamplingParams",
     "UnsupportedError",
     "WeightsError",
     "YarnConfig",
+    "__version__",
     "apply_sinks",
     "build_mla",
     "copy_blocks",
@@ -73,6 +84,7 @@ __all__ = [
     "mla_decode",
     "mla_prefill",
     "plan_decode",
+    "plan_prefill",
     "support_matrix",
     "swap_blocks",
     "write_latent",

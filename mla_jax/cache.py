@@ -1,8 +1,9 @@
-"""The paged latent cache: a token record as data, and the pytree that holds the pages.
+"""The paged caches: the pytrees that hold the pages.
 
-A row is ``[kv_latent (rank) | k_rope (rope)]``; the rotary part is stored after rotation and
-the latent after its norm. A slot is a flat row number, ``page_id * page + offset``.
-Byte layouts are listed in ``docs/cache_formats.md``, which is generated from ``FORMATS``.
+A slot is a flat row number, ``page_id * page + offset``. ``LatentCache`` holds elements of one
+dtype, ``[kv_latent (rank) | k_rope (rope)]`` a row, the rotary part stored after rotation and the
+latent after its norm; ``RecordCache`` holds the byte records of the sparse models.
+The formats are data (``mla_jax.formats``), listed in ``docs/cache_formats.md``.
 """
 
 import math
@@ -12,90 +13,47 @@ import jax
 import jax.numpy as jnp
 
 from mla_jax.errors import MetadataError
-from mla_jax.types import Array, Float
+from mla_jax.formats import (
+    CACHE_SCALE,
+    ELEMENT_FORMATS,
+    FORMATS,
+    RECORD_FORMATS,
+    CacheFormat,
+    Field,
+    RecordFormat,
+)
+from mla_jax.types import Array, Float, UInt8
 
-__all__ = ["FORMATS", "CacheFormat", "Field", "LatentCache"]
-
-
-@dataclass(frozen=True)
-class Field:
-    """``count`` elements of ``dtype`` starting at byte ``offset`` of a token record."""
-
-    name: str
-    offset: int
-    dtype: str
-    count: int
-
-    @property
-    def end(self) -> int:
-        """First byte behind the field."""
-        return self.offset + self.count * jnp.dtype(self.dtype).itemsize
-
-
-@dataclass(frozen=True)
-class CacheFormat:
-    """How one token is stored: ``row = rank + rope`` elements of ``dtype``, in that order.
-
-    A plain format stores the element cast to ``dtype``; casting to its own dtype keeps every
-    bit. A quantised format divides by one float32 scale of the whole cache and saturates.
-    """
-
-    name: str
-    dtype: str  # of one stored element
-    quantised: bool  # divided by the cache's scale before the cast
-
-    @property
-    def itemsize(self) -> int:
-        return jnp.dtype(self.dtype).itemsize
-
-    def fields(self, rank: int, rope: int) -> tuple[Field, ...]:
-        """The record of one token, in byte order and without gaps."""
-        latent = Field("kv_latent", 0, self.dtype, rank)
-        return latent, Field("k_rope", latent.end, self.dtype, rope)
-
-    def row_bytes(self, rank: int, rope: int) -> int:
-        """Bytes of one token in one layer."""
-        return self.fields(rank, rope)[-1].end
-
-    def encode(self, x: Float[Array, "..."], scale: Float[Array, ""]) -> Float[Array, "..."]:
-        """Stored elements of ``x``: ``cast(x)``, or ``cast(clamp(x / scale))`` if quantised.
-
-        The cast rounds to nearest even; the clamp is to the largest finite value of the
-        format, so nothing but a NaN is stored as NaN.
-        """
-        if not self.quantised:
-            return x.astype(self.dtype)
-        # The barrier keeps a true division: compilers multiply by 1 / scale otherwise.
-        divisor = jax.lax.optimization_barrier(jnp.broadcast_to(scale, x.shape))
-        largest = float(jnp.finfo(self.dtype).max)
-        return jnp.clip(x.astype(jnp.float32) / divisor, -largest, largest).astype(self.dtype)
-
-    def decode(self, stored: Float[Array, "..."], scale: Float[Array, ""]) -> Float[Array, "..."]:
-        """Values of stored elements in float32: ``float32(stored) * scale`` if quantised."""
-        x = stored.astype(jnp.float32)
-        return x * scale if self.quantised else x
-
-
-FORMATS = {
-    f.name: f
-    for f in (
-        CacheFormat("bf16", "bfloat16", quantised=False),
-        CacheFormat("fp16", "float16", quantised=False),
-        CacheFormat("fp32", "float32", quantised=False),
-        CacheFormat("fp8_e4m3", "float8_e4m3fn", quantised=True),
-    )
-}
+__all__ = [
+    "ELEMENT_FORMATS",
+    "FORMATS",
+    "RECORD_FORMATS",
+    "CacheFormat",
+    "Field",
+    "LatentCache",
+    "RecordCache",
+    "RecordFormat",
+]
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class LatentCache:
-    """Pages of one layer. Functions return a new one; donate the old one to reuse its memory."""
+    """Pages of one layer, or of a stack of layers that operations take with ``layer=``.
 
-    pages: Float[Array, "pages page row"]  # stored elements, dtype of the format
-    scale: Float[Array, ""]  # float32; 1 for formats that are not quantised
+    In a stack page ``i`` of every layer has one page table and one slot mapping; nothing is ever
+    sliced out of it. Functions return a new cache; donate the old one to reuse its memory.
+    """
+
+    pages: Float[Array, "*layers pages page row"]  # stored elements, dtype of the format
+    scale: Float[Array, "*layers"]  # float32, of each layer; 1 for formats that are not quantised
     rank: int = field(metadata={"static": True})  # latent elements at the head of a row
     format: CacheFormat = field(metadata={"static": True})
+
+    @property
+    def layers(self) -> int | None:
+        """Layers of a stack; None for the cache of one layer."""
+        return self.pages.shape[0] if len(self.pages.shape) == 4 else None
 
     @property
     def page(self) -> int:
@@ -108,10 +66,12 @@ class LatentCache:
 
     @property
     def num_pages(self) -> int:
+        """Pages of each layer."""
         return self.pages.shape[-3]
 
     @property
     def num_slots(self) -> int:
+        """Slots of each layer."""
         return self.num_pages * self.page
 
     @classmethod
@@ -124,21 +84,28 @@ class LatentCache:
         rope: int,
         format: str | CacheFormat = "bf16",
         scale: float = 1.0,
+        layers: int | None = None,
     ) -> "LatentCache":
-        """A zeroed cache of one layer. Slots are int32, so ``num_pages * page < 2**31``.
+        """A zeroed cache of one layer, or of a stack of ``layers``.
+
+        Row numbers are int32, so ``layers * num_pages * page < 2**31``; sizes are checked before
+        anything is allocated. ``scale`` is that of every layer.
 
         Raises:
-            MetadataError: an unknown format, sizes that are not positive, too many slots, or
+            MetadataError: an unknown format, sizes that are not positive, too many rows, or
                 a scale that is not positive and finite (or not 1 in a plain format).
         """
         fmt = _format(format)
-        if min(num_pages, page, rank) < 1 or rope < 0:
+        stack = () if layers is None else (layers,)
+        if min(num_pages, page, rank, *stack) < 1 or rope < 0:
             sizes = f"num_pages={num_pages}, page={page}, rank={rank}, rope={rope}"
+            sizes += f", layers={layers}" if stack else ""
             raise MetadataError("LatentCache.alloc", sizes, "positive sizes (rope may be 0)")
-        if num_pages * page >= 2**31:
+        if math.prod(stack) * num_pages * page >= 2**31:
+            factors = "layers * pages * page" if stack else "pages * page"
             raise MetadataError(
-                "LatentCache.alloc: pages * page",
-                num_pages * page,
+                f"LatentCache.alloc: {factors}",
+                math.prod(stack) * num_pages * page,
                 "below 2**31 slots (slots are int32)",
                 "Use fewer pages.",
             )
@@ -146,8 +113,8 @@ class LatentCache:
             allowed = "a positive finite number" if fmt.quantised else "1 (nothing is scaled)"
             raise MetadataError(f"LatentCache.alloc: scale of {fmt.name}", scale, allowed)
         return cls(
-            pages=jnp.zeros((num_pages, page, rank + rope), fmt.dtype),
-            scale=jnp.asarray(scale, jnp.float32),
+            pages=jnp.zeros((*stack, num_pages, page, rank + rope), fmt.dtype),
+            scale=jnp.full(stack, scale, jnp.float32),
             rank=rank,
             format=fmt,
         )
@@ -156,6 +123,65 @@ class LatentCache:
 def _format(name: str | CacheFormat) -> CacheFormat:
     if isinstance(name, CacheFormat):
         return name
-    if name not in FORMATS:
-        raise MetadataError("cache format", repr(name), ", ".join(sorted(FORMATS)))
-    return FORMATS[name]
+    if name not in ELEMENT_FORMATS:
+        hint = f"RecordCache holds {name}." if name in RECORD_FORMATS else ""
+        raise MetadataError("cache format", repr(name), ", ".join(sorted(ELEMENT_FORMATS)), hint)
+    return ELEMENT_FORMATS[name]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class RecordCache:
+    """Pages of byte records, of one layer or of a stack of layers.
+
+    A page is ``format.page_bytes(page)`` bytes, its planes one behind the other. Functions
+    return a new cache; donate the old one to reuse its memory.
+    """
+
+    pages: UInt8[Array, "*layers pages page_bytes"]
+    page: int = field(metadata={"static": True})  # tokens in one page
+    format: RecordFormat = field(metadata={"static": True})
+
+    @property
+    def layers(self) -> int | None:
+        """Layers of a stack; None for the cache of one layer."""
+        return self.pages.shape[0] if len(self.pages.shape) == 3 else None
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of each layer."""
+        return self.pages.shape[-2]
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of each layer."""
+        return self.num_pages * self.page
+
+    @classmethod
+    def alloc(
+        cls, *, num_pages: int, page: int, format: str | RecordFormat, layers: int | None = None
+    ) -> "RecordCache":
+        """A zeroed cache of one layer, or of a stack of ``layers``.
+
+        Raises:
+            MetadataError: not the name of a byte record, a record whose scale is kept outside
+                of it, sizes that are not positive, or ``layers * num_pages * page >= 2**31``.
+        """
+        stack = () if layers is None else (layers,)
+        if min(num_pages, page, *stack) < 1:
+            sizes = f"num_pages={num_pages}, page={page}, layers={layers}"
+            raise MetadataError("RecordCache.alloc", sizes, "positive sizes (layers may be None)")
+        if (rows := math.prod(stack) * num_pages * page) >= 2**31:
+            allowed = "below 2**31 (slots are int32)"
+            raise MetadataError("RecordCache.alloc: rows", rows, allowed, "Use fewer pages.")
+        fmt = _record_format(format)
+        shape = (*stack, num_pages, fmt.page_bytes(page))
+        return cls(pages=jnp.zeros(shape, jnp.uint8), page=page, format=fmt)
+
+
+def _record_format(name: str | RecordFormat) -> RecordFormat:
+    fmt = RECORD_FORMATS.get(name) if isinstance(name, str) else name
+    if fmt is None or any(f.scale == CACHE_SCALE for f in fmt.fields):
+        hint = "LatentCache holds elements of one dtype." if fmt or name in FORMATS else ""
+        raise MetadataError("record format", repr(name), ", ".join(sorted(RECORD_FORMATS)), hint)
+    return fmt

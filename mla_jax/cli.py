@@ -4,8 +4,10 @@ Results go to stdout, progress and messages to stderr. Bad input is one clear me
 code 2.
 """
 
+import io
 import json
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,17 +16,11 @@ import jax
 import jax.numpy as jnp
 
 from mla_jax import ops
-from mla_jax.cache import FORMATS, LatentCache
+from mla_jax.cache import ELEMENT_FORMATS, LatentCache
+from mla_jax.checks import is_real
 from mla_jax.config import MLADims, ModelConfig
 from mla_jax.engine import Engine
-from mla_jax.errors import (
-    ArgumentError,
-    ConfigError,
-    EngineError,
-    MetadataError,
-    UnsupportedError,
-    WeightsError,
-)
+from mla_jax.errors import EngineError, MLAError
 from mla_jax.metadata.mla import DecodeMetadata, PrefillMetadata
 from mla_jax.model.memory import plan_memory
 from mla_jax.model.prefill_crossover import PrefillCrossover
@@ -33,7 +29,9 @@ from mla_jax.model.weight_table import num_params
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.prompts import Prompt, Reader, ids_of
 from mla_jax.scheduler import Completion, Event
+from mla_jax.tokenizer import TextTokenizer
 from mla_jax.types import cdiv
+from mla_jax.version import __version__
 
 try:
     import typer
@@ -59,26 +57,31 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-_BAD_INPUT = (
-    ArgumentError,
-    ConfigError,
-    EngineError,
-    MetadataError,
-    UnsupportedError,
-    WeightsError,
-    OSError,
-)
+_BAD_INPUT = (MLAError, OSError)
 _USAGE: type[Exception] = typer.BadParameter.__bases__[0]
 _CACHE_OF_DTYPE = {"float32": "fp32", "bfloat16": "bf16"}
 
-type Dtype = Literal["float32", "bfloat16"]
-type CacheDtype = Literal["auto", "bf16", "fp16", "fp32", "fp8_e4m3"]
+# Not ``type`` statements: the help of an option shows the choices of a plain Literal only.
+Dtype = Literal["float32", "bfloat16"]
+CacheDtype = Literal["auto", "bf16", "fp16", "fp32", "fp8_e4m3"]
+IgnoreKey = Annotated[
+    list[str] | None,
+    typer.Option(help="Unknown key of config.json to pass over; may be given again."),
+]
+_MOST_GIB = 1e9  # an exbibyte
+_MOST = 2**31 - 1  # of a size: kernels count in int32
+Size = Annotated[int, typer.Option(min=1, max=_MOST)]
 
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run a command and exit: 0, or 2 after bad input."""
+    for stream in (sys.stdout, sys.stderr):  # an ASCII terminal gets escapes, no traceback
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
-        code = app(None if args is None else list(args), standalone_mode=False)
+        with warnings.catch_warnings():
+            warnings.showwarning = _warn
+            code = app(None if args is None else list(args), standalone_mode=False)
     except _USAGE as error:
         code = _complain(error.format_message())  # pyright: ignore[reportAttributeAccessIssue]
     except _BAD_INPUT as error:
@@ -91,6 +94,26 @@ def main(args: Sequence[str] | None = None) -> None:
 def _complain(message: str) -> int:
     print(f"mla-jax: {message}", file=sys.stderr)
     return 2
+
+
+def _warn(message: Warning | str, *_: object, **__: object) -> None:
+    print(f"mla-jax: warning: {message}", file=sys.stderr)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"mla-jax {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_print_version, help="Print it."),
+    ] = False,
+) -> None:
+    """Multi-head latent attention for JAX."""
 
 
 @app.command()
@@ -117,10 +140,11 @@ def generate(
     num_pages: Annotated[int | None, typer.Option(help="Default: enough for all at once.")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Default: the model's limit.")] = None,
     backend: Annotated[str | None, typer.Option(help="Attention backend.")] = None,
+    ignore_key: IgnoreKey = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a request.")] = False,
 ) -> None:
     """Serve prompts together and print what the model says, in the order of the prompts."""
-    config = ModelConfig.from_hf(model_dir)
+    config = ModelConfig.from_hf(model_dir, ignore_keys=ignore_key or ())
     params = SamplingParams(
         temperature=temperature,
         top_k=top_k,
@@ -130,8 +154,8 @@ def generate(
         stop_token_ids=tuple(ids_of(stop_ids, vocab=config.vocab, where="--stop-ids")),
         ignore_eos=ignore_eos,
     )
-    tokenizer = _tokenizer(model_dir)
-    read = Reader(vocab=config.vocab, encode=tokenizer and (lambda t: tokenizer.encode(t).ids))
+    tokenizer = TextTokenizer.open(model_dir)
+    read = Reader(vocab=config.vocab, tokenizer=tokenizer)
     prompts = read.prompts(ids=prompt_ids, text=prompt, file=prompts_file)
     limit = config.max_positions if max_model_len is None else max_model_len
     rows = [_rows(p, max_new_tokens, limit) for p in prompts]
@@ -150,6 +174,7 @@ def generate(
         prefill_chunk=prefill_chunk,
         max_model_len=limit if max_model_len is not None else max(rows) + 1,
         backend=backend,
+        ignore_keys=ignore_key or (),
     )
     for i, completion in enumerate(_serve(engine, [p.ids for p in prompts], params)):
         _print_completion(i, completion, tokenizer, as_json=as_json)
@@ -164,21 +189,6 @@ def _rows(prompt: Prompt, new: int, limit: int) -> int:
         given = f"{n} tokens and {new} new ones"
         raise EngineError(prompt.where, given, f"at most {limit} together")
     return n + new - 1
-
-
-def _tokenizer(folder: Path) -> Any:
-    """The folder's tokenizer; ``None`` if it has none or the package is not installed."""
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        return None
-    try:
-        from tokenizers import Tokenizer
-    except ModuleNotFoundError:
-        return None
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the package raises nothing narrower
-        raise EngineError(str(path), str(error), "a tokenizer of the tokenizers package") from None
 
 
 def _load(folder: Path, *, dtype: str, **settings: Any) -> Engine:
@@ -211,8 +221,14 @@ def _serve(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> 
     return completions
 
 
-def _print_completion(i: int, c: Completion, tokenizer: Any, *, as_json: bool) -> None:
-    text = None if tokenizer is None else tokenizer.decode(list(c.token_ids))
+def _print_completion(
+    i: int, c: Completion, tokenizer: TextTokenizer | None, *, as_json: bool
+) -> None:
+    text = None
+    try:
+        text = tokenizer and tokenizer.decode(c.token_ids)
+    except EngineError as error:  # the ids were paid for: they are printed
+        _warn(f"request {i}: {error}")
     if not as_json:
         ids = ",".join(map(str, c.token_ids))
         print(f"[{i}] {c.finish_reason}: {ids if text is None else text}")
@@ -231,10 +247,14 @@ def inspect(
     model_dir: Path,
     dtype: Dtype = "bfloat16",
     memory: Annotated[float, typer.Option(help="GiB of the device to plan for.")] = 80.0,
+    ignore_key: IgnoreKey = None,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Print what config.json says: family, widths, cache bytes per token, a memory plan."""
-    facts = _facts(ModelConfig.from_hf(model_dir), dtype, memory)
+    if not (is_real(memory) and 0 < memory <= _MOST_GIB):
+        allowed = f"GiB above 0, at most {_MOST_GIB:,.0f}"
+        raise EngineError("--memory", memory, allowed, "A GPU of 80 GB has about 79.")
+    facts = _facts(ModelConfig.from_hf(model_dir, ignore_keys=ignore_key or ()), dtype, memory)
     if as_json:
         print(json.dumps(facts))
         return
@@ -245,7 +265,9 @@ def inspect(
 
 def _facts(config: ModelConfig, dtype: str, memory: float) -> dict[str, Any]:
     d = config.dims
-    plans = {name: plan_memory(config, dtype=dtype, format=f) for name, f in FORMATS.items()}
+    plans = {
+        name: plan_memory(config, dtype=dtype, format=f) for name, f in ELEMENT_FORMATS.items()
+    }
     any_plan = next(iter(plans.values()))
     return {
         "family": config.family,
@@ -272,16 +294,16 @@ def explain(
     op: Annotated[
         str, typer.Argument(help="mla_decode, mla_prefill, write_latent, …; prefill_crossover")
     ],
-    requests: int = 8,
-    tokens: Annotated[int, typer.Option(help="Query tokens.")] = 8,
-    keys: Annotated[int, typer.Option(help="Key tokens of mla_prefill.")] = 8,
-    heads: int = 128,
-    rank: int = 512,
-    rope: int = 64,
-    nope: int = 128,
-    v: int = 128,
-    page_size: int = 64,
-    pages: Annotated[int, typer.Option(help="Page-table width.")] = 64,
+    requests: Size = 8,
+    tokens: Annotated[int, typer.Option(min=1, max=_MOST, help="Query tokens.")] = 8,
+    keys: Annotated[int, typer.Option(min=1, max=_MOST, help="Key tokens of mla_prefill.")] = 8,
+    heads: Size = 128,
+    rank: Size = 512,
+    rope: Annotated[int, typer.Option(min=0, max=_MOST)] = 64,
+    nope: Size = 128,
+    v: Size = 128,
+    page_size: Size = 64,
+    pages: Annotated[int, typer.Option(min=1, max=_MOST, help="Page-table width.")] = 64,
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16",
     cache_dtype: Literal["bf16", "fp16", "fp32", "fp8_e4m3"] = "bf16",
     causal: bool = True,
@@ -307,10 +329,10 @@ def explain(
 
     starts, table = ints(requests + 1), ints(requests, pages)
     cache = LatentCache(
-        pages=shape(2, page_size, rank + rope, of=FORMATS[cache_dtype].dtype),  # pyright: ignore
+        pages=shape(2, page_size, rank + rope, of=ELEMENT_FORMATS[cache_dtype].dtype),  # pyright: ignore
         scale=shape(of="float32"),  # pyright: ignore[reportArgumentType]
         rank=rank,
-        format=FORMATS[cache_dtype],
+        format=ELEMENT_FORMATS[cache_dtype],
     )
     decode = DecodeMetadata(
         max_query_len=max(1, cdiv(tokens, max(requests, 1))),

@@ -5,7 +5,8 @@ be inert, or refused by name.
 """
 
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -54,6 +55,14 @@ def _positive(config: object, *names: str) -> None:
             raise ConfigError(f"{type(config).__name__}.{name}", value, "a positive integer")
 
 
+def _within(config: object, low: float, high: float, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not low <= value <= high:
+            allowed = f"a number >= {low:g}, at most {high:g}"
+            raise ConfigError(f"{type(config).__name__}.{name}", value, allowed)
+
+
 def _mscale(factor: float, weight: float) -> float:
     """YaRN magnitude correction ``0.1 * weight * ln(factor) + 1`` (1 when not stretched)."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
@@ -72,6 +81,15 @@ class YarnConfig:
     attention_factor: float | None = None  # overrides the cos/sin factor
     truncate: bool = True  # round the ramp's edges to whole channels
 
+    def __post_init__(self) -> None:
+        # Far beyond every published value; within, everything derived is finite in float32.
+        _within(self, 1, 1e9, "factor")
+        _within(self, 1, 2**31 - 1, "original")
+        _within(self, 1e-9, 1e9, "beta_fast", "beta_slow")
+        _within(self, 0, 1e6, "mscale", "mscale_all_dim")
+        if self.attention_factor is not None:
+            _within(self, 1e-6, 1e6, "attention_factor")
+
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
@@ -85,8 +103,7 @@ class RopeConfig:
     def __post_init__(self) -> None:
         if not self.theta > 1:
             raise ConfigError("RopeConfig.theta", self.theta, "a number > 1")
-        if self.yarn is not None and not self.yarn.factor >= 1:
-            raise ConfigError("YarnConfig.factor", self.yarn.factor, "a number >= 1")
+        _within(self, 1 + 1e-6, 1e30, "theta")
 
     def inv_freq(self) -> np.ndarray:
         """Angles per position, float32 ``[dim / 2]``: ``theta^(-2i/dim)``, YaRN-blended.
@@ -208,17 +225,27 @@ class ModelConfig:
             raise ConfigError("ModelConfig.moe", self.moe, "given exactly when a layer is sparse")
 
     @classmethod
-    def from_hf(cls, source: Mapping | str | Path) -> "ModelConfig":
+    def from_hf(
+        cls, source: Mapping | str | Path, *, ignore_keys: Collection[str] = ()
+    ) -> "ModelConfig":
         """The model of a Hugging Face ``config.json``: its content, its path or its folder.
 
+        ``ignore_keys`` names keys that are unknown here and, as you know, change nothing that is
+        computed (inside an object ``"rope_scaling.name"``). Keys that only say who wrote the file
+        are passed over with a warning.
         Raises ConfigError for a key that is unknown, missing, inconsistent or not implemented.
         """
+        if isinstance(ignore_keys, str):
+            raise ConfigError("ignore_keys", repr(ignore_keys), "a list of names", "Put it in [].")
         data, where = source, "config.json"
         if isinstance(source, str | Path):
             path = Path(source)
-            path = path / "config.json" if path.is_dir() else path
+            path = path / "config.json" if os.path.isdir(path) else path
             data, where = load_json(path), str(path)
-        facts = read(data, where)
+        try:
+            facts = read(data, where, ignored=ignore_keys)
+        except RecursionError:
+            raise ConfigError(where, "lists in lists without end", "a flat JSON object") from None
         yarn = facts["rope"]["yarn"]
         facts["rope"]["yarn"] = yarn and YarnConfig(**yarn)
         facts["rope"] = RopeConfig(**facts["rope"])

@@ -1,12 +1,15 @@
 """Serving: add requests, step, and collect tokens.
 
-Host state (page pool, scheduler: plain Python) and device state (weights, caches) never mix:
-a step moves one ``StepBatch`` to the device and reads only what was drawn.
+Host state (page pools, scheduler: plain Python) and device state (weights, caches) never mix:
+a step moves one ``StepBatch`` to the device and reads only what was drawn. What a model is, its
+``Family`` says; nothing here knows one.
 """
 
 import itertools
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,23 +22,24 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from mla_jax import ops
-from mla_jax.cache import LatentCache
-from mla_jax.config import ModelConfig
+from mla_jax.cache import ELEMENT_FORMATS
+from mla_jax.checks import checked_size
 from mla_jax.errors import EngineError
-from mla_jax.metadata.buckets import MLABucket, MLALadder
-from mla_jax.metadata.builder import MLADecision, MLAMetadataBuilder
-from mla_jax.metadata.common import GroupSpec, HostBatch
+from mla_jax.inputs import check_cache_fits, checked_params, checked_prompts, checked_wishes
+from mla_jax.metadata.buckets import MLALadder
+from mla_jax.metadata.common import HostBatch
 from mla_jax.metadata.packed import pack
-from mla_jax.model.deepseek_v3 import DeepseekV3
-from mla_jax.model.prefill_crossover import PrefillCrossover
-from mla_jax.model.sampling import SamplingBatch, SamplingParams
-from mla_jax.model.step import Step, StepBatch
-from mla_jax.model.weights import Progress, load, place
-from mla_jax.pages import PagePool
-from mla_jax.scheduler import Completion, Event, Plan, Scheduler
+from mla_jax.model.family import Family, ServedConfig, Serving, family_of
+from mla_jax.model.sampling import SamplingParams
+from mla_jax.model.sharding import sharding_of
+from mla_jax.model.step import Step, StepBatch, empty_batch
+from mla_jax.model.weights import Progress, checked_config, load, place
+from mla_jax.pages import PageGroup, PagePool
+from mla_jax.placement import Placement
+from mla_jax.scheduler import Completion, Event, Outcome, Plan, Scheduler
 from mla_jax.types import cdiv
 
-__all__ = ["Engine", "Stats", "load_model"]
+__all__ = ["Engine", "Stats", "WarmUp", "load_model"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,135 +47,171 @@ class Stats:
     """Counts since the engine was built, and what it holds now."""
 
     steps: int
-    prompt_tokens: int  # fed in chunks, recomputed ones included
+    prompt_tokens: int  # of prompts, recomputed tokens included
     new_tokens: int  # drawn
     live: int  # requests that have not ended
-    pages: int  # that can be given
+    pages: int  # that can be given, of all cache groups
     pages_used: int
     pages_peak: int
     preemptions: int
-    compiles: int  # programs compiled; equal to len(buckets)
-    buckets: dict[MLABucket, int]  # steps run in each
+    recoveries: int  # steps that were interrupted or failed, after which caches were made anew
+    compiles: int  # programs made ready: compiled, or read from the folder of programs
+    buckets: dict[Any, int]  # steps run in each
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmUp:
+    """How far ``Engine.warm_up`` is."""
+
+    done: int  # programs ready
+    total: int
+    bucket: Any  # of the last one
+    seconds: float  # since the start
+
+    @property
+    def remaining(self) -> float:
+        """Seconds still to go, if the other programs take as long as those before."""
+        return self.seconds / max(self.done, 1) * (self.total - self.done)
 
 
 def load_model(
     folder: str | Path, *, dtype: DTypeLike = jnp.bfloat16, progress: Progress | None = None
-) -> tuple[DeepseekV3, ModelConfig]:
-    """The model of a Hugging Face folder, ready to decode.
+) -> tuple[nnx.Module, Any]:
+    """The model of a Hugging Face folder, and its configuration.
 
     Raises:
         ConfigError: config.json has a key that this library does not implement.
         WeightsError: the safetensors do not hold that model.
     """
-    config = ModelConfig.from_hf(folder)
-    return _read_model(folder, config, dtype=dtype, progress=progress), config
+    config = checked_config(folder)
+    family, here = family_of(config.family), Placement.of(None)
+    return _read_model(folder, config, family, here, dtype=dtype, progress=progress), config
 
 
 def _read_model(
-    folder: str | Path, config: ModelConfig, *, dtype: DTypeLike, progress: Progress | None
-) -> DeepseekV3:
-    dtype = jnp.dtype(dtype)
-    model = nnx.eval_shape(lambda: DeepseekV3(config, dtype=dtype, rngs=nnx.Rngs(0)))
-    place(model, load(folder, config, dtype=dtype, progress=progress))
-    model.absorb()
+    folder: str | Path,
+    config: Any,
+    family: Family,
+    placement: Placement,
+    *,
+    dtype: DTypeLike,
+    progress: Progress | None,
+) -> nnx.Module:
+    model = family.abstract(config, jnp.dtype(dtype))
+    sharding = partial(sharding_of, placement=placement)
+    place(model, load(folder, config, dtype=dtype, progress=progress, sharding=sharding))
     return model
 
 
 class Engine:
-    """One model, its cache and its queue. Not thread-safe.
+    """One model, its caches and its queue. Not thread-safe.
+
+    After an interruption or an exception inside a step the engine goes on: the next call makes
+    the caches anew and running requests are computed again; no token is lost or told twice.
 
     Args:
-        model: with weights loaded and decode weights absorbed; or a function that makes it, called
-            once every setting was accepted and the cache allocated.
-        num_pages: pages of each layer's cache; page 0 is never given to a request.
+        model: with weights loaded; or a function that makes it, called once every setting was
+            accepted and the caches allocated.
+        num_pages: pages of each layer in the first cache group (other groups hold as many
+            tokens); page 0 is never given to a request.
         page: tokens in a page.
         max_requests: requests running at once; others queue.
         prefill_chunk: prompt tokens of one step, over all requests.
         max_model_len: prompt and new tokens of one request; the model's own limit by default.
-        cache_format: how a token is stored, a key of ``cache.FORMATS``.
-        ladder: static sizes of a step; powers of two by default.
+        cache_format: how a token is stored, of ``cache.ELEMENT_FORMATS``; None: as the model's
+            dtype.
+        ladder: static sizes of a step; the family's own by default.
         context_rows: workspace rows for cached context of prefills, at most 4096 by default.
+        backend: name of the backend of every operation that has one of that name.
         absorb_prefills: let steps of short prefills on long contexts run over their pages where
             the device's measured rates say that this is faster (docs/chunked_context.md).
         want_logits: keep every step's logits in ``Completion.logits`` (for tests and parity).
+        family: what the model is; by default the one that reads the configuration's model type.
+        devices: one device or several of a kind, a mesh of one axis, or a ``Placement``; None is
+            JAX's default device. Over several, weights are divided (``model.sharding``).
+        programs: a folder that keeps compiled programs from one process to the next; it must be
+            yours, for loading a program runs it. None keeps none.
     """
 
     def __init__(
         self,
-        model: DeepseekV3 | Callable[[], DeepseekV3],
-        config: ModelConfig,
+        model: nnx.Module | Callable[[], nnx.Module],
+        config: Any,
         *,
         num_pages: int,
         page: int = 64,
         max_requests: int = 32,
         prefill_chunk: int = 512,
         max_model_len: int | None = None,
-        cache_format: str = "bf16",
+        dtype: DTypeLike | None = None,
+        cache_format: str | None = None,
         ladder: MLALadder | None = None,
         context_rows: int | None = None,
         backend: str | None = None,
         absorb_prefills: bool = True,
         want_logits: bool = False,
+        family: Family | None = None,
+        devices: Any = None,
+        programs: str | Path | None = None,
     ):
-        length = config.max_positions if max_model_len is None else max_model_len
-        if length > config.max_positions:
-            raise EngineError("max_model_len", length, f"at most {config.max_positions} positions")
+        self.config, self.want_logits = config, want_logits
+        self.family = family_of(config.family) if family is None else family
+        self.placement = Placement.of(devices)
+        length = _checked_length(config, max_model_len)
+        if context_rows is not None:
+            checked_size("context_rows", context_rows)
         names = ops.REGISTRY.names
         if backend is not None and backend not in names:
             raise EngineError("backend", backend, f"{' or '.join(names)}, or None: the best")
-        self.config = config
-        self.want_logits = want_logits
-        self.pool = PagePool(num_pages)
+        if dtype is None:
+            dtype = _dtype_of(model) if isinstance(model, nnx.Module) else jnp.bfloat16
+        serving = Serving(
+            page=checked_size("page", page),
+            max_requests=checked_size("max_requests", max_requests),
+            prefill_chunk=checked_size("prefill_chunk", prefill_chunk),
+            max_model_len=length,
+            context_rows=min(length, 4096) if context_rows is None else context_rows,
+            cache_format=_checked_format(cache_format, jnp.dtype(dtype)),
+            dtype=jnp.dtype(dtype),
+            backend=backend,
+            absorb_prefills=absorb_prefills,
+            ladder=ladder,
+            placement=self.placement,
+        )
+        self.builder = self.family.builder(config, serving)
+        self.groups = self.family.groups(config, serving)
+        self._pages = _page_counts(self.groups, num_pages)
         self.scheduler = Scheduler(
-            pool=self.pool,
-            page=page,
+            groups=[
+                PageGroup(name=g.name, pool=PagePool(n), tokens=g.tokens)
+                for g, n in zip(self.groups, self._pages, strict=True)
+            ],
             max_requests=max_requests,
             max_prefill_tokens=prefill_chunk,
             max_model_len=length,
             vocab=config.vocab,
             eos=config.eos,
         )
-        self.ladder = ladder or MLALadder.default(
-            max_requests=max_requests,
-            max_prefill_tokens=prefill_chunk,
-            max_pages=cdiv(length, page),
-            context_rows=min(length, 4096) if context_rows is None else context_rows,
-        )
-        caches = [
-            LatentCache.alloc(
-                num_pages=num_pages,
-                page=page,
-                rank=config.dims.rank,
-                rope=config.dims.rope,
-                format=cache_format,
-            )
-            for _ in range(config.layers)
-        ]
-        self._caches = jax.device_put(caches, jax.devices()[0])  # without a copy; see ``staged``
-        if not isinstance(model, DeepseekV3):
-            model = model()
-        self._step = Step.of(model, page=page, backend=backend)
-        self._crossover = None
-        if absorb_prefills:
-            self._crossover = PrefillCrossover.for_cache(
-                config.dims,
-                dtype=model.embed.embedding[...].dtype,
-                format=self._caches[0].format,
-                page=page,
-                backend=backend,
-            )
-        self._builder = MLAMetadataBuilder(
-            ladder=self.ladder,
-            group=GroupSpec("latent", page),
-            absorb=self._crossover and self._crossover.absorb,
-            absorb_run=self._crossover.run if self._crossover else 0,
+        self._check_largest_step(serving)
+        check_cache_fits(self.groups, self._pages, self.placement.device)
+        self._alloc()
+        self._step = Step(
+            model if isinstance(model, nnx.Module) else model(),
+            self.builder,
+            placement=self.placement,
+            backend=backend,
+            want_logits=want_logits,
+            store=None if programs is None else (programs, (self.family.name, config, serving)),
         )
         self._ids = itertools.count()
         self._unread: list[Event] = []  # for the next ``step``
         self._claimed: dict[str, list[Event]] = {}  # for ``generate`` and ``stream``
+        self._abandoned: set[str] = set()  # their readers are gone: to be cancelled
+        self._broken = False  # something was interrupted: host state may be half changed
+        self._outcomes: Sequence[Outcome] = ()  # of the step that is being concluded
         self._logits: dict[str, list[np.ndarray]] = {}
-        self._buckets: Counter[MLABucket] = Counter()
-        self._prompt_tokens = self._new_tokens = 0
+        self._buckets: Counter[Any] = Counter()
+        self._prompt_tokens = self._new_tokens = self._recoveries = 0
 
     @classmethod
     def from_pretrained(
@@ -180,17 +220,76 @@ class Engine:
         *,
         dtype: DTypeLike = jnp.bfloat16,
         progress: Progress | None = None,
+        ignore_keys: Collection[str] = (),
         **settings: Any,
     ) -> "Engine":
         """An engine for a Hugging Face folder; ``settings`` are those of the constructor.
+
+        ``ignore_keys`` names keys of config.json to pass over, as in ``ModelConfig.from_hf``.
 
         Raises:
             ConfigError: config.json has a key that this library does not implement.
             WeightsError: the safetensors do not hold that model.
         """
-        config = ModelConfig.from_hf(folder)
-        read = partial(_read_model, folder, config, dtype=dtype, progress=progress)
-        return cls(read, config, **settings)
+        config = checked_config(folder, ignore_keys=ignore_keys)
+        settings["devices"] = placement = Placement.of(settings.get("devices"))
+        family = settings.get("family") or family_of(config.family)
+        read = partial(
+            _read_model, folder, config, family, placement, dtype=dtype, progress=progress
+        )
+        return cls(read, config, dtype=dtype, **settings)
+
+    def take(self, model: nnx.Module) -> None:
+        """Serve the weights that ``model`` has now; whatever follows from them is derived anew.
+
+        Running requests go on with what they have in the caches.
+        """
+        self._step.take(model)
+
+    def warm_up(
+        self, *, progress: Callable[[WarmUp], None] | None = None, threads: int = 16
+    ) -> int:
+        """Make the programs of all rungs ready, several at a time; how many there are.
+
+        After it no step compiles. Rungs are printed by ``explain``.
+        """
+        start = time.perf_counter()
+        rungs = self.builder.rungs()
+        caches = self._caches
+        names = [group.name for group in self.groups]
+
+        def ready(decision: Any) -> Any:
+            self._step.compile(pack(empty_batch(decision, names)).layout, caches)
+            return decision.bucket
+
+        with ThreadPoolExecutor(max(1, min(threads, len(rungs)))) as pool:
+            waiting = [pool.submit(ready, decision) for decision in rungs]
+            try:
+                for done, future in enumerate(as_completed(waiting), 1):
+                    state = WarmUp(
+                        done=done,
+                        total=len(rungs),
+                        bucket=future.result(),
+                        seconds=time.perf_counter() - start,
+                    )
+                    if progress is not None:
+                        progress(state)
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        return len(rungs)
+
+    def explain(self) -> str:
+        """The engine's cache groups and rungs: one compiled program each."""
+        rungs = self.builder.rungs()
+        lines = [f"{self.family.name} on {self.placement.size} x {self.placement.device}"]
+        for group, pages in zip(self.groups, self._pages, strict=True):
+            lines.append(
+                f"cache group {group.name}: {group.layers} layers, {pages} pages of "
+                f"{group.tokens} tokens"
+            )
+        lines.append(f"{len(rungs)} rungs, a program each:")
+        return "\n".join([*lines, *(f"  {rung.bucket}" for rung in rungs)])
 
     def add(
         self,
@@ -204,16 +303,22 @@ class Engine:
         Raises:
             EngineError: it could never be served. The engine is as it was.
         """
-        if id is None:
-            id = next(name for n in self._ids if (name := f"request-{n}") not in self.scheduler)
-        return self.scheduler.add(id, prompt_ids, params or SamplingParams()).id
+        params = checked_params(params)
+        with self._whole():
+            return self.scheduler.add(self._new_id() if id is None else id, prompt_ids, params).id
+
+    def _new_id(self) -> str:
+        taken = self.scheduler, self._claimed
+        names = (f"request-{n}" for n in self._ids)
+        return next(name for name in names if not any(name in ids for ids in taken))
 
     def cancel(self, id: str) -> bool:
         """End a request now; its last event is delivered with the next step's. False if unknown."""
-        event = self.scheduler.cancel(id)
-        if event is not None:
-            self._deliver(event)
-        return event is not None
+        with self._whole():
+            outcome = self.scheduler.cancellation(id)
+            if outcome is not None:
+                self._conclude([outcome])
+        return outcome is not None
 
     def step(self) -> list[Event]:
         """Run one step and return what happened to requests made by ``add``.
@@ -236,15 +341,14 @@ class Engine:
         ``params`` is one for all or one each; ``on_progress`` sees every event of these prompts.
         If one of them is refused, or the call is interrupted, none of them stays behind.
         """
-        each = [params] * len(prompts) if not isinstance(params, Sequence) else params
-        if len(each) != len(prompts):
-            raise EngineError("generate: params", len(each), f"one, or {len(prompts)}, one each")
+        prompts = checked_prompts(prompts)
+        each = checked_wishes(params, len(prompts))
         ids: list[str] = []
         inbox: list[Event] = []
         done: dict[str, Completion] = {}
         try:
             for prompt, wish in zip(prompts, each, strict=True):
-                ids.append(self._claim(prompt, wish, inbox))
+                self._claim(prompt, wish, inbox, ids)
             while len(done) < len(ids):
                 self._advance()
                 for event in inbox:
@@ -254,7 +358,8 @@ class Engine:
                         on_progress(event)
                 inbox.clear()
         finally:
-            self._drop(ids)
+            self._abandoned.update(ids)
+            self._drop()
         return [done[id] for id in ids]
 
     def stream(
@@ -266,8 +371,9 @@ class Engine:
         is closed early. Other live requests advance with it.
         """
         inbox: list[Event] = []
-        id = self._claim(prompt_ids, params, inbox)
+        ids: list[str] = []
         try:
+            self._claim(prompt_ids, checked_params(params), inbox, ids)
             while True:
                 self._advance()
                 while inbox:
@@ -276,109 +382,203 @@ class Engine:
                     if event.completion is not None:
                         return
         finally:
-            self._drop([id])
+            self._abandoned.update(ids)
+            self._drop()
 
     def stats(self) -> Stats:
         """Counts, read without touching the device."""
+        pools = [group.pool for group in self.scheduler.groups]
         return Stats(
             steps=self._buckets.total(),
             prompt_tokens=self._prompt_tokens,
             new_tokens=self._new_tokens,
             live=len(self.scheduler),
-            pages=self.pool.capacity,
-            pages_used=self.pool.used,
-            pages_peak=self.pool.peak,
+            pages=sum(pool.capacity for pool in pools),
+            pages_used=sum(pool.used for pool in pools),
+            pages_peak=sum(pool.peak for pool in pools),
             preemptions=self.scheduler.preemptions,
-            compiles=self._step.compiled_programs(),
+            recoveries=self._recoveries,
+            compiles=self._step.compiled,
             buckets=dict(self._buckets),
         )
 
-    def _advance(self) -> None:
-        """Schedule, run, commit, deliver. Nothing to run is no error."""
-        plan = self.scheduler.schedule()
-        if not plan.work:
-            return
-        decision = self._decide(plan)
-        bucket = decision.bucket
-        batch = pack(arrays(plan, decision))
-        out, self._caches = self._step.run(
-            self._step.leaves,
-            self._caches,
-            batch,
-            bucket=bucket,
-            want_logits=self.want_logits,
-        )
-        token_ids, logprobs = out.read()
-        logits = jax.device_get(out.logits)
-        self._buckets[bucket] += 1
-        self._prompt_tokens += sum(w.length for w in plan.work[plan.num_decodes :])
-        if self.want_logits:
-            for i, work in enumerate(plan.work):
-                if work.samples and work.request.finish_reason is None:
-                    self._logits.setdefault(work.request.id, []).append(logits[i])
-        n = len(plan.work)
-        for event in self.scheduler.commit(plan, token_ids[:n].tolist(), logprobs[:n].tolist()):
-            self._new_tokens += event.token_id is not None
-            self._deliver(event)
+    def _alloc(self) -> None:
+        """Caches of zeros in place of those that are there."""
+        self._caches: dict[str, Any] = {}
+        for group, pages in zip(self.groups, self._pages, strict=True):
+            self._caches[group.name] = group.alloc(pages, self.placement)
 
-    def _decide(self, plan: Plan) -> MLADecision:
-        lens = np.array([w.length for w in plan.work], np.int32)
-        starts = np.array([w.start for w in plan.work], np.int32)
-        return self._builder.decide(HostBatch.of(lens, lens + starts))
+    def _check_largest_step(self, serving: Serving) -> None:
+        """Refuse a ladder that cannot hold what the scheduler may ask for."""
+        most, chunk = serving.max_requests, serving.prefill_chunk
+        longest = serving.max_model_len
+        for decodes in {0, most - 1, most}:
+            prefills = [] if decodes == most else [chunk]
+            lens = [1] * decodes + prefills
+            if lens:
+                keys = [max(longest, n) for n in lens]
+                self.builder.decide(HostBatch.of(np.array(lens), np.array(keys)))
+
+    def _whole(self) -> "_Whole":
+        """Host state that a block changes: mended before it if an earlier one was interrupted."""
+        return _Whole(self)
+
+    def _advance(self) -> None:
+        """Schedule, run, conclude. Nothing to run is no error."""
+        self._drop()
+        with self._whole():
+            plan = self.scheduler.schedule()
+            if not plan.work:
+                return
+            lens = np.array([(w.length, w.start + w.length) for w in plan.work], np.int32)
+            host = HostBatch.of(lens[:, 0], lens[:, 1])
+            decision = self.builder.decide(host)
+            batch = self._batch(plan, host, decision)
+            out, self._caches = self._step.run(self._caches, batch)
+            token_ids, logprobs = out.read()
+            n = len(plan.work)
+            self._keep_logits(plan, jax.device_get(out.logits))
+            self._buckets[decision.bucket] += 1
+            self._prompt_tokens += sum(
+                w.length for w in plan.work if w.length > 1 or w.start < w.request.prompt_len
+            )
+            self._conclude(
+                self.scheduler.outcomes(plan, token_ids[:n].tolist(), logprobs[:n].tolist())
+            )
+
+    def _conclude(self, outcomes: Sequence[Outcome]) -> None:
+        """Record and tell what happened; ``_recover`` finishes it where it was interrupted."""
+        self._outcomes = [self._with_logits(outcome) for outcome in outcomes]
+        for outcome in self._outcomes:
+            self.scheduler.apply(outcome)
+            self._tell(outcome)
+        self._outcomes = ()
+
+    def _recover(self) -> None:
+        """After an interruption: everything is computed again but what was drawn already."""
+        self.scheduler.recover(self._outcomes)
+        for outcome in self._outcomes:
+            self._tell(outcome)
+        self._outcomes = ()
+        self._recoveries += 1
+        self._alloc()
+
+    def _batch(self, plan: Plan, host: HostBatch, decision: Any) -> StepBatch:
+        """A plan as host arrays of the decision's sizes, padding last."""
+        bucket, work = decision.common_bucket, plan.work
+        batch = empty_batch(decision, [group.name for group in self.groups])
+        starts, lens, count = host.padded_arrays(bucket)
+        fed: list[int] = []
+        for w in work:
+            fed += w.request.tokens[w.start : w.start + w.length]
+        batch.token_ids[: len(fed)] = fed
+        for g, table in enumerate(batch.page_tables.values()):
+            width = table.shape[1]
+            for i, w in enumerate(work):
+                pages = w.request.pages[g][:width]
+                table[i, : len(pages)] = pages
+        sampling = batch.sampling
+        for name in ("temperature", "top_k", "top_p", "seed"):
+            getattr(sampling, name)[: len(work)] = [getattr(w.request.params, name) for w in work]
+        return replace(
+            batch,
+            query_starts=starts,
+            seq_lens=lens,
+            num_requests=np.asarray(count, np.int32),
+            sampling=replace(sampling, position=lens),
+        )
+
+    def _keep_logits(self, plan: Plan, logits: np.ndarray | None) -> None:
+        """Rows of the requests that draw, each at its place: a repeated step writes it again."""
+        if logits is None:
+            return
+        for i, work in enumerate(plan.work):
+            if work.samples and work.request.finish_reason is None:
+                rows = self._logits.setdefault(work.request.id, [])
+                rows[work.request.generated :] = [logits[i]]
 
     def _claim(
-        self, prompt: Sequence[int], params: SamplingParams | None, inbox: list[Event]
-    ) -> str:
-        id = self.add(prompt, params)
+        self, prompt: Sequence[int], params: SamplingParams, inbox: list[Event], ids: list[str]
+    ) -> None:
+        id = self._new_id()
+        ids.append(id)
         self._claimed[id] = inbox
-        return id
+        self.add(prompt, params, id=id)
 
-    def _deliver(self, event: Event) -> None:
-        if event.completion is not None and self.want_logits:
-            rows = self._logits.pop(event.id, [])[: len(event.completion.token_ids)]
-            stacked = np.stack(rows) if rows else np.zeros((0, self.config.vocab), np.float32)
-            event = replace(event, completion=replace(event.completion, logits=stacked))
-        self._claimed.get(event.id, self._unread).append(event)
+    def _with_logits(self, outcome: Outcome) -> Outcome:
+        """The completion with the rows that were kept for it."""
+        event = outcome.event
+        if event is None or event.completion is None or not self.want_logits:
+            return outcome
+        rows = self._logits.get(event.id, [])[: len(event.completion.token_ids)]
+        stacked = np.stack(rows) if rows else np.zeros((0, self.config.vocab), np.float32)
+        completion = replace(event.completion, logits=stacked)
+        return replace(outcome, event=replace(event, completion=completion))
 
-    def _drop(self, ids: Sequence[str]) -> None:
-        for id in ids:
+    def _tell(self, outcome: Outcome) -> None:
+        """Deliver an outcome's event to its reader, once: it may be there already."""
+        event = outcome.event
+        if event is None:
+            return
+        box = self._claimed.get(event.id, self._unread)
+        if any(e is event for e in reversed(box)):
+            return
+        box.append(event)
+        self._new_tokens += event.token_id is not None
+        if event.completion is not None:
+            self._logits.pop(event.id, None)
+
+    def _drop(self) -> None:
+        """Cancel the requests whose readers are gone."""
+        for id in tuple(self._abandoned):
             self.cancel(id)
-            del self._claimed[id]
+            self._claimed.pop(id, None)
+            self._logits.pop(id, None)
+            self._abandoned.discard(id)
 
 
-def arrays(plan: Plan, decision: MLADecision) -> StepBatch:
-    """A plan as host arrays of the bucket's sizes, padding last."""
-    n, work, bucket = len(plan.work), plan.work, decision.bucket
-    token_ids = np.zeros(bucket.tokens, np.int32)
-    query_starts = np.zeros(bucket.requests + 1, np.int32)
-    seq_lens = np.zeros(bucket.requests, np.int32)
-    page_table = np.zeros((bucket.requests, bucket.pages), np.int32)
-    fed: list[int] = []
-    for i, w in enumerate(work):
-        fed += w.request.tokens[w.start : w.start + w.length]
-        query_starts[i + 1] = len(fed)
-        seq_lens[i] = w.start + w.length
-        pages = w.request.pages[: bucket.pages]
-        page_table[i, : len(pages)] = pages
-    token_ids[: len(fed)] = fed
-    query_starts[n + 1 :] = len(fed)
+class _Whole:
+    """``with`` this, host state is changed as a whole, or mended before anybody looks at it."""
 
-    def column(name: str, dtype: type, pad: int = 0) -> np.ndarray:
-        a = np.full(bucket.requests, pad, dtype)
-        a[:n] = [getattr(w.request.params, name) for w in work]
-        return a
+    def __init__(self, engine: Engine):
+        self._engine = engine
 
-    return StepBatch(
-        token_ids=token_ids,
-        query_starts=query_starts,
-        seq_lens=seq_lens,
-        page_table=page_table,
-        num_decodes=np.asarray(decision.num_decodes),
-        sampling=SamplingBatch(
-            temperature=column("temperature", np.float32),
-            top_k=column("top_k", np.int32),
-            top_p=column("top_p", np.float32, pad=1),
-            seed=column("seed", np.uint32),
-            position=seq_lens,
-        ),
-    )
+    def __enter__(self) -> None:
+        if self._engine._broken:
+            self._engine._recover()
+        self._engine._broken = True
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        # A refusal comes before anything is changed.
+        self._engine._broken = kind is not None and not issubclass(kind, EngineError)
+
+
+def _dtype_of(model: nnx.Module) -> jnp.dtype:
+    """That of most leaves: norms and routers may have more digits."""
+    leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
+    return jnp.dtype(Counter(leaf.dtype for leaf in leaves).most_common(1)[0][0])
+
+
+def _checked_length(config: ServedConfig, max_model_len: int | None) -> int:
+    most = config.max_positions
+    if max_model_len is None:
+        return most
+    allowed = f"at most {most} positions"
+    return checked_size("max_model_len", max_model_len, high=most, allowed=allowed)
+
+
+def _checked_format(name: str | None, dtype: jnp.dtype) -> str:
+    """A key of ``FORMATS``; by default the plain one that stores the dtype."""
+    plain = {f.dtype: f.name for f in ELEMENT_FORMATS.values() if not f.quantised}
+    if name is None:
+        name = plain.get(dtype.name, "bf16")
+    if name not in ELEMENT_FORMATS:
+        raise EngineError("cache_format", repr(name), ", ".join(ELEMENT_FORMATS))
+    return name
+
+
+def _page_counts(groups: Sequence[Any], num_pages: int) -> list[int]:
+    """Pages of each group: ``num_pages`` in the first, as many tokens in the others."""
+    checked_size("num_pages", num_pages, low=2, allowed="2 or more (page 0 is never given)")
+    tokens = (num_pages - 1) * groups[0].tokens
+    return [num_pages, *(1 + cdiv(tokens, group.tokens) for group in groups[1:])]

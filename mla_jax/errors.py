@@ -1,25 +1,57 @@
 """Refusals: what was asked, what is allowed, and what would work.
 
-Every error of the library is built from fields by one of these classes, so that a program
-can read it and a test can match it. They derive from the built-in type a caller would expect.
+Every error of the library is a ``MLAError``, built from fields by one of these classes, so that
+a program can read it and a test can match it. They derive from the built-in type a caller would
+expect too. A message is short whatever was given; the fields hold all of it.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 __all__ = [
     "ArgumentError",
     "ConfigError",
     "EngineError",
+    "MLAError",
     "MetadataError",
     "PrefillBackendError",
     "UnsupportedError",
     "WeightsError",
+    "listed",
+    "shown",
 ]
+
+_LONGEST: Final = 300  # characters of one value in a message
+_MOST: Final = 10  # entries of a list in a message
+
+
+def shown(value: object) -> str:
+    """``str(value)``, cut in the middle when it is long; also of what has no text in time."""
+    try:
+        text = str(value)
+    except (ValueError, RecursionError):
+        # An integer of thousands of digits, or lists in lists without end.
+        size = f" of {value.bit_length()} bits" if isinstance(value, int) else ""
+        return f"{type(value).__name__}{size}"
+    if len(text) <= _LONGEST:
+        return text
+    half = _LONGEST // 2
+    return f"{text[:half]} … {text[-half:]} ({len(text):,} characters)"
+
+
+def listed(names: Sequence[object]) -> str:
+    """The first ten names and how many more there are."""
+    more = len(names) - _MOST
+    return ", ".join(map(shown, names[:_MOST])) + (f" and {more:,} more" if more > 0 else "")
+
+
+class MLAError(Exception):
+    """What every error of the library is."""
 
 
 @dataclass
-class UnsupportedError(NotImplementedError):
+class UnsupportedError(MLAError, NotImplementedError):
     """No backend, or not the one asked for, can run this problem.
 
     ``dense_decode[mosaic]: page=16 not in {64, 128}. Would accept: xla.``
@@ -41,7 +73,7 @@ class PrefillBackendError(UnsupportedError, ValueError):
 
 
 @dataclass
-class _Refusal(ValueError):
+class _Refusal(MLAError, ValueError):
     """What was given, what is allowed, what would work."""
 
     what: str
@@ -50,8 +82,8 @@ class _Refusal(ValueError):
     hint: str = ""
 
     def __str__(self) -> str:
-        text = f"{self.what}: given {self.given}; allowed: {self.allowed}."
-        return f"{text} {self.hint}".rstrip()
+        what, given, allowed = map(shown, (self.what, self.given, self.allowed))
+        return f"{what}: given {given}; allowed: {allowed}. {self.hint}".rstrip()
 
 
 class ArgumentError(_Refusal):
@@ -71,12 +103,14 @@ class EngineError(_Refusal):
 
 
 @dataclass
-class WeightsError(ValueError):
-    """A checkpoint folder that does not hold the model: every problem at once."""
+class WeightsError(MLAError, ValueError):
+    """A checkpoint folder that does not hold the model: every problem at once, ten in print."""
 
     folder: str
     problems: Sequence[str]
 
     def __str__(self) -> str:
-        lines = "\n".join(f"  - {p}" for p in self.problems)
-        return f"{self.folder}: {len(self.problems)} problem(s)\n{lines}"
+        lines = [f"\n  - {shown(p)}" for p in self.problems[:_MOST]]
+        more = len(self.problems) - _MOST
+        lines += [f"\n  … and {more:,} more, all in `problems` of this error"] if more > 0 else []
+        return f"{self.folder}: {len(self.problems):,} problem(s){''.join(lines)}"

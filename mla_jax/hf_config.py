@@ -5,11 +5,17 @@ them back. Meanings are those of transformers 5.23. A key is consumed, known to 
 to the only value it may have, or refused by name.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Final
 
-from mla_jax.hf_keys import Keys
+from mla_jax.hf_keys import LARGEST, Keys
 
 __all__ = ["FAMILIES", "read", "write"]
+
+# Far above every published model. What files must hold one by one is bounded here, so that a
+# small config.json cannot ask for a table without end; widths are compared with the tensors.
+_MOST_LAYERS: Final = 1024
+_MOST_EXPERTS: Final = 65_536
 
 _DEEPSEEK_V2 = {
     "eps": 1e-6,
@@ -68,12 +74,13 @@ _MOE_KEYS = """
     """.split()  # noqa: SIM905
 
 
-def read(data: object, where: str = "config.json") -> dict:
+def read(data: object, where: str = "config.json", *, ignored: Collection[str] = ()) -> dict:
     """Keyword arguments of ``ModelConfig``, with nested dictionaries for its parts.
 
+    ``ignored`` names unknown keys to pass over (``"name"``, ``"rope_scaling.name"``).
     Raises ConfigError for a key that is unknown, missing, inconsistent or not implemented.
     """
-    keys = Keys(data, where)
+    keys = Keys(data, where, ignored=ignored)
     family = keys.take("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         raise keys.refusal("model_type", family, ", ".join(FAMILIES))
@@ -83,7 +90,7 @@ def read(data: object, where: str = "config.json") -> dict:
     for key in ("is_encoder_decoder", "is_decoder", "add_cross_attention", "tie_encoder_decoder"):
         keys.only(key, (False,))
     dims = _read_dims(keys)
-    layers = keys.integer("num_hidden_layers")
+    layers = keys.integer("num_hidden_layers", high=_MOST_LAYERS)
     positions = keys.integer("max_position_embeddings")
     sparse = _read_sparse(keys, family, layers)
     if family != "youtu" and not any(sparse):
@@ -144,7 +151,7 @@ def _read_rope(keys: Keys, family: str, dim: int, positions: int) -> dict:
     new = keys.take("rope_parameters", default=None)
     if old and new and old != new:
         raise keys.refusal("rope_scaling and rope_parameters", [old, new], "one of them")
-    rope = Keys(old or new or {}, keys.where, "rope_scaling." if old else "rope_parameters.")
+    rope = keys.inner(old or new or {}, "rope_scaling." if old else "rope_parameters.")
     kinds = rope.take("rope_type", default=None), rope.take("type", default=None)
     kind = kinds[0] or kinds[1] or "default"
     if kind not in ("default", "yarn"):
@@ -208,8 +215,9 @@ def _read_moe(keys: Keys, family: str) -> dict:
     if method == "greedy":
         keys.ignore(("n_group", "topk_group"))
     grouped = method != "greedy"
+    also = "num_experts" if v2 else "num_local_experts"
     return {
-        "experts": keys.integer("n_routed_experts", "num_experts" if v2 else "num_local_experts"),
+        "experts": keys.integer("n_routed_experts", also, high=_MOST_EXPERTS),
         "topk": keys.integer("num_experts_per_tok"),
         "width": keys.integer("moe_intermediate_size"),
         "shared": keys.maybe_integer("n_shared_experts", default=default["shared"]) or 0,
@@ -225,7 +233,7 @@ def _read_fp8(keys: Keys) -> int | None:
     value = keys.take("quantization_config", default=None)
     if value is None:
         return None
-    quant = Keys(value, keys.where, "quantization_config.")
+    quant = keys.inner(value, "quantization_config.")
     method = quant.take("quant_method")
     if method != "fp8":
         raise quant.refusal("quant_method", method, "'fp8' in 128 x 128 blocks, or unquantised")
@@ -241,7 +249,7 @@ def _read_fp8(keys: Keys) -> int | None:
 def _read_stops(keys: Keys, default: int) -> tuple[int, ...]:
     value = keys.take("eos_token_id", default=default)
     ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+    if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i <= LARGEST for i in ids):
         raise keys.refusal("eos_token_id", value, "a token id, a list of them, or null")
     return tuple(ids)
 

@@ -3,40 +3,65 @@
 import difflib
 import json
 import math
+import re
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from mla_jax.errors import ConfigError
+from mla_jax.errors import ConfigError, listed, shown
+from mla_jax.files import read_regular
 
-__all__ = ["Keys", "load_json"]
+__all__ = ["LARGEST", "Keys", "load_json"]
+
+LARGEST: Final = 2**31 - 1
+"""Of a size: positions, tokens and slots are int32."""
 
 _ABSENT: Final = object()
+_MAX_BYTES: Final = 16 * 2**20  # of a config.json; published ones have some thousand
+
+# Who wrote the file and with what: names that nothing could be computed from.
+_BOOKKEEPING: Final = re.compile(
+    r"_.*|unsloth_.*|model_name|license|(created|saved|converted)_(at|by|with)"
+    r"|(torch|peft|trl|mlx|mlx_lm|vllm|sglang|accelerate|deepspeed|axolotl|llamafactory)_version"
+)
 
 
 def load_json(path: Path) -> object:
     """The JSON value of a file; raises ConfigError naming file and problem."""
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(read_regular(path, limit=_MAX_BYTES))
     except OSError as e:
-        raise ConfigError(str(path), e.strerror or type(e).__name__, "a readable file") from None
+        allowed = f"a readable file of at most {_MAX_BYTES:,} bytes"
+        raise ConfigError(str(path), e.strerror or type(e).__name__, allowed) from None
     except (ValueError, RecursionError) as e:
         raise ConfigError(str(path), f"not JSON ({e})", "a JSON object") from None
 
 
 class Keys:
-    """Takes keys out of an object one by one; ``finish`` refuses what nobody took."""
+    """Takes keys out of an object one by one; ``finish`` refuses what nobody took.
 
-    def __init__(self, data: object, where: str, prefix: str = ""):
+    ``ignored`` names unknown keys to pass over, with their prefix.
+    """
+
+    def __init__(
+        self, data: object, where: str, prefix: str = "", *, ignored: Collection[str] = ()
+    ):
         if not isinstance(data, Mapping):
             raise ConfigError(f"{where}: {prefix or 'top level'}", data, "a JSON object")
         self._data = dict(data)
         self._known: set[str] = set()
+        self._ignored = frozenset(ignored)
         self.where = where
         self._prefix = prefix
 
+    def inner(self, data: object, prefix: str) -> "Keys":
+        """A reader of an object inside this one."""
+        return Keys(data, self.where, prefix, ignored=self._ignored)
+
     def refusal(self, key: str, given: object, allowed: object, hint: str = "") -> ConfigError:
-        return ConfigError(f"{self.where}: {self._prefix}{key}", repr(given), allowed, hint)
+        given = shown(given) if isinstance(given, int | list | dict) else repr(given)
+        return ConfigError(f"{self.where}: {self._prefix}{key}", given, allowed, hint)
 
     def take(self, *names: str, default: object = _ABSENT) -> Any:
         """The value under any of ``names``, which must agree where several are present."""
@@ -54,26 +79,33 @@ class Keys:
             )
         return default
 
-    def integer(self, *names: str, default: object = _ABSENT, low: int = 1) -> int:
+    def integer(
+        self, *names: str, default: object = _ABSENT, low: int = 1, high: int = LARGEST
+    ) -> int:
         value = self.take(*names, default=default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise self.refusal(names[0], value, f"an integer >= {low}")
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self.refusal(names[0], value, f"an integer >= {low}, at most {high:,}")
         return value
 
-    def maybe_integer(self, *names: str, default: object = _ABSENT, low: int = 0) -> int | None:
+    def maybe_integer(
+        self, *names: str, default: object = _ABSENT, low: int = 0, high: int = LARGEST
+    ) -> int | None:
         """An integer or null."""
         value = self.take(*names, default=default)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise self.refusal(names[0], value, f"an integer >= {low}, or null")
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self.refusal(names[0], value, f"an integer >= {low}, at most {high:,}, or null")
         return value
 
     def number(self, name: str, default: object = _ABSENT) -> float:
         """A finite number above zero."""
         value = self.take(name, default=default)
         if isinstance(value, int | float) and not isinstance(value, bool):
-            number = float(value)
+            try:
+                number = float(value)
+            except OverflowError:  # an integer of hundreds of digits
+                number = math.inf
             if math.isfinite(number) and number > 0:
                 return number
         raise self.refusal(name, value, "a finite number > 0")
@@ -104,19 +136,40 @@ class Keys:
             self.take(name, default=None)
 
     def finish(self) -> None:
-        """Raises ConfigError naming every key that nobody took, with the nearest known name."""
-        if not self._data:
+        """Raises ConfigError naming every key that nobody took, with the nearest known name.
+
+        Keys that only say who wrote the file are a warning, and those of ``ignored`` nothing.
+        """
+        known = sorted(k for k in self._known if f"{self._prefix}{k}" in self._ignored)
+        if known:
+            allowed = "keys that this library does not know: these decide what is computed"
+            raise ConfigError(f"{self.where}: ignored keys", self._named(known), allowed)
+        rest = sorted(k for k in self._data if f"{self._prefix}{k}" not in self._ignored)
+        passed = [k for k in rest if _BOOKKEEPING.fullmatch(k)]
+        unknown = [k for k in rest if not _BOOKKEEPING.fullmatch(k)]
+        if passed:
+            text = f"{self.where}: bookkeeping that nothing is computed from: {self._named(passed)}"
+            warnings.warn(text, stacklevel=2)
+        if not unknown:
             return
-        unknown = sorted(self._data)
-        names = ", ".join(f"{self._prefix}{k}" for k in unknown)
-        hint = " ".join(f"{k}: {self._near(k)}" for k in unknown)
+        near = " ".join(f"{shown(k)}: {self._near(k)}" for k in unknown[:3])
+        hint = f"{near} Keys that cannot change what is computed may be passed over by name: "
+        hint += (
+            f"ignore_keys=['{self._prefix}{shown(unknown[0])}'], on the command line --ignore-key."
+        )
         allowed = "keys whose meaning this library knows"
-        raise ConfigError(f"{self.where}: unknown key {names}", self._data, allowed, hint)
+        given = {k: self._data[k] for k in unknown[:10]}
+        what = f"{self.where}: unknown key {self._named(unknown)}"
+        raise ConfigError(what, given, allowed, hint)
+
+    def _named(self, keys: Sequence[str]) -> str:
+        return listed([f"{self._prefix}{k}" for k in keys])
 
     def _near(self, key: str) -> str:
-        near = difflib.get_close_matches(key, sorted(self._known), n=1)
+        near = difflib.get_close_matches(key[:100], sorted(self._known), n=1)
         return f"Nearest known name: {near[0]}." if near else "No known name is near."
 
     def _similar(self, key: str) -> str:
-        near = difflib.get_close_matches(key, sorted(self._data), n=2)
+        present = [k for k in sorted(self._data)[:1000] if len(k) < 100]
+        near = difflib.get_close_matches(key, present, n=2)
         return f"Similar keys present: {', '.join(near)}." if near else ""

@@ -7,20 +7,21 @@ under ``jit``; the choice is made while tracing, from shapes, dtypes and the dev
 
 import dataclasses
 import functools
+import numbers
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from mla_jax.cache import LatentCache
 from mla_jax.errors import ArgumentError
 from mla_jax.metadata.mla import DecodeMetadata, PrefillMetadata
-from mla_jax.pallas import cache_io, dense_decode, dense_prefill, merge, problems
+from mla_jax.pallas import cache_io, dense_decode, dense_prefill, grouped_matmul, merge, problems
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.registry import Backend, Problem, Registry
-from mla_jax.types import Array, AttnState, Float, Int
+from mla_jax.types import Array, AttnState, Float, Int, gathered
 
 __all__ = [
     "REGISTRY",
@@ -32,10 +33,15 @@ __all__ = [
     "mla_decode",
     "mla_prefill",
     "plan_decode",
+    "plan_prefill",
+    "routed_experts",
     "support_matrix",
     "swap_blocks",
     "write_latent",
 ]
+
+type Layer = int | Int[Array, ""] | None
+"""Which layer of a stack: static, or a scalar array, so that one program serves all of them."""
 
 REGISTRY = Registry(
     (
@@ -43,8 +49,14 @@ REGISTRY = Registry(
         *dense_prefill.BACKENDS,
         *cache_io.BACKENDS,
         *merge.BACKENDS,
+        *grouped_matmul.BACKENDS,
     )
 )
+
+
+def named(op: str, backend: str | None) -> str | None:
+    """``backend`` where the operation has one of that name, else None: its best."""
+    return backend if any(b.op == op and b.name == backend for b in REGISTRY.backends) else None
 
 
 def write_latent(
@@ -53,14 +65,25 @@ def write_latent(
     k_rope: Float[Array, "ropes rope"],
     slots: Int[Array, "tokens"],
     *,
+    layer: Layer = None,
     backend: str | None = None,
 ) -> LatentCache:
     """Store ``[kv_latent | k_rope]`` of each token at its slot; slot -1 stores nothing.
 
-    The data may have more rows than ``slots``: the surplus is ignored. Slots are distinct.
+    The data may have more rows than ``slots``: the surplus is ignored. Slots are distinct, and
+    one behind the cache stores nothing. ``layer`` is the one of a stack, which stays in place; an
+    array that names none of its layers stores nothing.
     """
-    run = _choose(problems.write(cache, kv_latent, k_rope, slots), backend)
-    pages = run(cache.pages, cache.scale, kv_latent, k_rope, _int32(slots), format=cache.format)
+    run = _choose(problems.write(cache, kv_latent, k_rope, slots, layer=layer), backend)
+    pages = run(
+        cache.pages,
+        cache.scale,
+        gathered(kv_latent),
+        gathered(k_rope),
+        _int32(slots),
+        layer=_number(layer),
+        format=cache.format,
+    )
     return dataclasses.replace(cache, pages=pages)
 
 
@@ -72,18 +95,23 @@ def gather_latent(
     *,
     rows: int,
     dtype: DTypeLike,
+    layer: Layer = None,
     backend: str | None = None,
 ) -> Float[Array, "{rows} row"]:
     """Cached rows of each request, from position ``first[r]`` on, laid end to end.
 
     Request ``r`` fills rows ``row_starts[r]`` to ``row_starts[r + 1]``; any start is allowed.
-    Rows that nobody fills are zeros. A quantised cache is dequantised.
+    Rows that nobody fills are zeros. A quantised cache is dequantised. ``layer`` is the one of a
+    stack; an array is clamped to its layers.
     """
-    problem = problems.gather(cache, page_table, first, row_starts, rows=rows, dtype=dtype)
+    problem = problems.gather(
+        cache, page_table, first, row_starts, rows=rows, dtype=dtype, layer=layer
+    )
     return _choose(problem, backend)(
         cache.pages,
         cache.scale,
         *map(_int32, (page_table, first, row_starts)),
+        layer=_number(layer),
         rows=rows,
         dtype=dtype,
         format=cache.format,
@@ -91,15 +119,21 @@ def gather_latent(
 
 
 def copy_blocks(
-    cache: LatentCache, pairs: Int[Array, "pairs 2"], *, backend: str | None = None
+    cache: LatentCache,
+    pairs: Int[Array, "pairs 2"],
+    *,
+    layer: Layer = None,
+    backend: str | None = None,
 ) -> LatentCache:
     """Copy page ``src`` onto page ``dst`` for every pair ``(src, dst)``, all at once.
 
     Destinations are distinct; a chain ``(a, b), (b, c)`` gives ``c`` the old ``b``; a pair
-    with a negative index is skipped.
+    with a negative index is skipped. In a stack the pages move in every layer, or in ``layer``
+    alone.
     """
-    run = _choose(problems.copy(cache, pairs), backend)
-    return dataclasses.replace(cache, pages=run(cache.pages, _int32(pairs)))
+    run = _choose(problems.copy(cache, pairs, layer=layer), backend)
+    pages = run(cache.pages, _int32(pairs), layer=_number(layer))
+    return dataclasses.replace(cache, pages=pages)
 
 
 def swap_blocks(
@@ -107,15 +141,18 @@ def swap_blocks(
     dst: LatentCache,
     pairs: Int[Array, "pairs 2"],
     *,
+    layer: Layer = None,
     backend: str | None = None,
 ) -> LatentCache:
     """Copy page ``i`` of ``src`` onto page ``j`` of ``dst`` for every pair ``(i, j)``.
 
     One way, bit for bit: quantised caches must have equal scales. Destinations are distinct;
-    a pair with a negative index is skipped.
+    a pair with a negative index is skipped. Between stacks, which have equally many layers, the
+    pages move in every layer, or in ``layer`` alone.
     """
-    run = _choose(problems.swap(src, dst, pairs), backend)
-    return dataclasses.replace(dst, pages=run(src.pages, dst.pages, _int32(pairs)))
+    run = _choose(problems.swap(src, dst, pairs, layer=layer), backend)
+    pages = run(src.pages, dst.pages, _int32(pairs), layer=_number(layer))
+    return dataclasses.replace(dst, pages=pages)
 
 
 def mla_decode(
@@ -125,6 +162,7 @@ def mla_decode(
     meta: DecodeMetadata,
     *,
     scale: float,
+    layer: Layer = None,
     out_dtype: DTypeLike | None = None,
     backend: str | None = None,
     tuning: object = None,
@@ -136,15 +174,19 @@ def mla_decode(
     up-projection; causal inside a request, bottom-right aligned. Padded tokens and requests
     of length 0 give ``(0, -inf)``. ``out`` has the dtype of ``q_latent`` unless stated.
     ``plan`` is ``plan_decode`` of the same arguments; without it one is made for this call.
+    ``layer`` is the one of a stacked cache; an array is clamped to its layers.
     """
     out = q_latent.dtype if out_dtype is None else out_dtype
-    problem = problems.decode(q_latent, q_rope, cache, meta, scale=scale, out_dtype=out)
+    problem = problems.decode(
+        q_latent, q_rope, cache, meta, scale=scale, out_dtype=out, layer=layer
+    )
     return _choose(problem, backend, tuning, plan)(
-        q_latent,
-        q_rope,
+        gathered(q_latent, 1),
+        gathered(q_rope, 1),
         cache.pages,
         cache.scale,
         *map(_int32, (meta.page_table, meta.seq_lens, meta.query_starts)),
+        layer=_number(layer),
         max_query_len=meta.max_query_len,
         scale=float(scale),
         format=cache.format,
@@ -165,13 +207,12 @@ def plan_decode(
 ) -> Any:
     """Who attends to which keys in ``mla_decode``: once per step, the same for all layers.
 
-    Depends on lengths alone; ``tokens``, ``heads`` and ``dtype`` are those of the queries.
-    None where the backend makes no plan.
+    Depends on lengths alone; ``tokens``, ``heads`` and ``dtype`` are those of the queries. A
+    stacked cache is taken as it is. None where the backend makes no plan.
     """
-    q_latent, q_rope = (
-        jax.ShapeDtypeStruct((tokens, heads, n), dtype) for n in (cache.rank, cache.rope)
+    problem = problems.plan_decode(
+        cache, meta, tokens=tokens, heads=heads, dtype=dtype, out_dtype=out_dtype
     )
-    problem = problems.decode(q_latent, q_rope, cache, meta, scale=1.0, out_dtype=out_dtype)
     chosen, tuning = _tuned(problem, backend, tuning)
     if chosen.plan is None:
         return None
@@ -197,24 +238,55 @@ def mla_prefill(
     out_dtype: DTypeLike | None = None,
     backend: str | None = None,
     tuning: object = None,
+    plan: object = None,
 ) -> AttnState:
     """Expanded attention over a ragged batch: ``softmax(scale * q [k_nope | k_rope]^T) v``.
 
     ``kv = [k_nope | v]`` per head, as the up-projection leaves it; ``k_rope`` is shared by all
     heads. Causal masks are aligned bottom-right; cached context takes ``causal=False`` and is
     merged. Queries without keys give ``(0, -inf)``. ``out`` has the dtype of ``q`` unless stated.
+    ``plan`` is ``plan_prefill`` of the same arguments; without it one is made for this call.
     """
     out = q.dtype if out_dtype is None else out_dtype
     problem = problems.prefill(q, kv, k_rope, meta, scale=scale, causal=causal, out_dtype=out)
-    return _choose(problem, backend, tuning)(
-        q,
-        kv,
-        k_rope,
+    return _choose(problem, backend, tuning, plan)(
+        gathered(q, 1),
+        gathered(kv, 1),
+        gathered(k_rope),
         *map(_int32, (meta.query_starts, meta.key_starts)),
         scale=float(scale),
         causal=causal,
         out_dtype=out,
     )
+
+
+def plan_prefill(
+    meta: PrefillMetadata,
+    *,
+    tokens: int,
+    keys: int,
+    heads: int,
+    nope: int,
+    rope: int,
+    v: int,
+    dtype: DTypeLike,
+    causal: bool = True,
+    out_dtype: DTypeLike | None = None,
+    backend: str | None = None,
+    tuning: object = None,
+) -> Any:
+    """Which tiles of queries see which keys in ``mla_prefill``: once per step, for all layers.
+
+    Depends on lengths alone; sizes and ``dtype`` are those of ``q [tokens, heads, nope + rope]``
+    and ``kv [keys, heads, nope + v]``. None where the backend makes no plan.
+    """
+    sizes = {"tokens": tokens, "keys": keys, "heads": heads, "nope": nope, "rope": rope, "v": v}
+    problem = problems.plan_prefill(meta, **sizes, dtype=dtype, causal=causal, out_dtype=out_dtype)
+    chosen, tuning = _tuned(problem, backend, tuning)
+    if chosen.plan is None:
+        return None
+    starts = map(_int32, (meta.query_starts, meta.key_starts))
+    return chosen.plan(*starts, tokens=tokens, keys=keys, causal=causal, tuning=tuning)
 
 
 def merge_attn_states(
@@ -236,6 +308,31 @@ def apply_sinks(
     return _choose(problems.sinks(state, sinks), backend)(state, sinks)
 
 
+def routed_experts(
+    x: Float[Array, "tokens hidden"],
+    gate: Float[Array, "experts hidden width"],
+    up: Float[Array, "experts hidden width"],
+    down: Float[Array, "experts width hidden"],
+    weights: Float[Array, "tokens topk"],
+    experts: Int[Array, "tokens topk"],
+    *,
+    limit: float | None = None,
+    backend: str | None = None,
+    tuning: object = None,
+) -> Float[Array, "tokens hidden"]:
+    """``y_t = sum_k weights[t, k] * down_e (silu(gate_e x_t) * up_e x_t)``, ``e = experts[t, k]``.
+
+    An index that is no expert (padding: -1, or the number of experts) adds nothing, whatever the
+    token's row and weight hold; where all are, the result is 0. ``limit`` clamps the gate from
+    above and ``up x`` from both sides before the product (V4). ``weights`` are float32; products
+    accumulate in float32 and each is rounded to x's dtype, the sum is rounded once.
+    """
+    problem = problems.routed(x, gate, up, down, weights, experts, limit=limit)
+    run = _choose(problem, backend, tuning)
+    clamp = None if limit is None else float(limit)
+    return run(x, gate, up, down, weights, _int32(experts), limit=clamp)
+
+
 def explain(
     op: str,
     *args: Any,
@@ -250,7 +347,8 @@ def explain(
     """
     if op not in problems.PROBLEMS:
         raise ArgumentError("explain: op", repr(op), ", ".join(problems.PROBLEMS))
-    kwargs.pop("tuning", None)
+    for name in ("tuning", "plan"):
+        kwargs.pop(name, None)
     problem = problems.PROBLEMS[op](*args, **kwargs)
     return REGISTRY.explain(problem, device or DeviceInfo.current(), backend)
 
@@ -286,5 +384,21 @@ def _tuned(problem: Problem, backend: str | None, tuning: object) -> tuple[Backe
     return chosen, tuning
 
 
-def _int32(x: Array) -> Array:
-    return x.astype(jnp.int32)
+def _int32(x: Any) -> Array:
+    """``x`` in int32; what is too large for it becomes the largest, never another number.
+
+    Of a NumPy array before JAX sees it, which keeps the low 32 bits of one in 64 alone.
+    """
+    xp = np if isinstance(x, np.ndarray) else jnp
+    if x.dtype.itemsize > 4 or x.dtype == jnp.uint32:
+        bounds = jnp.iinfo(jnp.int32)
+        x = xp.minimum(xp.maximum(x, 0 if x.dtype.kind == "u" else bounds.min), bounds.max)
+    return gathered(jnp.asarray(x.astype(jnp.int32)))
+
+
+def _number(layer: Layer) -> Array | None:
+    return (
+        None
+        if layer is None
+        else _int32(np.asarray(layer) if isinstance(layer, numbers.Integral) else layer)
+    )

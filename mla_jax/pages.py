@@ -4,10 +4,12 @@ Page 0 is the null page: page tables are padded with it, and it is never given t
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
-from mla_jax.errors import EngineError
+from mla_jax.checks import checked_size
+from mla_jax.types import cdiv
 
-__all__ = ["NULL_PAGE", "PagePool"]
+__all__ = ["NULL_PAGE", "PageGroup", "PagePool"]
 
 NULL_PAGE = 0
 """The page that pads page tables."""
@@ -17,18 +19,22 @@ class PagePool:
     """Pages ``1 … num_pages - 1``. The caller asks ``free`` before it asks for pages."""
 
     def __init__(self, num_pages: int):
-        if num_pages < 2:
-            raise EngineError("PagePool: num_pages", num_pages, "2 or more (page 0 is never given)")
-        self.capacity = num_pages - 1
+        allowed = "2 or more (page 0 is never given), below 2**31"
+        self.capacity = checked_size("PagePool: num_pages", num_pages, low=2, allowed=allowed) - 1
         self.peak = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Take every page back, whoever holds it."""
         # Last in, first out: a page that was just freed is the likeliest to be in a cache.
-        self._free = list(range(num_pages - 1, NULL_PAGE, -1))
+        self._returned: list[int] = []
+        self._fresh = NULL_PAGE + 1  # this page and those above were never given
         self._used: set[int] = set()
 
     @property
     def free(self) -> int:
         """Pages that can be given now."""
-        return len(self._free)
+        return self.capacity - self.used
 
     @property
     def used(self) -> int:
@@ -38,7 +44,10 @@ class PagePool:
     def alloc(self, n: int) -> list[int]:
         """Give ``n`` distinct pages."""
         assert 0 <= n <= self.free, f"PagePool: alloc({n}) with {self.free} free pages"
-        pages = [self._free.pop() for _ in range(n)]
+        again = min(n, len(self._returned))
+        pages = [self._returned.pop() for _ in range(again)]
+        pages += range(self._fresh, self._fresh + n - again)
+        self._fresh += n - again
         self._used.update(pages)
         self.peak = max(self.peak, self.used)
         return pages
@@ -48,4 +57,20 @@ class PagePool:
         for page in pages:
             assert page in self._used, f"PagePool: release of page {page}, which nobody holds"
             self._used.remove(page)
-            self._free.append(page)
+            self._returned.append(page)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageGroup:
+    """The pages of one cache group: a request holds pages of every group."""
+
+    name: str
+    pool: PagePool
+    tokens: int  # that one page covers
+
+    def __post_init__(self):
+        checked_size(f"PageGroup {self.name}: tokens", self.tokens)
+
+    def pages_of(self, tokens: int) -> int:
+        """Pages that so many tokens of one request take."""
+        return cdiv(tokens, self.tokens)

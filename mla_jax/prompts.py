@@ -1,14 +1,16 @@
 """Prompts as people give them: token ids, text, or a file with one JSON object a line."""
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mla_jax.errors import EngineError
+from mla_jax.errors import EngineError, listed
 from mla_jax.scheduler import checked_ids
+from mla_jax.tokenizer import TextTokenizer
 
 __all__ = ["Prompt", "Reader", "ids_of"]
+
+_MAX_BYTES = 2**30  # of a prompts file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +37,7 @@ class Reader:
     """Reads prompts for one model."""
 
     vocab: int
-    encode: Callable[[str], list[int]] | None  # None = the model has no tokenizer
+    tokenizer: TextTokenizer | None  # None = the model has none
 
     def prompts(
         self, *, ids: str | None = None, text: str | None = None, file: Path | None = None
@@ -58,8 +60,14 @@ class Reader:
         raise EngineError("prompts", f"{count} sources", allowed)
 
     def _file(self, path: Path) -> list[Prompt]:
+        with path.open("rb") as source:  # a pipe is as good
+            raw = source.read(_MAX_BYTES + 1)
+        if len(raw) > _MAX_BYTES:
+            raise EngineError(
+                str(path), "more", f"at most {_MAX_BYTES:,} bytes", "Cut it in parts."
+            )
         try:
-            content = path.read_text(encoding="utf-8")
+            content = raw.decode()
         except UnicodeDecodeError as error:
             raise EngineError(str(path), f"byte {error.start} is not UTF-8", "UTF-8") from None
         # Not splitlines(): a JSON string may hold other line separators than \n.
@@ -73,22 +81,24 @@ class Reader:
         shape = '{"prompt_ids": [integers]} or {"prompt": "text"}'
         try:
             data = json.loads(line)
-        except (json.JSONDecodeError, RecursionError):
-            raise EngineError(where, "no JSON", shape) from None
+        except (ValueError, RecursionError) as error:
+            long = "" if isinstance(error, json.JSONDecodeError | RecursionError) else f" ({error})"
+            raise EngineError(where, f"no JSON{long}", shape) from None
         match data:
             case {"prompt_ids": [*ids], **rest} if not rest:
                 return Prompt(where=where, ids=checked_ids(ids, vocab=self.vocab, where=where))
             case {"prompt": str(text), **rest} if not rest:
                 return Prompt(where=where, ids=self._encoded(text, where))
-        given = f"keys {', '.join(data)}" if isinstance(data, dict) else type(data).__name__
+        given = f"keys {listed(list(data))}" if isinstance(data, dict) else type(data).__name__
         raise EngineError(where, given, shape)
 
     def _encoded(self, text: str, where: str) -> list[int]:
-        if self.encode is None:
+        if self.tokenizer is None:
             raise EngineError(
                 where,
                 "text",
                 "token ids, because there is no tokenizer",
                 "Text needs tokenizer.json in the folder and pip install 'mla-jax[hf]'.",
             )
-        return self.encode(text)
+        ids = self.tokenizer.encode(text, where=where)
+        return checked_ids(ids, vocab=self.vocab, where=f"{where}: tokenizer.json")

@@ -10,19 +10,29 @@ arrival, so the oldest request can evict every other and always advances: nobody
 import math
 import operator
 from array import array
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from mla_jax.errors import EngineError
+from mla_jax.checks import checked_size
+from mla_jax.errors import EngineError, shown
+from mla_jax.inputs import checked_prompt
 from mla_jax.model.sampling import SamplingParams
-from mla_jax.pages import PagePool
-from mla_jax.types import cdiv
+from mla_jax.pages import PageGroup
+from mla_jax.request_queue import Queue
 
-__all__ = ["Completion", "Event", "Plan", "Request", "Scheduler", "Work", "checked_ids"]
+__all__ = [
+    "Completion",
+    "Event",
+    "Outcome",
+    "Plan",
+    "Request",
+    "Scheduler",
+    "Work",
+    "checked_ids",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +67,7 @@ class Request:
     params: SamplingParams
     stops: frozenset[int]  # tokens that end it
     logprobs: list[float] = field(default_factory=list)  # of the generated tokens
-    pages: array = field(default_factory=lambda: array("i"))  # int32, in token order
+    pages: tuple[array, ...]  # of each cache group: int32, in token order
     computed: int = 0  # leading tokens whose rows are in the cache
     finish_reason: str | None = None  # stop | length | cancelled | error
 
@@ -83,8 +93,16 @@ class Work:
     request: Request
     start: int
     length: int
-    is_decode: bool  # one token against cached ones
-    samples: bool  # the last known token is among them, so a new one is drawn
+
+    @property
+    def is_decode(self) -> bool:
+        """One new token, be it the first of a prompt: what metadata builders call a decode."""
+        return self.length == 1
+
+    @property
+    def samples(self) -> bool:
+        """The last known token is among them, so that a new one is drawn."""
+        return self.start + self.length == len(self.request.tokens)
 
 
 @dataclass(frozen=True)
@@ -92,7 +110,21 @@ class Plan:
     """One step: decodes first, then prompt chunks; both in order of arrival."""
 
     work: tuple[Work, ...]
-    num_decodes: int
+
+    @property
+    def num_decodes(self) -> int:
+        return sum(w.is_decode for w in self.work)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one step did to one request. Applying it twice is applying it once."""
+
+    work: Work
+    token: int | None  # None: none was drawn
+    logprob: float
+    reason: str | None  # why the request ends with this step; None: it goes on
+    event: Event | None  # None: nothing to tell
 
 
 def checked_ids(ids: Sequence[Any], *, vocab: int, where: str) -> list[int]:
@@ -112,7 +144,8 @@ def checked_ids(ids: Sequence[Any], *, vocab: int, where: str) -> list[int]:
             tokens.append(-1)
         if not 0 <= tokens[-1] < vocab:
             allowed = f"integers from 0 to {vocab - 1} (vocabulary)"
-            raise EngineError(f"{where}: token {i}", repr(token), allowed)
+            given = shown(token) if isinstance(token, int) else repr(token)
+            raise EngineError(f"{where}: token {i}", given, allowed)
     return tokens
 
 
@@ -122,8 +155,7 @@ class Scheduler:
     def __init__(
         self,
         *,
-        pool: PagePool,
-        page: int,
+        groups: Sequence[PageGroup],
         max_requests: int,
         max_prefill_tokens: int,
         max_model_len: int,
@@ -131,23 +163,20 @@ class Scheduler:
         eos: Sequence[int] = (),
     ):
         for name, value in (
-            ("page", page),
             ("max_requests", max_requests),
             ("max_prefill_tokens", max_prefill_tokens),
             ("max_model_len", max_model_len),
         ):
-            if value < 1:
-                raise EngineError(f"Scheduler: {name}", value, "1 or more")
-        self.pool = pool
-        self.page = page
+            checked_size(f"Scheduler: {name}", value)
+        self.groups = tuple(groups)
         self.max_requests = max_requests
         self.max_prefill_tokens = max_prefill_tokens
         self.max_model_len = max_model_len
         self.vocab = vocab
         self.eos = frozenset(eos)
         self.preemptions = 0
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []
+        self.waiting: Queue[Request] = Queue()
+        self.running: Queue[Request] = Queue()
         self._live: dict[str, Request] = {}
 
     def __len__(self) -> int:
@@ -171,6 +200,7 @@ class Scheduler:
             tokens=tokens,
             prompt_len=len(tokens),
             params=params,
+            pages=self._no_pages(),
             stops=stops if params.ignore_eos else stops | self.eos,
         )
         self.waiting.append(request)
@@ -181,6 +211,7 @@ class Scheduler:
         """The prompt as a list of its own, once it is known to be servable."""
         if id in self:
             raise EngineError("request id", repr(id), "an id that no live request has")
+        checked_prompt(prompt, where=f"request {id}: prompt")
         if len(prompt) == 0:
             raise EngineError(f"request {id}: prompt", "no tokens", "1 token or more")
         tokens = checked_ids(prompt, vocab=self.vocab, where=f"request {id}: prompt")
@@ -192,25 +223,37 @@ class Scheduler:
                 f"at most {self.max_model_len} (max_model_len)",
                 "Shorten the prompt or ask for fewer tokens.",
             )
-        need = cdiv(len(prompt) + new - 1, self.page)
-        if need > self.pool.capacity:
-            raise EngineError(
-                f"request {id}: cache pages",
-                f"{need} ({len(prompt)} + {new} - 1 rows, {self.page} to a page)",
-                f"at most {self.pool.capacity}, the whole pool",
-                f"Use {need + 1} pages or more (page 0 is never given).",
-            )
+        for group in self.groups:
+            need = group.pages_of(len(prompt) + new - 1)
+            if need > group.pool.capacity:
+                raise EngineError(
+                    f"request {id}: cache pages",
+                    f"{need} ({len(prompt)} + {new} - 1 rows, {group.tokens} to a page)",
+                    f"at most {group.pool.capacity}, the whole pool",
+                    f"Use {need + 1} pages or more (page 0 is never given).",
+                )
         return tokens
 
     def cancel(self, id: str) -> Event | None:
         """End a live request now, in whatever state it is; ``None`` if no such request lives."""
+        outcome = self.cancellation(id)
+        if outcome is None:
+            return None
+        self.apply(outcome)
+        return outcome.event
+
+    def cancellation(self, id: str) -> Outcome | None:
+        """What ``cancel`` does, nothing changed yet."""
         request = self._live.get(id)
-        return None if request is None else self._finish(request, "cancelled")
+        if request is None:
+            return None
+        work, event = Work(request, request.computed, 0), _last_event(request, "cancelled")
+        return Outcome(work, None, math.nan, "cancelled", event)
 
     def schedule(self) -> Plan:
         """The next step; without work only when nothing lives."""
-        decodes = self._decodes()
-        return Plan((*decodes, *self._chunks()), len(decodes))
+        work = [*self._decodes(), *self._chunks()]
+        return Plan(tuple(sorted(work, key=lambda w: not w.is_decode)))
 
     def _decodes(self) -> list[Work]:
         work = []
@@ -220,20 +263,33 @@ class Scheduler:
                 continue
             if not self._grow(request):
                 break
-            work.append(Work(request, request.computed, 1, is_decode=True, samples=True))
+            work.append(Work(request, request.computed, 1))
         return work
 
     def _grow(self, request: Request) -> bool:
-        """Give it the page of its next token, if need be at the cost of younger requests."""
-        need = cdiv(request.computed + 1, self.page) - len(request.pages)
-        while self.pool.free < need:
+        """Give it the pages of its next token, if need be at the cost of younger requests."""
+        while not self._can_hold(request, request.computed + 1):
             victim = self.running[-1]
             self._preempt(victim)
             if victim is request:
                 return False
-        if need > 0:
-            request.pages.extend(self.pool.alloc(need))
+        self._lend(request, request.computed + 1)
         return True
+
+    def _can_hold(self, request: Request, tokens: int, spare: Sequence[int] = ()) -> bool:
+        """Whether every group has the pages that ``tokens`` of a request take, and some spare."""
+        spare = spare or (0,) * len(self.groups)
+        return all(
+            group.pages_of(tokens) - len(pages) + kept <= group.pool.free
+            for group, pages, kept in zip(self.groups, request.pages, spare, strict=True)
+        )
+
+    def _lend(self, request: Request, tokens: int) -> None:
+        """Give a request the pages that it lacks for so many tokens."""
+        for group, pages in zip(self.groups, request.pages, strict=True):
+            need = group.pages_of(tokens) - len(pages)
+            if need > 0:
+                pages.extend(group.pool.alloc(need))
 
     def _preempt(self, request: Request) -> None:
         self.running.remove(request)
@@ -250,85 +306,133 @@ class Scheduler:
                 work.append(_chunk(request, budget))
                 budget -= work[-1].length
         while budget and self.waiting and len(self.running) < self.max_requests:
-            need = cdiv(len(self.waiting[0].tokens), self.page)
-            if need + self._growing() > self.pool.free:
+            tokens = len(self.waiting[0].tokens)
+            if not self._can_hold(self.waiting[0], tokens, spare=self._growing()):
                 break
             request = self.waiting.popleft()
-            request.pages.extend(self.pool.alloc(need))
+            self._lend(request, tokens)
             self.running.append(request)
             work.append(_chunk(request, budget))
             budget -= work[-1].length
         return work
 
-    def _growing(self) -> int:
-        """Running requests that may yet need a page: one is kept free for each of them.
+    def _growing(self) -> list[int]:
+        """Of each group, running requests that may yet need a page: one is kept free for each.
 
         Without it a newcomer takes the page that an older request needs at its next step, and
         is evicted with its prompt half done.
         """
-        return sum(cdiv(r.rows_at_most, self.page) > len(r.pages) for r in self.running)
+        return [
+            sum(group.pages_of(r.rows_at_most) > len(r.pages[i]) for r in self.running)
+            for i, group in enumerate(self.groups)
+        ]
 
     def commit(self, plan: Plan, tokens: Sequence[int], logprobs: Sequence[float]) -> list[Event]:
-        """Record what a step drew: one token and log-probability per entry of the plan's work.
+        """Record what a step drew: one token and log-probability per entry of the plan's work."""
+        outcomes = self.outcomes(plan, tokens, logprobs)
+        for outcome in outcomes:
+            self.apply(outcome)
+        return [o.event for o in outcomes if o.event is not None]
 
-        Entries that do not sample and requests cancelled meanwhile are passed over. A
-        log-probability that is not finite ends its request with ``error``.
+    def outcomes(
+        self, plan: Plan, tokens: Sequence[int], logprobs: Sequence[float]
+    ) -> list[Outcome]:
+        """What the step did to each request, nothing changed yet.
+
+        Requests cancelled meanwhile are passed over. A log-probability that is not finite ends
+        its request with ``error``.
         """
-        events = []
-        for work, token, logprob in zip(plan.work, tokens, logprobs, strict=True):
-            request = work.request
-            if request.finish_reason is not None:
-                continue
-            request.computed = work.start + work.length
-            if not work.samples:
-                continue
-            if not math.isfinite(logprob):
-                events.append(self._finish(request, "error"))
-                continue
-            request.tokens.append(token)
-            request.logprobs.append(logprob)
-            if token in request.stops:
-                events.append(self._finish(request, "stop", token, logprob))
-            elif request.generated == request.params.max_new_tokens:
-                events.append(self._finish(request, "length", token, logprob))
-            else:
-                events.append(Event(id=request.id, token_id=token, logprob=logprob))
-        return events
+        return [
+            _outcome(work, token, logprob)
+            for work, token, logprob in zip(plan.work, tokens, logprobs, strict=True)
+            if work.request.finish_reason is None
+        ]
 
-    def _finish(
-        self,
-        request: Request,
-        reason: str,
-        token: int | None = None,
-        logprob: float = math.nan,
-    ) -> Event:
+    def apply(self, outcome: Outcome) -> None:
+        """Let a request have its token, and end it if it ends."""
+        request = outcome.work.request
+        _record(outcome)
+        request.computed = outcome.work.start + outcome.work.length
+        if outcome.reason is not None:
+            self._end(request, outcome.reason)
+
+    def recover(self, outcomes: Sequence[Outcome] = ()) -> None:
+        """After an interruption anywhere: all pages are free, whoever lives waits, nothing is lost.
+
+        ``outcomes`` are those of a step that were applied in part, or not at all.
+        """
+        for outcome in outcomes:
+            _record(outcome)
+            if outcome.reason is not None:
+                outcome.work.request.finish_reason = outcome.reason
+                self._live.pop(outcome.work.request.id, None)
+        for group in self.groups:
+            group.pool.reset()
+        self.running, self.waiting = Queue(), Queue()
+        for request in self._live.values():  # in order of arrival
+            request.pages, request.computed = self._no_pages(), 0
+            self.waiting.append(request)
+
+    def _end(self, request: Request, reason: str) -> None:
         request.finish_reason = reason
-        if request in self.running:
-            self.running.remove(request)
-        else:
-            self.waiting.remove(request)
+        queue = self.running if request in self.running else self.waiting
+        queue.remove(request)
         self._return_pages(request)
         del self._live[request.id]
-        completion = Completion(
-            id=request.id,
-            prompt_ids=tuple(request.tokens[: request.prompt_len]),
-            token_ids=tuple(request.tokens[request.prompt_len :]),
-            logprobs=tuple(request.logprobs),
-            finish_reason=reason,
-        )
-        return Event(id=request.id, token_id=token, logprob=logprob, completion=completion)
 
     def _return_pages(self, request: Request) -> None:
-        self.pool.release(request.pages)
-        request.pages = array("i")
+        for group, pages in zip(self.groups, request.pages, strict=True):
+            group.pool.release(pages)
+        request.pages = self._no_pages()
+
+    def _no_pages(self) -> tuple[array, ...]:
+        return tuple(array("i") for _ in self.groups)
+
+
+def _record(outcome: Outcome) -> None:
+    """The token and its log-probability at their places."""
+    if outcome.token is not None:
+        work, request = outcome.work, outcome.work.request
+        request.tokens[work.start + work.length :] = [outcome.token]
+        request.logprobs[work.start + work.length - request.prompt_len :] = [outcome.logprob]
+
+
+def _outcome(work: Work, token: int, logprob: float) -> Outcome:
+    request = work.request
+    if not work.samples:
+        return Outcome(work, None, math.nan, None, None)
+    if not math.isfinite(logprob):
+        return Outcome(work, None, math.nan, "error", _last_event(request, "error"))
+    reason = None
+    if token in request.stops:
+        reason = "stop"
+    elif request.generated + 1 == request.params.max_new_tokens:
+        reason = "length"
+    if reason is None:
+        event = Event(id=request.id, token_id=token, logprob=logprob)
+    else:
+        event = _last_event(request, reason, (token,), (logprob,))
+    return Outcome(work, token, logprob, reason, event)
+
+
+def _last_event(
+    request: Request, reason: str, tokens: tuple[int, ...] = (), logprobs: tuple[float, ...] = ()
+) -> Event:
+    """The event that carries the completion; ``tokens``: drawn by the step that ends it."""
+    completion = Completion(
+        id=request.id,
+        prompt_ids=tuple(request.tokens[: request.prompt_len]),
+        token_ids=(*request.tokens[request.prompt_len :], *tokens),
+        logprobs=(*request.logprobs, *logprobs),
+        finish_reason=reason,
+    )
+    return Event(
+        id=request.id,
+        token_id=tokens[0] if tokens else None,
+        logprob=logprobs[0] if logprobs else math.nan,
+        completion=completion,
+    )
 
 
 def _chunk(request: Request, budget: int) -> Work:
-    length = min(request.remaining, budget)
-    return Work(
-        request,
-        request.computed,
-        length,
-        is_decode=False,
-        samples=length == request.remaining,
-    )
+    return Work(request, request.computed, min(request.remaining, budget))

@@ -21,9 +21,21 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
-__all__ = ["Array", "AttnState", "Bool", "Float", "Int", "UInt8", "cdiv", "full_among", "round_up"]
+__all__ = [
+    "Array",
+    "AttnState",
+    "Bool",
+    "Float",
+    "Int",
+    "UInt8",
+    "cdiv",
+    "full_among",
+    "gathered",
+    "round_up",
+]
 
 PAD_SLOT = -1
 """The slot of a token that must not write the cache."""
@@ -50,6 +62,19 @@ def cdiv(a: int, b: int) -> int:
 def round_up(a: int, b: int) -> int:
     """Smallest multiple of ``b`` not below ``a``."""
     return b * cdiv(a, b)
+
+
+def gathered(x: Array, *keep: int) -> Array:
+    """``x`` divided over the Explicit axes of its mesh along axes ``keep`` alone.
+
+    Where a mesh has Auto axes, or there is none, XLA sees to that itself: ``x`` as it is.
+    """
+    sharding = jax.typeof(x).sharding
+    parts = tuple(sharding.spec) + (None,) * (x.ndim - len(sharding.spec))
+    kept = tuple(part if axis in keep else None for axis, part in enumerate(parts))
+    if parts == kept:
+        return x
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*kept)))
 
 
 def full_among(

@@ -153,3 +153,12 @@ def prefill_case(
     meta = PrefillMetadata(query_starts=jnp.asarray(qs), key_starts=jnp.asarray(ks))
     args = (*map(jnp.asarray, (q, kv, k_rope)), meta)
     return Prefill(args=args, scale=dims.qk**-0.5, dtype=dtype, parts=parts, dims=dims)
+
+
+def stacked(cache: LatentCache, layer: int, layers: int = 3) -> LatentCache:
+    """A cache as one layer of a stack; every other layer, and its scale, is NaN."""
+
+    def among(x):
+        return jnp.full((layers, *x.shape), jnp.nan, x.dtype).at[layer].set(x)
+
+    return replace(cache, pages=among(cache.pages), scale=among(cache.scale))

@@ -1,17 +1,23 @@
 import json
+import os
+import shutil
 import subprocess
 import sys
+import time
 
 import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from mla_jax import cli
-from mla_jax.cache import FORMATS
+import mla_jax
+from mla_jax import cli, demo
+from mla_jax.cache import ELEMENT_FORMATS
 from mla_jax.engine import Engine
+from mla_jax.errors import EngineError
 from mla_jax.model.deepseek_v3 import DeepseekV3
 from mla_jax.model.prefill_crossover import PathRate, PrefillCrossover
 from mla_jax.model.weights import save
+from mla_jax.tokenizer import TextTokenizer
 from tests.model import tiny
 
 CONFIG = tiny.config(layers=1, sparse_layers=(False,), moe=None)
@@ -96,6 +102,7 @@ def test_settings_follow_the_prompts_unless_given(settings, folder):
         "prefill_chunk": 512,
         "max_model_len": 9,
         "backend": None,
+        "ignore_keys": (),
     }
     given = settings(
         *(*args, "--dtype", "float32", "--num-pages", 99, "--max-model-len", 64),
@@ -126,11 +133,21 @@ def test_settings_follow_the_prompts_unless_given(settings, folder):
         (("--prompt-ids", "1", "--prefill-chunk", "0"), "max_prefill_tokens: given 0"),
         (("--prompt-ids", "1", "--temperature", "-1"), "temperature: given -1.0"),
         (("--prompt-ids", "1", "--stop-ids", "70"), "--stop-ids: token 0: given 70"),
-        (("--prompt-ids", "1", "--dtype", "int8"), "'float32' or 'bfloat16'"),
+        (("--prompt-ids", "1", "--dtype", "int8"), "'int8' is not one of 'float32', 'bfloat16'"),
         (("--prompt-ids", "1", "--cache-dtype", "int8"), "'--cache-dtype'"),
         (("--prompts-file", "/nowhere.jsonl"), "/nowhere.jsonl"),
         (("--no-such-option",), "--no-such-option"),
+        (("--prompt-ids", "1", "--num-pages", "2147483648"), "num_pages: given 2147483648"),
+        (("--prompt-ids", "1", "--num-pages", "2147483647"), "cache: given"),
+        (("--prompt-ids", "1", "--page-size", "1000000000"), "device's memory. Use smaller pages."),
+        (("--prompt-ids", "1", "--page-size", "100000000000"), "page: given 100000000000"),
+        (("--prompt-ids", "9" * 5000), "--prompt-ids: token 0: given '999"),
+        (("--prompt", "w1 \ud800"), "--prompt: given 'w1 \\ud800', which"),
+        (("--prompt-ids", "1", "--temperature", "nan"), "temperature: given nan"),
+        (("--prompt-ids", "1", "--seed", "9" * 5000), "seed"),
+        (("--prompt-ids", "1", "--ignore-key", "vocab_size"), "ignored keys: given vocab_size"),
     ],
+    ids=lambda v: str(v)[:60],
 )
 def test_bad_input_is_one_line_and_exit_code_two(run, folder, args, message):
     code, out, err = run("generate", folder, *args)
@@ -139,6 +156,7 @@ def test_bad_input_is_one_line_and_exit_code_two(run, folder, args, message):
     assert line.startswith("mla-jax: ")
     assert message in line
     assert "Traceback" not in err
+    assert len(line) < 2000
 
 
 @pytest.mark.parametrize(
@@ -155,7 +173,15 @@ def test_bad_input_is_one_line_and_exit_code_two(run, folder, args, message):
         ('{"prompt_ids": []}', "line 2: given no tokens"),
         ('{"prompt": ""}', "line 2: given no tokens"),
         ('{"prompt": 3}', "line 2: given keys prompt;"),
+        ('{"prompt_ids": [%s]}' % ("9" * 5000), "line 2: given no JSON (Exceeds the limit"),
+        ('{"prompt_ids": [%s]}' % ("9" * 4000), "line 2: token 0: given 99999"),
+        ('{"prompt_ids": [1e999]}', "line 2: token 0: given inf"),
+        (r'{"prompt": "w1 \ud800"}', r"line 2: given 'w1 \ud800', which"),
+        (r'{"\ud800": 1}', r"line 2: given keys \ud800;"),
+        ('{"%s": 1}' % ("k" * 100_000), "line 2: given keys kkk"),
+        (json.dumps(dict.fromkeys(map(str, range(9999)))), "line 2: given keys 0, 1, 2"),
     ],
+    ids=lambda v: v[:40],
 )
 def test_a_bad_line_is_named_and_nothing_runs(run, folder, tmp_path, line, message):
     file = tmp_path / "p.jsonl"
@@ -163,6 +189,7 @@ def test_a_bad_line_is_named_and_nothing_runs(run, folder, tmp_path, line, messa
     code, out, err = run("generate", folder, "--prompts-file", file, "--json")
     assert (code, out) == (2, "")
     assert err.startswith(f"mla-jax: {file} {message}")
+    assert len(err) < 2000
 
 
 @pytest.mark.parametrize(("content", "message"), [(b"\n \n", "no prompts"), (b"\xff", "UTF-8")])
@@ -199,7 +226,7 @@ def test_inspect_counts_bytes(run, folder):
     assert code == 0
     assert facts["family"] == "deepseek_v3"
     assert facts["cache_bytes_per_token"] == {
-        name: CONFIG.layers * row * f.itemsize for name, f in FORMATS.items()
+        name: CONFIG.layers * row * f.itemsize for name, f in ELEMENT_FORMATS.items()
     }
     held = facts["weight_bytes_float32"]
     assert held["weights"] == 4 * facts["parameters"]
@@ -207,6 +234,133 @@ def test_inspect_counts_bytes(run, folder):
     _, out, _ = run("inspect", folder)
     assert "family: deepseek_v3" in out
     assert "rank=16" in out
+
+
+@pytest.mark.parametrize("memory", ["nan", "inf", "-inf", "1e300", "-1", "0", "1e10"])
+def test_inspect_refuses_what_is_no_memory(run, folder, memory):
+    code, out, err = run("inspect", folder, "--memory", memory)
+    assert (code, out) == (2, "")
+    assert "--memory: given" in err
+    assert "GiB above 0, at most 1,000,000,000" in err
+
+
+@pytest.fixture
+def copy(folder, tmp_path):
+    """A function that copies the model with another config.json or tokenizer.json."""
+
+    def copy(*, config: dict | None = None, tokenizer: dict | None = None):
+        to = tmp_path / "copy"
+        shutil.copytree(folder, to, dirs_exist_ok=True)
+        for name, changes in (("config.json", config), ("tokenizer.json", tokenizer)):
+            if changes is not None:
+                data = json.loads((to / name).read_text()) | changes
+                (to / name).write_text(json.dumps(data))
+        return to
+
+    return copy
+
+
+@pytest.mark.parametrize("command", [("inspect",), ("generate", "--prompt-ids", "1")])
+@pytest.mark.parametrize("key", ["num_hidden_layers", "first_k_dense_replace"])
+def test_a_small_config_cannot_ask_for_work_without_end(run, copy, command, key):
+    start = time.process_time()
+    bad = copy(config={"num_hidden_layers": 10**9, key: 10**9})
+    code, out, err = run(command[0], bad, *command[1:])
+    assert (code, out) == (2, "")
+    assert "num_hidden_layers: given 1000000000; allowed: an integer >= 1, at most 1,024" in err
+    assert time.process_time() - start < 5
+
+
+def test_inspect_of_the_largest_counts_ends_soon(run, copy):
+    start = time.process_time()
+    most = {"num_hidden_layers": 1024, "n_routed_experts": 65536, "first_k_dense_replace": 0}
+    most |= {"num_experts_per_tok": 8, "moe_intermediate_size": 8, "n_group": 1, "topk_group": 1}
+    code, out, _ = run("inspect", copy(config=most), "--json")
+    assert code == 0
+    assert json.loads(out)["layers"] == 1024
+    assert time.process_time() - start < 10
+
+
+def test_a_config_that_is_a_pipe_is_refused(run, copy):
+    bad = copy()
+    (bad / "config.json").unlink()
+    os.mkfifo(bad / "config.json")
+    for command in (("inspect",), ("generate", "--prompt-ids", "1")):
+        code, _, err = run(command[0], bad, *command[1:])
+        assert code == 2
+        assert "given a pipe, not a regular file" in err
+
+
+@pytest.mark.filterwarnings("default")
+def test_unknown_keys_are_passed_over_by_option_and_bookkeeping_is_a_warning(run, copy):
+    odd = copy(config={"my_key": 1, "unsloth_version": "2025.1"})
+    ask = ("--prompt-ids", "1", "--max-new-tokens", "1", "--dtype", "float32")
+    for command in (("inspect",), ("generate", *ask)):
+        code, _, err = run(command[0], odd, *command[1:])
+        assert code == 2
+        assert "--ignore-key" in err
+        code, _, err = run(command[0], odd, *command[1:], "--ignore-key", "my_key")
+        assert code == 0
+        assert "mla-jax: warning:" in err
+        assert "unsloth_version" in err
+
+
+@pytest.mark.parametrize("options", [("--tokens", -5), ("--page-size", 0), ("--heads", 2**31)])
+def test_explain_refuses_sizes_that_are_none(run, options):
+    code, out, err = run("explain", "mla_decode", *options)
+    assert (code, out) == (2, "")
+    assert f"Invalid value for '{options[0]}'" in err
+
+
+def test_version_and_module_and_the_choices_in_help(run):
+    assert run("--version") == (0, f"mla-jax {mla_jax.__version__}\n", "")
+    command = [sys.executable, "-m", "mla_jax", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == f"mla-jax {mla_jax.__version__}\n"
+    for command in ("generate", "inspect", "explain"):
+        _, out, _ = run(command, "--help")
+        assert "float32|bfloat16" in out
+        assert "<Dtype>" not in out
+    assert "auto|bf16|fp16|fp32|fp8_e4m3" in run("generate", "--help")[1]
+
+
+def test_text_that_the_shipped_model_cannot_read_is_refused(run):
+    code, out, err = run("generate", demo.FOLDER, "--prompt", "Hello World")
+    assert (code, out) == (2, "")
+    assert "mla-jax: --prompt: given 'Hello World', which" in err
+
+
+def test_a_token_that_the_model_does_not_have_is_named(run, copy):
+    words = {f"w{i}": i for i in range(64)} | {"beyond": 64}
+    model = {"model": {"type": "WordLevel", "vocab": words, "unk_token": "w0"}}
+    code, _, err = run("generate", copy(tokenizer=model), "--prompt", "w1 beyond")
+    assert code == 2
+    assert "--prompt: tokenizer.json: token 1: given 64; allowed: integers from 0 to 63" in err
+
+
+def test_ids_without_a_text_are_printed_all_the_same(run, folder, monkeypatch):
+    def refuse(*_):
+        raise EngineError("tokenizer.json", "ids", "others")
+
+    monkeypatch.setattr(TextTokenizer, "decode", refuse)
+    ask = ("--prompt-ids", "1", "--max-new-tokens", "2", "--dtype", "float32", "--ignore-eos")
+    code, out, err = run("generate", folder, *ask)
+    assert code == 0
+    assert out.startswith("[0] length: ")
+    assert "warning: request 0: tokenizer.json" in err
+
+
+def test_text_reaches_a_terminal_of_ascii(folder, tmp_path):
+    code = (
+        "import mla_jax.cli as c; from mla_jax.tokenizer import TextTokenizer as T;"
+        "T.decode = lambda *_: 'caf\\xe9 \\u4e2d';"
+        f"c.main(['generate', {str(folder)!r}, '--prompt-ids', '1', '--max-new-tokens', '1'])"
+    )
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert rb"caf\xe9 \u4e2d" in done.stdout
 
 
 @pytest.mark.parametrize(

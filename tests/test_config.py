@@ -2,14 +2,17 @@
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
+import hypothesis
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 
 from mla_jax.cache import FORMATS
 from mla_jax.config import MLADims, ModelConfig, MoEConfig
-from mla_jax.errors import ConfigError
+from mla_jax.errors import ConfigError, shown
 from mla_jax.model.memory import plan_memory
 from mla_jax.model.presets import PRESETS, V2, V2_LITE, V3, released
 from mla_jax.model.weight_table import num_params
@@ -163,6 +166,13 @@ def test_what_transformers_ignores_or_keeps():
     assert glm.sparse_layers[:3] == (True, False, True)
 
 
+def _deep(n: int) -> list:
+    nested: list = []
+    for _ in range(n):
+        nested = [nested]
+    return nested
+
+
 REFUSED = [
     (_v3(rope_teta=1), "unknown key rope_teta", "Nearest known name: rope_theta."),
     (_yarn(beta_fst=1), "unknown key rope_scaling.beta_fst", "beta_fast"),
@@ -202,15 +212,34 @@ REFUSED = [
         "[128, 128]",
     ),
     (_v3(eos_token_id="end"), "eos_token_id", "token id"),
+    (_v3(eos_token_id=[1, 10**400]), "eos_token_id", "token id"),
+    (_v3(num_hidden_layers=10**9), "num_hidden_layers", "at most 1,024"),
+    (_v3(n_routed_experts=10**9), "n_routed_experts", "at most 65,536"),
+    (_v3(vocab_size=2**31), "vocab_size: given 2147483648", "at most 2,147,483,647"),
+    (_v3(max_position_embeddings=10**400), "max_position_embeddings", "(401 characters)"),
+    (_v3(rope_theta=10**400), "rope_theta", "finite"),
+    (_v3(rope_theta=1e31), "RopeConfig.theta", "at most 1e+30"),
+    (_yarn(mscale=1e300), "YarnConfig.mscale: given 1e+300", "at most 1e+06"),
+    (_yarn(mscale_all_dim=1e200), "YarnConfig.mscale_all_dim", "at most 1e+06"),
+    (_yarn(beta_slow=1e-320), "YarnConfig.beta_slow", ">= 1e-09"),
+    (_yarn(beta_fast=1e300), "YarnConfig.beta_fast", "at most 1e+09"),
+    (_yarn(factor=1e300), "YarnConfig.factor", "at most 1e+09"),
+    (_yarn(attention_factor=1e300), "YarnConfig.attention_factor", "at most 1e+06"),
+    (_yarn(original_max_position_embeddings=10**400), "original_max_position", "at most"),
+    (_v3(hidden_act=_deep(100_000)), "hidden_act: given list", "silu"),
+    (_v3(x=_deep(100_000)), "unknown key x", ""),
+    (_v3(**{f"x{i}": i for i in range(50_000)}), "x10004 and 49,990 more", "ignore_keys=['x0']"),
+    (_v3(**{"x" * 1_000_000: 1}), "unknown key xxx", "(1,000,000 characters)"),
 ]
 
 
-@pytest.mark.parametrize(("data", "what", "also"), REFUSED, ids=lambda v: str(v)[:24])
+@pytest.mark.parametrize(("data", "what", "also"), REFUSED, ids=lambda v: shown(v)[:24])
 def test_refusals_name_key_and_remedy(data: object, what: str, also: str):
     with pytest.raises(ConfigError) as error:
         ModelConfig.from_hf(data)
     assert what in str(error.value)
     assert also in str(error.value)
+    assert len(str(error.value)) < 2000
 
 
 def test_a_missing_width_is_named_with_what_is_similar():
@@ -235,3 +264,68 @@ def test_files(tmp_path: Path):
         ModelConfig.from_hf(tmp_path)
     file.write_text(json.dumps(released("v3")))
     assert ModelConfig.from_hf(tmp_path) == ModelConfig.from_hf(str(file)) == V3
+
+
+def test_files_that_would_hang_or_not_end_are_refused(tmp_path: Path):
+    file = tmp_path / "config.json"
+    os.mkfifo(file)
+    with pytest.raises(ConfigError, match="given a pipe, not a regular file"):
+        ModelConfig.from_hf(tmp_path)
+    file.unlink()
+    file.symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match="given a device, not a regular file"):
+        ModelConfig.from_hf(tmp_path)
+    file.unlink()
+    with file.open("wb") as f:
+        f.truncate(20 * 2**30)
+    with pytest.raises(ConfigError, match="21,474,836,480 bytes, at most 16,777,216"):
+        ModelConfig.from_hf(tmp_path)
+    with pytest.raises(ConfigError, match="File name too long"):
+        ModelConfig.from_hf("n" * 5000)
+
+
+def test_who_wrote_the_file_is_a_warning():
+    with pytest.warns(UserWarning, match="nothing is computed from: _x, unsloth_version"):
+        assert ModelConfig.from_hf(_v3(unsloth_version="2025.1", _x=1)) == V3
+    with pytest.warns(UserWarning, match=r"rope_scaling\._note"):
+        assert ModelConfig.from_hf(_yarn(_note="")) == V3
+
+
+def test_unknown_keys_may_be_passed_over_by_name():
+    data = _yarn(note=1) | {"my_key": 3}
+    with pytest.raises(ConfigError, match=r"ignore_keys=\['rope_scaling.note'\].*--ignore-key"):
+        ModelConfig.from_hf(data)
+    with pytest.raises(ConfigError, match="unknown key my_key"):
+        ModelConfig.from_hf(data, ignore_keys=["rope_scaling.note"])
+    keys = ["rope_scaling.note", "my_key", "absent"]
+    assert ModelConfig.from_hf(data, ignore_keys=keys) == V3
+    with pytest.raises(ConfigError, match=r"ignored keys: given rope_scaling\.factor"):
+        ModelConfig.from_hf(data, ignore_keys=[*keys, "rope_scaling.factor"])
+    with pytest.raises(ConfigError, match="ignored keys: given hidden_size"):
+        ModelConfig.from_hf(data, ignore_keys=[*keys, "hidden_size"])
+    with pytest.raises(ConfigError, match="a list of names"):
+        ModelConfig.from_hf(data, ignore_keys="my_key")
+
+
+NUMBERS = st.none() | st.one_of(
+    st.floats(allow_nan=True, allow_infinity=True),
+    st.integers(-1, 10**18),
+    st.sampled_from([10**400, 5e-324, 1e308, 1e-9, 1e9, 1e6, 0, True, "1"]),
+)
+YARN = [
+    *("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale"),
+    *("mscale_all_dim", "attention_factor"),
+]
+
+
+@hypothesis.settings(max_examples=300)
+@hypothesis.given(st.dictionaries(st.sampled_from(YARN), NUMBERS), NUMBERS, NUMBERS)
+def test_any_yarn_numbers_are_refused_or_give_finite_ones(changes: dict, theta, positions):
+    data = _yarn(**changes)
+    data |= {"rope_theta": theta or 1e4, "max_position_embeddings": positions or 4096}
+    try:
+        config = ModelConfig.from_hf(data)
+    except ConfigError:
+        return
+    assert np.isfinite(config.rope.inv_freq()).all()
+    assert np.isfinite([config.scale, config.rope.cos_sin_factor]).all()

@@ -1,3 +1,4 @@
+import copy
 import dataclasses
 import random
 
@@ -44,9 +45,7 @@ LADDER = MLALadder(
 
 @pytest.fixture(scope="module")
 def model() -> DeepseekV3:
-    model = DeepseekV3(CONFIG, dtype=jnp.float32, rngs=nnx.Rngs(0))
-    model.absorb()
-    return model
+    return DeepseekV3(CONFIG, dtype=jnp.float32, rngs=nnx.Rngs(0))
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +57,13 @@ def make(model):
     steps: dict[int, Step] = {}
 
     def make(*, pages=64, page=8, max_requests=4, prefill_chunk=16, **more) -> Engine:
-        if page not in steps:
-            steps[page] = Step.of(model, page=page)
+        def shared(*args, **kwargs) -> Step:
+            if page not in steps:
+                steps[page] = Step(*args, **kwargs)
+            return steps[page]
+
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Step, "of", lambda *_, **__: steps[page])
+            patch.setattr("mla_jax.engine.Step", shared)
             settings = {"cache_format": "fp32", "ladder": LADDER, "want_logits": True} | more
             engine = Engine(
                 model,
@@ -72,10 +74,14 @@ def make(model):
                 prefill_chunk=prefill_chunk,
                 **settings,
             )
-        engine.pool.alloc(64 - pages)
+        pool_of(engine).alloc(64 - pages)
         return engine
 
     return make
+
+
+def pool_of(engine: Engine):
+    return engine.scheduler.groups[0].pool
 
 
 def settled(engine: Engine, *, pages: int = 64) -> bool:
@@ -157,7 +163,7 @@ def test_tokens_do_not_depend_on_the_path_of_a_prefill(make, alone):
         projection_tflops=1e-6,
         measured="",
     )
-    engine._builder = dataclasses.replace(engine._builder, absorb=crossover.absorb, absorb_run=3)
+    engine.builder = dataclasses.replace(engine.builder, absorb=crossover.absorb, absorb_run=3)
     same(engine.generate(PROMPTS, PARAMS), alone)
     assert settled(engine)
     assert {b.absorb for b in engine.stats().buckets} == {0, 3}
@@ -165,13 +171,15 @@ def test_tokens_do_not_depend_on_the_path_of_a_prefill(make, alone):
 
 def test_tokens_do_not_depend_on_which_pages(make, alone):
     engine = make()
-    random.Random(1).shuffle(engine.pool._free)
+    pages = pool_of(engine).alloc(pool_of(engine).free)
+    random.Random(1).shuffle(pages)
+    pool_of(engine).release(pages)
     same(engine.generate(PROMPTS, PARAMS), alone)
 
 
 def test_unused_and_used_pages_may_hold_rubbish(make, alone):
     engine = make()
-    poison = jax.tree.map(lambda x: x if x.ndim == 0 else jnp.full_like(x, jnp.nan), engine._caches)
+    poison = jax.tree.map(lambda x: x if x.ndim == 1 else jnp.full_like(x, jnp.nan), engine._caches)
     engine._caches = poison
     clean = make().generate(PROMPTS, PARAMS)
     for a, b in zip(engine.generate(PROMPTS, PARAMS), clean, strict=True):
@@ -252,6 +260,39 @@ def test_one_bad_prompt_leaves_none_behind(make):
     assert engine.step() == []
 
 
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        ([1, 2, 3], None, r"prompt 0: given 1 \(int\).*A single prompt is written \[\[1, 2, 3\]\]"),
+        (np.array([1, 2]), None, r"prompt 0: given .*A single prompt is written"),
+        ("text", None, r"prompts: given 'text' \(str\).*tokenizer"),
+        (["text"], None, r"prompt 0: given 'text' \(str\).*tokenizer"),
+        (5, None, r"prompts: given 5 \(int\); allowed: a sequence of prompts"),
+        ([[1]], {"temperature": 1}, r"params: given .*dict\).*SamplingParams\(temperature=…\)"),
+        ([[1]], {}, r"params: given \{\} \(dict\)"),
+        ([[1]], [{}], r"params 0: given \{\} \(dict\)"),
+        ([[1]], 0.7, r"params: given 0.7 \(float\); allowed: a SamplingParams, or None"),
+        ([[1]], "hot", r"params: given 'hot' \(str\)"),
+    ],
+    ids=str,
+)
+def test_what_is_no_prompt_or_wish_is_refused_in_words(make, prompts, params, message):
+    engine = make()
+    with pytest.raises(EngineError, match=message):
+        engine.generate(prompts, params)
+    if params in ({}, 0.7, "hot"):
+        with pytest.raises(EngineError, match="params: given"):
+            engine.add([1], params)
+    assert settled(engine)
+
+
+def test_arrays_ranges_and_one_wish_each_are_taken(make):
+    engine = make()
+    got = engine.generate((range(1, 4), np.array([1, 2, 3])), (wish(1), None))
+    assert got[0].prompt_ids == got[1].prompt_ids == (1, 2, 3)
+    assert engine.generate([]) == []
+
+
 def test_an_interrupted_generate_leaves_none_behind(make):
     engine = make()
 
@@ -272,7 +313,7 @@ def test_an_unknown_backend_is_refused_before_anything_is_loaded():
     def load():
         raise AssertionError("loaded")
 
-    with pytest.raises(EngineError, match=r"backend: given xal; allowed: mosaic or xla, or None"):
+    with pytest.raises(EngineError, match=r"backend: given xal; allowed: mosaic or xla or triton, or None"):
         Engine(load, CONFIG, num_pages=4, backend="xal")
 
 
@@ -284,6 +325,13 @@ def test_an_unknown_backend_is_refused_before_anything_is_loaded():
         {"page": 0},
         {"max_requests": 0},
         {"context_rows": 0},
+        {"context_rows": 1.5},
+        {"context_rows": "9"},
+        {"max_model_len": "9"},
+        {"max_model_len": 9.0},
+        {"page": 8.0},
+        {"num_pages": 2**31},
+        {"num_pages": 7.5},
         {"pages": 8},  # no such setting
     ],
     ids=str,
@@ -292,7 +340,8 @@ def test_a_setting_is_refused_before_weights_are_read(setting):
     def read():
         raise AssertionError("weights were read")
 
-    with pytest.raises((ArgumentError, EngineError, MetadataError, TypeError)):
+    kinds = (TypeError,) if "pages" in setting else (ArgumentError, EngineError, MetadataError)
+    with pytest.raises(kinds):
         Engine(read, CONFIG, **{"num_pages": 8} | setting)
 
 
@@ -303,8 +352,8 @@ def test_a_model_may_be_made_by_a_function(model):
 
 def test_logits_that_are_not_finite_are_reported(make):
     engine = make()
-    rubbish = [jnp.full_like(leaf, jnp.nan) for leaf in engine._step.leaves]
-    engine._step = dataclasses.replace(engine._step, leaves=rubbish)
+    engine._step = copy.copy(engine._step)
+    engine._step.leaves = [jnp.full_like(leaf, jnp.nan) for leaf in engine._step.leaves]
     (completion,) = engine.generate([[1, 2, 3]], wish(4))
     assert (completion.finish_reason, completion.token_ids) == ("error", ())
     assert completion.logits.shape == (0, 64)

@@ -1,8 +1,10 @@
 """The house rules that imports must keep, read from the source and from docs/architecture.md."""
 
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from tests import imports
 
@@ -10,12 +12,13 @@ TABLE = imports.ranks((imports.ROOT / "docs" / "architecture.md").read_text())
 MODULES = imports.modules()
 GRAPH = imports.graph()
 
-CORE = {"flax", "jax", "jaxtyping", "ml_dtypes", "numpy", "safetensors"}
+PYPROJECT = tomllib.loads((imports.ROOT / "pyproject.toml").read_text())["project"]
+CORE = {Requirement(line).name for line in PYPROJECT["dependencies"]}
 OPTIONAL = {  # package → the only modules that may import it
     "huggingface_hub": {"cli"},
     "jax_triton": {"pallas/triton_lib"},
     "rich": {"cli", "demo", "model/progress"},
-    "tokenizers": {"cli"},
+    "tokenizers": {"tokenizer"},
     "triton": {"pallas/triton_lib"},
     "typer": {"cli"},
 }
@@ -77,6 +80,20 @@ def test_references_import_no_kernel(name):
 def test_optional_packages_stay_in_their_files(name):
     for package in imports.third_party(MODULES[name]) - CORE:
         assert name in OPTIONAL.get(package, ()), f"{name} must not import {package}"
+
+
+def test_every_dependency_is_imported():
+    """And by the test above every import is a dependency, or an option in its own file."""
+    unused = CORE.difference(*map(imports.third_party, MODULES.values()))
+    assert not unused, f"nothing imports {unused}"
+
+
+@pytest.mark.parametrize(
+    ("version", "accepted"), [("0.3.1", True), ("0.4.1", True), ("0.3", False)]
+)
+def test_the_triton_extra_takes_what_works_with_triton_3_6(version, accepted):
+    (line,) = PYPROJECT["optional-dependencies"]["triton"]
+    assert (version in Requirement(line).specifier) == accepted
 
 
 @pytest.mark.parametrize("name", MODULES)

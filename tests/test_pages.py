@@ -1,6 +1,8 @@
+import tracemalloc
+
 import pytest
 
-from mla_jax.errors import EngineError
+from mla_jax.errors import EngineError, shown
 from mla_jax.pages import NULL_PAGE, PagePool
 
 
@@ -52,3 +54,25 @@ def test_double_release_is_a_bug():
 def test_a_pool_without_a_page_to_give_is_refused(num_pages):
     with pytest.raises(EngineError, match="2 or more"):
         PagePool(num_pages)
+
+
+@pytest.mark.parametrize("num_pages", [2**31, 10**5000, 2.0, "9", None, True], ids=shown)
+def test_what_is_no_number_of_pages_is_refused_before_a_list_is_built(num_pages):
+    with pytest.raises(EngineError, match=r"num_pages: given .*below 2\*\*31"):
+        PagePool(num_pages)
+
+
+def test_a_pool_costs_what_was_given_not_what_could_be():
+    tracemalloc.start()
+    pool = PagePool(2**31 - 1)
+    pool.release(pool.alloc(1000))
+    assert (pool.free, pool.used, pool.peak) == (2**31 - 2, 0, 1000)
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()
+
+
+def test_freed_pages_come_first_the_last_one_first():
+    pool = PagePool(10)
+    assert pool.alloc(4) == [1, 2, 3, 4]
+    pool.release([2, 4])
+    assert pool.alloc(4) == [4, 2, 5, 6]

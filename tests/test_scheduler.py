@@ -2,15 +2,15 @@ import math
 import random
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from mla_jax.errors import EngineError
 from mla_jax.model.sampling import SamplingParams
-from mla_jax.pages import PagePool
-from mla_jax.scheduler import Plan, Scheduler
-from mla_jax.types import cdiv
+from mla_jax.pages import PageGroup, PagePool
+from mla_jax.scheduler import Plan, Request, Scheduler
 
 VOCAB = 97
 
@@ -19,8 +19,10 @@ def make(
     *, num_pages=9, page=4, max_requests=4, max_prefill_tokens=8, max_model_len=64, eos=()
 ) -> Scheduler:
     return Scheduler(
-        pool=PagePool(num_pages),
-        page=page,
+        groups=[
+            PageGroup(name="latent", pool=PagePool(num_pages), tokens=page),
+            PageGroup(name="states", pool=PagePool(num_pages), tokens=3 * page),
+        ],
         max_requests=max_requests,
         max_prefill_tokens=max_prefill_tokens,
         max_model_len=max_model_len,
@@ -41,7 +43,7 @@ def next_token(tokens: list[int]) -> int:
 def check(s: Scheduler, plan: Plan) -> None:
     """What every plan must be, whatever came before."""
     decodes, chunks = plan.work[: plan.num_decodes], plan.work[plan.num_decodes :]
-    assert all(w.is_decode and w.length == 1 and w.start > 0 for w in decodes)
+    assert all(w.is_decode and w.length == 1 for w in decodes)
     assert not any(w.is_decode for w in chunks)
     assert all(w.length > 0 for w in chunks)
     assert sum(w.length for w in chunks) <= s.max_prefill_tokens
@@ -49,7 +51,7 @@ def check(s: Scheduler, plan: Plan) -> None:
     for w in plan.work:
         assert w.request in s.running
         assert w.start == w.request.computed
-        assert w.start + w.length <= len(w.request.pages) * s.page
+        assert w.start + w.length <= len(w.request.pages[0]) * s.groups[0].tokens
         assert w.samples == (w.start + w.length == len(w.request.tokens))
 
 
@@ -94,7 +96,7 @@ def test_one_request_in_chunks_then_token_by_token():
         (10, 1, True, True),
         (11, 1, True, True),
     ]
-    assert s.pool.used == 0
+    assert s.groups[0].pool.used == 0
 
 
 def test_the_last_single_token_of_a_prompt_is_a_decode():
@@ -146,7 +148,7 @@ def test_preemption_evicts_the_youngest_to_the_front_and_its_tokens_come_again()
     assert s.preemptions > 0
     assert (["a", "b"], ["c"]) in seen
     assert {c.token_ids for c in done.values()} == {expected(range(3), 8)}
-    assert (s.pool.used, s.pool.peak) == (0, 5)
+    assert (s.groups[0].pool.used, s.groups[0].pool.peak) == (0, 5)
 
 
 def test_stop_tokens_end_a_request_and_are_its_last_token():
@@ -169,7 +171,7 @@ def test_a_logprob_that_is_not_finite_ends_its_request_only():
     bad, good = s.commit(s.schedule(), [5, 6], [math.nan, -1.0])
     assert (bad.completion.finish_reason, bad.completion.token_ids) == ("error", ())
     assert (good.completion.finish_reason, good.completion.logprobs) == ("length", (-1.0,))
-    assert s.pool.used == 0
+    assert s.groups[0].pool.used == 0
 
 
 @pytest.mark.parametrize("when", ["waiting", "prefilling", "decoding", "in flight", "preempted"])
@@ -200,7 +202,7 @@ def test_cancellation_in_any_state_returns_every_page(when):
         drawn = [next_token(w.request.tokens[: w.start + w.length]) for w in plan.work]
         assert {e.id for e in s.commit(plan, drawn, [-1.0] * len(drawn))} == {"a"}
     assert drain(s)["a"].token_ids == expected(range(3), 12)
-    assert s.pool.used == 0
+    assert s.groups[0].pool.used == 0
 
 
 @pytest.mark.parametrize(
@@ -214,6 +216,13 @@ def test_cancellation_in_any_state_returns_every_page(when):
         ([1] * 60, wish(5), r"60 \+ 5 = 65 tokens; allowed: at most 64 \(max_model_len\)"),
         ([1] * 30, wish(4), r"given 9 \(30 \+ 4 - 1 rows, 4 to a page\).*at most 8.*Use 10 pages"),
         ([1], None, "request id: given 'live'"),
+        (5, wish(1), r"prompt: given 5 \(int\); allowed: a sequence of token ids"),
+        ("abc", wish(1), r"prompt: given 'abc' \(str\).*Text becomes token ids"),
+        (iter([1]), wish(1), r"prompt: given .*iterator\); allowed: a sequence"),
+        ({1: 2}, wish(1), r"prompt: given \{1: 2\} \(dict\)"),
+        (np.array(3), wish(1), "prompt: given array"),
+        (np.ones((2, 2), int), wish(1), "prompt: token 0: given array"),
+        ([10**5000], wish(1), "prompt: token 0: given int of 16610 bits"),
     ],
 )
 def test_what_can_never_be_served_is_refused_and_nothing_is_kept(prompt, params, message):
@@ -222,20 +231,54 @@ def test_what_can_never_be_served_is_refused_and_nothing_is_kept(prompt, params,
     with pytest.raises(EngineError, match=message):
         s.add("new" if params else "live", prompt, params or wish(1))
     assert len(s) == len(s.waiting) == 1
-    assert s.pool.used == 0
+    assert s.groups[0].pool.used == 0
 
 
 def test_the_largest_request_that_fits_is_served_with_the_whole_pool():
     s = make(num_pages=9)
     s.add("a", [1] * 30, wish(3))  # 32 rows, 8 pages
     assert drain(s)["a"].finish_reason == "length"
-    assert s.pool.peak == 8
+    assert s.groups[0].pool.peak == 8
 
 
-@pytest.mark.parametrize("name", ["page", "max_requests", "max_prefill_tokens", "max_model_len"])
+@pytest.mark.parametrize("name", ["max_requests", "max_prefill_tokens", "max_model_len"])
 def test_sizes_below_one_are_refused(name):
     with pytest.raises(EngineError, match=f"{name}: given 0; allowed: 1 or more"):
         make(**{name: 0})
+
+
+@pytest.mark.parametrize("value", [2.0, "3", None, True, 2**31, [1]], ids=str)
+def test_sizes_are_integers_that_fit_in_32_bits(value):
+    with pytest.raises(EngineError, match=r"requests: given .*; allowed: 1 or more, at most 2,147"):
+        make(max_requests=value)
+    with pytest.raises(EngineError, match=r"latent: tokens: given .*; allowed: 1 or more, at most"):
+        PageGroup(name="latent", pool=PagePool(2), tokens=value)
+    assert make(max_requests=np.int64(4)).max_requests == 4
+
+
+@pytest.mark.parametrize("order", ["oldest first", "youngest first", "any"])
+def test_cancelling_a_long_queue_looks_at_every_request_once(order, monkeypatch):
+    looked = 0
+
+    def compare(self, other):
+        nonlocal looked
+        looked += 1
+        return self is other
+
+    monkeypatch.setattr(Request, "__eq__", compare)
+    monkeypatch.setattr(Request, "__hash__", object.__hash__)
+    s = make(max_requests=1000, num_pages=4000)
+    ids = [str(i) for i in range(4000)]
+    for id in ids:
+        s.add(id, [1], wish(9))
+    run(s, s.schedule())
+    ids = ids if order == "oldest first" else ids[::-1]
+    if order == "any":
+        random.Random(0).shuffle(ids)
+    looked = 0
+    assert all(s.cancel(id) for id in ids)
+    assert looked < 10 * len(ids)  # not one for every pair
+    assert (len(s), len(s.waiting), len(s.running), s.groups[0].pool.used) == (0, 0, 0, 0)
 
 
 def test_two_thousand_requests_with_cancellations_and_a_pool_too_small():
@@ -262,7 +305,7 @@ def test_two_thousand_requests_with_cancellations_and_a_pool_too_small():
     assert len(done) == len(wanted) == 2000 - refused
     assert refused > 50
     assert s.preemptions > 100
-    assert s.pool.used == 0
+    assert s.groups[0].pool.used == 0
     for id, (prompt, params) in wanted.items():
         whole = expected(prompt, params.max_new_tokens, params.stop_token_ids)
         got = done[id].token_ids
@@ -314,20 +357,34 @@ class Traffic(RuleBasedStateMachine):
     @invariant()
     def nothing_is_lost(self):
         s = self.s
-        held = [page for r in s.running for page in r.pages]
-        assert len(set(held)) == len(held) == s.pool.used
-        assert 0 not in held
-        assert s.pool.used + s.pool.free == s.pool.capacity
-        assert not any(r.pages or r.computed for r in s.waiting)
+        for i, group in enumerate(s.groups):
+            held = [page for r in s.running for page in r.pages[i]]
+            assert len(set(held)) == len(held) == group.pool.used
+            assert 0 not in held
+            assert group.pool.used + group.pool.free == group.pool.capacity
+            for r in s.running:
+                assert len(r.pages[i]) <= group.pages_of(max(len(r.tokens), r.rows_at_most))
+        assert not any(any(r.pages) or r.computed for r in s.waiting)
         order = [self.arrival[r.id] for r in (*s.running, *s.waiting)]
         assert order == sorted(order)
         assert len(order) == len(s) == self.added - self.ended
-        for r in s.running:
-            assert len(r.pages) <= cdiv(max(len(r.tokens), r.rows_at_most), s.page)
+
+    @rule(cut=st.booleans())
+    def interrupted(self, cut):
+        """A step is lost: before its tokens were known, or before all were recorded."""
+        plan = self.s.schedule()
+        outcomes = []
+        if cut:
+            drawn = [next_token(w.request.tokens[: w.start + w.length]) for w in plan.work]
+            outcomes = self.s.outcomes(plan, drawn, [0.0] * len(drawn))
+            for outcome in outcomes[: len(outcomes) // 2]:
+                self.s.apply(outcome)
+        self.s.recover(outcomes)
+        self.ended += sum(o.reason is not None for o in outcomes)
 
     def teardown(self):
         drain(self.s, limit=2000)
-        assert self.s.pool.used == 0
+        assert all(group.pool.used == 0 for group in self.s.groups)
 
 
 Traffic.TestCase.settings = settings(

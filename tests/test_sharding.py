@@ -178,7 +178,7 @@ def test_kernels_refuse_the_check_of_what_varies(rng):
         return mosaic.dense_decode(
             q_latent, q_rope, cache.pages, cache.scale, meta.page_table, meta.seq_lens,
             meta.query_starts, max_query_len=1, scale=1.0, format=cache.format,
-            out_dtype=q_latent.dtype,
+            out_dtype=q_latent.dtype, tuning=mosaic.heuristic(DIMS.heads // DEVICES, 1, workers=2),
         )  # fmt: skip
 
     divided = jax.shard_map(run, mesh=mesh, in_specs=(HEADS, HEADS, P(), P()), out_specs=HEADS)

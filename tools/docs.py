@@ -6,13 +6,16 @@ The support matrix of README.md comes from the registry, docs/cache_formats.md f
 import sys
 from pathlib import Path
 
-from mla_jax.cache import FORMATS
+import jax.numpy as jnp
+
+from mla_jax.formats import ELEMENT_FORMATS, RECORD_FORMATS, CacheFormat, Field, RecordFormat
 from mla_jax.ops import support_matrix
 
 ROOT = Path(__file__).parent.parent
 BEGIN = "<!-- support matrix: written by `make docs` -->"
 END = "<!-- end of support matrix -->"
 RANK, ROPE = 512, 64
+PAGES = (1, 2, 64, 256)
 
 
 def readme() -> str:
@@ -23,30 +26,76 @@ def readme() -> str:
 
 
 def cache_formats() -> str:
-    """Every token record, byte by byte, at the widths of DeepSeek V3."""
-    text = f"""# Cache formats
+    """Every token record and page, byte by byte; elements at the widths of DeepSeek V3."""
+    elements = "".join(_elements(f) for f in ELEMENT_FORMATS.values())
+    records = "".join(_record(f) for f in RECORD_FORMATS.values())
+    return f"""# Cache formats
 
-A cache is `[pages, page, row]`, contiguous: token `slot = page_id * page + offset` starts at
-byte `slot * row_bytes`. A record is the latent after its norm, then the rotary key after its
-rotation. Bytes are given for rank {RANK} and rope {ROPE}; elements are little-endian.
-Rows that no token was written to hold anything and are never used.
+A token has a slot, `page_id * page + offset`. Numbers are little-endian. Rows that no token was
+written to hold anything and are never used.
 
-This page is printed from `mla_jax.cache.FORMATS` by `make docs`.
-"""
-    for f in FORMATS.values():
-        rule = (
-            "Stored: `cast(clamp(float32(x) / scale, -448, 448))`, a true division, rounded to "
-            "nearest even; NaN stays NaN. Read: `float32(element) * scale`, rounded once to the "
-            "dtype asked for. One float32 `scale` for the whole cache, shared by both fields."
-            if f.quantised
-            else "Stored: `x` cast to the element dtype; of the same dtype, every bit is kept."
-        )
-        text += f"\n## `{f.name}`: {f.row_bytes(RANK, ROPE)} bytes per token\n\n"
-        text += "| bytes | field | elements | dtype |\n|---|---|---|---|\n"
-        for x in f.fields(RANK, ROPE):
-            text += f"| [{x.offset}, {x.end}) | `{x.name}` | {x.count} | {x.dtype} |\n"
-        text += f"\n{rule}\n"
-    return text
+This page is printed from `mla_jax.formats.FORMATS` by `make docs`.
+
+# Elements of one dtype
+
+A `LatentCache` is `[pages, page, row]`, or `[layers, pages, page, row]`, contiguous: in its layer
+a token starts at byte `slot * row_bytes`. A record is the latent after its norm, then the rotary
+key after its rotation. Bytes are given for rank {RANK} and rope {ROPE}.
+{elements}
+# Byte records
+
+A `RecordCache` is `[pages, page_bytes]`, or `[layers, pages, page_bytes]`, of uint8. A page of
+`n` tokens is its planes, one behind the other; `t` is a token's offset in its page. Pages may end
+with bytes that belong to no token; nothing writes or reads them.
+
+Codes are `cast(clamp(float32(x) / s))` with the scale `s` of their group, a true division, rounded
+to nearest even, and are read as `float32(code) * s`, rounded once to the dtype asked for. A NaN
+stays NaN and takes no part in `amax`, the largest magnitude of its group; a group with an infinity
+is read as NaN. No reader depends on how a writer chose its scales.
+{records}"""
+
+
+def _elements(f: CacheFormat) -> str:
+    rule = (
+        "Stored: `cast(clamp(float32(x) / scale, -448, 448))`, a true division, rounded to "
+        "nearest even; NaN stays NaN. Read: `float32(element) * scale`, rounded once to the "
+        "dtype asked for. One float32 `scale` for the whole cache, shared by both fields."
+        if f.quantised
+        else "Stored: `x` cast to the element dtype; of the same dtype, every bit is kept."
+    )
+    text = f"\n## `{f.name}`: {f.row_bytes(RANK, ROPE)} bytes per token\n\n"
+    text += "| bytes | field | elements | dtype |\n|---|---|---|---|\n"
+    for x in f.fields(RANK, ROPE):
+        text += f"| [{x.offset}, {x.end}) | `{x.name}` | {x.count} | {x.dtype} |\n"
+    return f"{text}\n{rule}\n"
+
+
+def _record(f: RecordFormat) -> str:
+    text = f"\n## `{f.name}`: {f.row_bytes} bytes per token\n\n"
+    text += "| bytes of a page | field | elements | dtype | holds |\n|---|---|---|---|---|\n"
+    for begin, width, plane in zip(f.begins(1), f.widths, f.planes, strict=True):
+        token = f"{begin} n + {width} t" if begin else f"{width} t"
+        for x in plane:
+            at = f"{token} + [{x.offset}, {x.end})"
+            text += f"| {at} | `{x.name}` | {x.count} | {x.dtype} | {_holds(f, x)} |\n"
+    sizes = ", ".join(f"{f.page_bytes(n):,} ({n})" for n in PAGES)
+    text += f"\nBytes from page to page (tokens in one): {sizes}"
+    unit = f"; pages begin at multiples of {f.page_multiple}" if f.page_multiple > 1 else ""
+    text += f"{unit}.\n"
+    largest = float(jnp.finfo(next(x.dtype for x in f.fields if x.scale)).max)
+    ours, *others = (f"`{r.equation(largest)}` (`{r.name}`)" for r in f.rules)
+    text += f"\nScale of a group: {ours}. Other writers: {', '.join(others)}."
+    return f"{text}{f' Values are rounded to {f.rounds} first.' if f.rounds else ''}\n"
+
+
+def _holds(f: RecordFormat, x: Field) -> str:
+    if x.scale:
+        return f"codes; one `{x.scale}` for {x.count // f.field(x.scale).count}"
+    if x.padding:
+        return "zeros"
+    if x in f.values:
+        return "`x` cast; of the same dtype, every bit"
+    return "`s = 2^(byte - 127)`; 255 is NaN" if x.dtype == "float8_e8m0fnu" else "`s`"
 
 
 GENERATED = {"README.md": readme, "docs/cache_formats.md": cache_formats}

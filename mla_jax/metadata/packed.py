@@ -32,6 +32,11 @@ class Layout:
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[np.dtype, ...]
 
+    @property
+    def size(self) -> int:
+        """Words."""
+        return sum(map(math.prod, self.shapes))
+
     @staticmethod
     @cache
     def of(

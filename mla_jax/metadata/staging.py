@@ -8,7 +8,6 @@ graph, which is what XLA makes of five or more, and 5 us alone.
 
 import ctypes
 from collections.abc import Callable, Iterator
-from functools import cache
 from itertools import cycle
 from typing import Any
 
@@ -16,9 +15,10 @@ import jax
 import numpy as np
 
 from mla_jax.metadata.packed import Packed
+from mla_jax.placement import Placement
 from mla_jax.types import Array, Int
 
-__all__ = ["StagedFunction", "on_gpu", "staged"]
+__all__ = ["StagedFunction", "Staging", "received", "staged"]
 
 SLOTS = 3
 """Buffers of one size: a step that is still queued keeps its own."""
@@ -27,9 +27,9 @@ SLOTS = 3
 class _Slot:
     """A page-locked buffer, the host's view of it, and who read it last."""
 
-    def __init__(self, size: int):
+    def __init__(self, size: int, placement: Placement):
         empty = np.zeros(size, np.int32)
-        self.words = jax.block_until_ready(jax.device_put(empty, _page_locked()))
+        self.words = jax.block_until_ready(jax.device_put(empty, placement.page_locked))
         place = (ctypes.c_int32 * size).from_address(self.words.unsafe_buffer_pointer())
         self.view = np.ctypeslib.as_array(place)
         self.read: Array | None = None  # ready with the program that copies the words
@@ -42,42 +42,66 @@ class _Slot:
         return self.words
 
 
+class Staging:
+    """How the host's words come to the devices of a placement.
+
+    To one GPU they go through page-locked buffers, ``SLOTS`` of each size. Otherwise they are
+    copied to every device.
+    """
+
+    def __init__(self, placement: Placement):
+        self.placement = placement
+        self.page_locked = placement.on_gpu and placement.size == 1
+        self._slots: dict[int, Iterator[_Slot]] = {}
+
+    @property
+    def sharding(self) -> jax.sharding.Sharding:
+        """Of the words as a program gets them."""
+        return self.placement.page_locked if self.page_locked else self.placement.everywhere
+
+    def run(self, program: Callable[[Array], tuple[Array, Any]], words: np.ndarray) -> Any:
+        """The second result of ``program(words)``; the first is ready once it has read them."""
+        if not self.page_locked or not words.size:
+            return program(jax.device_put(words, self.sharding))[1]
+        if words.size not in self._slots:
+            self._slots[words.size] = _turns(words.size, self.placement)
+        slot = next(self._slots[words.size])
+        slot.read, out = program(slot.write(words))
+        return out
+
+
+def received(words: Int[Array, "words"]) -> tuple[Int[Array, "none"], Int[Array, "words"]]:
+    """In a program: a first result for ``Staging.run``, and the words on the device."""
+    words = jax.device_put(words, jax.memory.Space.Device)
+    return words[:0], words  # an empty array: ready with the program, and nothing to allocate
+
+
 class StagedFunction:
     """``jax.jit(fun)`` with an argument that is ``Packed`` by the host; see ``staged``."""
 
-    def __init__(self, fun: Callable[..., Any], at: int, **options: Any):
+    def __init__(self, fun: Callable[..., Any], at: int, placement: Placement, **options: Any):
         def run(*args: Any, **kwargs: Any) -> tuple[Array, Any]:
-            words = jax.device_put(args[at].words, jax.memory.Space.Device)
+            read, words = received(args[at].words)
             given = Packed(layout=args[at].layout, words=words)
-            # An empty array: ready with the program, and nothing to allocate.
-            return words[:0], fun(*args[:at], given, *args[at + 1 :], **kwargs)
+            return read, fun(*args[:at], given, *args[at + 1 :], **kwargs)
 
-        self._at = at
+        self._at, self._staging = at, Staging(placement)
         self._staged, self._plain = jax.jit(run, **options), jax.jit(fun, **options)
-        self._slots: dict[int, Iterator[_Slot]] = {}
+
+    def _stages(self, packed: object) -> bool:
+        words = packed.words if isinstance(packed, Packed) else None
+        return isinstance(words, np.ndarray) and words.size > 0 and self._staging.page_locked
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         packed = args[self._at]
-        if not _stageable(packed):
+        if not self._stages(packed):
             return self._plain(*args, **kwargs)
-        slot = self._next(packed.words.size)
-        sent = Packed(layout=packed.layout, words=slot.write(packed.words))
-        slot.read, out = self._staged(*args[: self._at], sent, *args[self._at + 1 :], **kwargs)
-        return out
 
-    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """``jax.jit(fun).lower`` of the program that a call with these arguments would run."""
-        packed = args[self._at]
-        if not _stageable(packed):
-            return self._plain.lower(*args, **kwargs)
-        words = jax.ShapeDtypeStruct(packed.words.shape, np.int32, sharding=_page_locked())
-        sent = Packed(layout=packed.layout, words=words)  # pyright: ignore[reportArgumentType]
-        return self._staged.lower(*args[: self._at], sent, *args[self._at + 1 :], **kwargs)
+        def program(words: Array) -> tuple[Array, Any]:
+            sent = Packed(layout=packed.layout, words=words)
+            return self._staged(*args[: self._at], sent, *args[self._at + 1 :], **kwargs)
 
-    def _next(self, size: int) -> _Slot:
-        if size not in self._slots:
-            self._slots[size] = _turns(size)
-        return next(self._slots[size])
+        return self._staging.run(program, packed.words)
 
     def compiled_programs(self) -> int:
         """Programs traced so far."""
@@ -85,34 +109,21 @@ class StagedFunction:
         return sum(f._cache_size() for f in both)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _stageable(packed: object) -> bool:
-    words = packed.words if isinstance(packed, Packed) else None
-    return isinstance(words, np.ndarray) and words.size > 0 and on_gpu()
+def _turns(size: int, placement: Placement) -> Iterator[_Slot]:
+    return cycle([_Slot(size, placement) for _ in range(SLOTS)])
 
 
-@cache
-def on_gpu() -> bool:
-    """Whether programs run on a GPU unless told otherwise."""
-    return jax.default_backend() == "gpu"
-
-
-def _page_locked() -> jax.sharding.Sharding:
-    return jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
-
-
-def _turns(size: int) -> Iterator[_Slot]:
-    return cycle([_Slot(size) for _ in range(SLOTS)])
-
-
-def staged(fun: Callable[..., Any], *, at: int = 0, **options: Any) -> StagedFunction:
+def staged(
+    fun: Callable[..., Any], *, at: int = 0, placement: Placement | None = None, **options: Any
+) -> StagedFunction:
     """``jax.jit(fun, **options)`` whose argument ``at`` may come from ``pack``.
 
-    On a GPU its words go through page-locked memory of the first device that belongs to this
-    function; a buffer is written again only when its last reader is done. Elsewhere, and where
-    that argument is on a device already, this is ``jax.jit``.
+    On a GPU its words go through page-locked memory that belongs to this function, for the device
+    of ``placement`` (None: JAX's default device); a buffer is written again only when its last
+    reader is done. Elsewhere, and where that argument is on a device already, this is ``jax.jit``.
 
     Results are then committed to that device. What one call returns and the next one takes, like
     a cache, must be so from the start (``jax.device_put(x, device)``, which copies nothing there),
     or the second call compiles again.
     """
-    return StagedFunction(fun, at, **options)
+    return StagedFunction(fun, at, Placement.of(placement), **options)

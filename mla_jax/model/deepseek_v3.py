@@ -1,6 +1,6 @@
 """The V2/V3 decoder: V2-Lite, V2, V3, R1, Kimi-K2, GLM-4.7-Flash and Youtu by config alone."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +10,12 @@ from mla_jax.cache import LatentCache
 from mla_jax.config import ModelConfig
 from mla_jax.metadata.mla import MLAMetadata
 from mla_jax.model.embed import Embed, Head, project_to_vocab
-from mla_jax.model.mla import MLA
+from mla_jax.model.mla import MLA, Absorbed, plan_step
 from mla_jax.model.mlp import SwiGLU
 from mla_jax.model.moe import MoE
 from mla_jax.model.norm import RMSNorm
+from mla_jax.model.stack import Stack, periods_of, places_of
+from mla_jax.placement import Placement
 from mla_jax.types import Array, Bool, Float, Int
 
 __all__ = ["Block", "DeepseekV3"]
@@ -22,17 +24,17 @@ __all__ = ["Block", "DeepseekV3"]
 class Block(nnx.Module):
     """``h += attn(norm(h)); h += mlp_or_moe(norm(h))``."""
 
-    def __init__(self, config: ModelConfig, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, sparse: bool, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.attn_norm = RMSNorm(config.hidden, eps=config.eps, dtype=dtype)
         self.attn = MLA(config, dtype=dtype, rngs=rngs)
         self.mlp_norm = RMSNorm(config.hidden, eps=config.eps, dtype=dtype)
-        if config.sparse_layers[layer]:
+        if sparse:
             self.moe = MoE(config, dtype=dtype, rngs=rngs)
         else:
             self.mlp = SwiGLU(
                 config.hidden, config.mlp, bias=config.mlp_bias, dtype=dtype, rngs=rngs
             )
-        self.sparse = config.sparse_layers[layer]
+        self.sparse = sparse
 
     def __call__(
         self,
@@ -40,11 +42,24 @@ class Block(nnx.Module):
         meta: MLAMetadata,
         cache: LatentCache,
         *,
+        layer: Int[Array, ""] | int | None = None,
+        absorbed: Absorbed | None = None,
         backend: str | None = None,
         plan: object = None,
+        placement: Placement | None = None,
     ) -> tuple[Float[Array, "tokens hidden"], LatentCache]:
-        y, cache = self.attn(self.attn_norm(h), meta, cache, backend=backend, plan=plan)
-        return self.feed_forward(h + y, meta.real), cache
+        """One step of this layer; arguments as ``MLA`` takes them."""
+        y, cache = self.attn(
+            self.attn_norm(h),
+            meta,
+            cache,
+            layer=layer,
+            absorbed=absorbed,
+            backend=backend,
+            plan=plan,
+            placement=placement,
+        )
+        return self.feed_forward(h + y, meta.real, backend=backend, placement=placement), cache
 
     def full(
         self, h: Float[Array, "sequences tokens hidden"]
@@ -52,49 +67,96 @@ class Block(nnx.Module):
         """The block over whole sequences of one length, expanded attention, no cache."""
         h = h + jax.vmap(self.attn.full)(self.attn_norm(h))
         flat = h.reshape(-1, h.shape[-1])
-        return self.feed_forward(flat, jnp.ones(flat.shape[:1], jnp.bool_)).reshape(h.shape)
+        real = jnp.ones(flat.shape[:1], jnp.bool_)
+        return self.feed_forward(flat, real, backend="xla").reshape(h.shape)  # has a derivative
 
     def feed_forward(
-        self, h: Float[Array, "tokens hidden"], real: Bool[Array, "tokens"]
+        self,
+        h: Float[Array, "tokens hidden"],
+        real: Bool[Array, "tokens"],
+        *,
+        backend: str | None = None,
+        placement: Placement | None = None,
     ) -> Float[Array, "tokens hidden"]:
+        """``h + mlp_or_moe(norm(h))``; rows that are not real reach no expert."""
         x = self.mlp_norm(h)
-        return h + (self.moe(x, real) if self.sparse else self.mlp(x))
+        if not self.sparse:
+            return h + self.mlp(x)
+        return h + self.moe(x, real, backend=backend, placement=placement)
 
 
 class DeepseekV3(nnx.Module):
-    """Token ids to hidden states to float32 logits. Call ``absorb()`` once weights are in."""
+    """Token ids to hidden states to float32 logits; equal layers are stacked (``stack.Stack``)."""
 
     def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        def block(sparse: bool, rngs: nnx.Rngs) -> Block:
+            return Block(config, sparse=sparse, dtype=dtype, rngs=rngs)
+
         self.embed = Embed(config.vocab, config.hidden, dtype=dtype, rngs=rngs)
-        self.layers = nnx.List(
-            Block(config, i, dtype=dtype, rngs=rngs) for i in range(config.layers)
-        )
+        periods = periods_of(config.sparse_layers)
+        self.stacks = nnx.List(Stack(period, block, rngs) for period in periods)
         self.final_norm = RMSNorm(config.hidden, eps=config.eps, dtype=dtype)
         if not config.tied:
             self.lm_head = Head(config.hidden, config.vocab, dtype=dtype, rngs=rngs)
-        self.tied = config.tied
+        self.tied, self.dims = config.tied, config.dims
 
-    def absorb(self) -> None:
-        """Derive every layer's decode weights from its up-projection."""
-        for layer in self.layers:
-            layer.attn.absorb()
+    def layer(self, number: int) -> Block:
+        """One layer as a module of its own, its weights copied: to look at, and for tests."""
+        place = places_of([stack.period for stack in self.stacks])[number]
+        return self.stacks[place.stack].block(place)
+
+    def derive(self) -> list[list[Absorbed]]:
+        """What serving needs beside the weights: of each stack, each block's absorbed ones.
+
+        Follows from the weights as they are now; a server derives it when it takes the weights.
+        """
+        return [
+            [jax.vmap(lambda block: block.attn.absorbed())(block) for block in stack.blocks]
+            for stack in self.stacks
+        ]
 
     def __call__(
         self,
         token_ids: Int[Array, "tokens"],
         meta: MLAMetadata,
-        caches: Sequence[LatentCache],
+        caches: Mapping[str, LatentCache],
         *,
+        derived: Sequence[Sequence[Absorbed]] | None = None,
         backend: str | None = None,
-    ) -> tuple[Float[Array, "tokens hidden"], list[LatentCache]]:
-        """One step over paged caches: final hidden states and the caches with new rows."""
-        h = self.embed(token_ids)
-        plan = self.layers[0].attn.plan(meta, caches[0], dtype=h.dtype, backend=backend)
-        after = []
-        for layer, cache in zip(self.layers, caches, strict=True):
-            h, cache = layer(h, meta, cache, backend=backend, plan=plan)
-            after.append(cache)
-        return self.final_norm(h), after
+        placement: Placement | None = None,
+    ) -> tuple[Float[Array, "tokens hidden"], dict[str, LatentCache]]:
+        """One step over the paged cache of all layers: final hidden states, and the caches.
+
+        ``caches`` has one group, ``latent``. ``derived`` is ``self.derive()``; without it the
+        step derives it again.
+        """
+        h, cache = self.embed(token_ids), caches["latent"]
+        plan = plan_step(
+            self.dims, meta, cache, dtype=h.dtype, backend=backend, placement=placement
+        )
+
+        def layer(
+            block: Block,
+            absorbed: Absorbed | None,
+            number: Int[Array, ""] | int,
+            carry: tuple[Array, LatentCache],
+        ) -> tuple[Array, LatentCache]:
+            h, cache = carry
+            return block(
+                h,
+                meta,
+                cache,
+                layer=number,
+                absorbed=absorbed,
+                backend=backend,
+                plan=plan,
+                placement=placement,
+            )
+
+        beside = [None] * len(self.stacks) if derived is None else derived
+        for stack, absorbed in zip(self.stacks, beside, strict=True):
+            h, cache = stack.run((h, cache), layer, beside=absorbed)
+        return self.final_norm(h), {"latent": cache}
 
     def full(
         self, token_ids: Int[Array, "sequences tokens"]
@@ -104,8 +166,10 @@ class DeepseekV3(nnx.Module):
         Shorter sequences are padded on the right: causality keeps padding out of the rest.
         """
         h = self.embed(token_ids)
-        for layer in self.layers:
-            h = layer.full(h)
+        if not token_ids.size:
+            return h
+        for stack in self.stacks:
+            h = stack.run(h, lambda block, _, number, h: block.full(h))
         return self.final_norm(h)
 
     def logits(self, hidden: Float[Array, "... hidden"]) -> Float[Array, "... vocab"]:

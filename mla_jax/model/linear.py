@@ -9,7 +9,7 @@ from jax import lax
 
 from mla_jax.types import Array, Float
 
-__all__ = ["Linear", "contract", "precision_of"]
+__all__ = ["Linear", "contract", "precision_of", "project"]
 
 
 def precision_of(dtype: jnp.dtype) -> lax.Precision:
@@ -54,14 +54,24 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "*axes"]) -> Float[Array, "*result"]:
         """Accumulated in float32, rounded once to the dtype of ``x``."""
-        over_x = tuple(range(x.ndim - self.in_axes, x.ndim))
-        y = lax.dot_general(
-            x,
-            self.kernel[...],
-            ((over_x, tuple(range(self.in_axes))), ((), ())),
-            precision=precision_of(x.dtype),
-            preferred_element_type=x.dtype if self.bias is None else jnp.float32,
-        )
-        if self.bias is not None:
-            y = y + self.bias[...].astype(jnp.float32)
-        return y.astype(x.dtype)
+        bias = None if self.bias is None else self.bias[...]
+        return project(x, self.kernel[...], bias, in_axes=self.in_axes)
+
+
+def project(
+    x: Float[Array, "*axes"],
+    kernel: Float[Array, "*dims"],
+    bias: Float[Array, "*out"] | None = None,
+    *,
+    in_axes: int = 1,
+) -> Float[Array, "*result"]:
+    """``x @ kernel (+ bias)`` over the last ``in_axes`` axes of ``x``, rounded once."""
+    over_x = tuple(range(x.ndim - in_axes, x.ndim))
+    y = lax.dot_general(
+        x,
+        kernel,
+        ((over_x, tuple(range(in_axes))), ((), ())),
+        precision=precision_of(x.dtype),
+        preferred_element_type=x.dtype if bias is None else jnp.float32,
+    )
+    return y if bias is None else (y + bias.astype(jnp.float32)).astype(x.dtype)

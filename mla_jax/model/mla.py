@@ -10,7 +10,9 @@ Both give the same numbers with the same ``scale``; the cache row ``[c | k_r]`` 
 Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.
 """
 
-import jax
+from functools import partial
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
@@ -18,27 +20,76 @@ from jax.typing import DTypeLike
 
 from mla_jax import ops
 from mla_jax.cache import LatentCache
-from mla_jax.config import ModelConfig
+from mla_jax.config import MLADims, ModelConfig
 from mla_jax.metadata.mla import ContextMetadata, MLAMetadata, PrefillMetadata
-from mla_jax.model.linear import Linear, contract
+from mla_jax.model.linear import Linear, contract, project
 from mla_jax.model.norm import RMSNorm
 from mla_jax.model.rope import cos_sin, rotate
-from mla_jax.types import Array, AttnState, Float
+from mla_jax.model.sharding import divided, divides
+from mla_jax.placement import Placement
+from mla_jax.types import Array, AttnState, Float, Int
 
-__all__ = ["MLA", "Absorbed", "absorb_weights"]
-
-
-class Absorbed(nnx.Variable):
-    """Weights derived from others at load time: never trained, never in a checkpoint."""
+__all__ = ["MLA", "Absorbed", "absorb_weights", "plan_step"]
 
 
-@jax.jit(static_argnames=("nope",))
-def absorb_weights(
-    kv_up: Float[Array, "rank heads nope_v"], *, nope: int
-) -> tuple[Float[Array, "heads nope rank"], Float[Array, "heads rank v"]]:
+class Absorbed(NamedTuple):
+    """The up-projection as decoding wants it; follows from ``MLA.kv_up`` alone."""
+
+    k: Float[Array, "heads nope rank"]  # U_k^T
+    v: Float[Array, "heads rank v"]  # U_v
+
+
+def absorb_weights(kv_up: Float[Array, "rank heads nope_v"], *, nope: int) -> Absorbed:
     """``(U_k^T, U_v)`` per head from the interleaved up-projection ``[U_k | U_v]``."""
     u_k, u_v = kv_up[..., :nope], kv_up[..., nope:]
-    return u_k.transpose(1, 2, 0), u_v.transpose(1, 0, 2)
+    return Absorbed(u_k.transpose(1, 2, 0), u_v.transpose(1, 0, 2))
+
+
+def plan_step(
+    dims: MLADims,
+    meta: MLAMetadata,
+    cache: LatentCache,
+    *,
+    dtype: DTypeLike,
+    backend: str | None = None,
+    placement: Placement | None = None,
+) -> object:
+    """What all layers of a step share when they decode; None where there is nothing."""
+    if meta.decode is None:
+        return None
+    shares = placement.size if placement and divides(placement, dims.heads) else 1
+    return ops.plan_decode(
+        meta.decode,
+        cache,
+        tokens=meta.bucket.decode_tokens,
+        heads=dims.heads // shares,
+        dtype=dtype,
+        backend=backend,
+    )
+
+
+class _Rows(NamedTuple):
+    """A step's new rows: queries of some heads, and what the cache stores."""
+
+    q_nope: Float[Array, "tokens heads nope"]
+    q_rope: Float[Array, "tokens heads rope"]
+    latent: Float[Array, "tokens rank"]
+    k_rope: Float[Array, "tokens rope"]
+
+    @property
+    def q(self) -> Float[Array, "tokens heads qk"]:
+        return jnp.concatenate([self.q_nope, self.q_rope], axis=-1)
+
+    def part(self, start: Int[Array, ""], size: int) -> "_Rows":
+        """``size`` rows from ``start`` on."""
+        return _Rows(*(lax.dynamic_slice_in_dim(a, start, size) for a in self))
+
+
+class _Up(NamedTuple):
+    """The up-projection of the same heads, in both forms."""
+
+    kv_up: Float[Array, "rank heads nope_v"]
+    absorbed: Absorbed
 
 
 class MLA(nnx.Module):
@@ -61,15 +112,11 @@ class MLA(nnx.Module):
         self.kv_norm = RMSNorm(d.rank, eps=config.latent_eps, dtype=dtype)
         self.kv_up = linear(d.rank, d.heads, d.nope + d.v)
         self.out = Linear((d.heads, d.v), (config.hidden,), bias=biased, dtype=dtype, rngs=rngs)
-        self.k_absorb = Absorbed(jnp.zeros((d.heads, d.nope, d.rank), dtype))
-        self.v_absorb = Absorbed(jnp.zeros((d.heads, d.rank, d.v), dtype))
         self.dims, self.rope, self.scale = d, config.rope, config.scale
 
-    def absorb(self) -> None:
-        """Derive the decode weights from ``kv_up``; call after every change of it."""
-        k, v = absorb_weights(self.kv_up.kernel[...], nope=self.dims.nope)
-        self.k_absorb.set_value(k)
-        self.v_absorb.set_value(v)
+    def absorbed(self) -> Absorbed:
+        """The decode weights, derived from ``kv_up`` as it is now."""
+        return absorb_weights(self.kv_up.kernel[...], nope=self.dims.nope)
 
     def queries(
         self, x: Float[Array, "tokens hidden"], angles: tuple[Array, Array]
@@ -87,73 +134,102 @@ class MLA(nnx.Module):
         latent, rope = kv[:, : self.dims.rank], kv[:, self.dims.rank :]
         return self.kv_norm(latent), rotate(rope, *angles, interleaved=self.rope.interleaved)
 
-    def plan(
-        self,
-        meta: MLAMetadata,
-        cache: LatentCache,
-        *,
-        dtype: DTypeLike,
-        backend: str | None = None,
-    ) -> object:
-        """What all layers of a step share when they decode; None where there is nothing."""
-        if meta.decode is None:
-            return None
-        return ops.plan_decode(
-            meta.decode,
-            cache,
-            tokens=meta.bucket.decode_tokens,
-            heads=self.dims.heads,
-            dtype=dtype,
-            backend=backend,
-        )
-
     def __call__(
         self,
         x: Float[Array, "tokens hidden"],
         meta: MLAMetadata,
         cache: LatentCache,
         *,
+        layer: Int[Array, ""] | int | None = None,
+        absorbed: Absorbed | None = None,
         backend: str | None = None,
         plan: object = None,
+        placement: Placement | None = None,
     ) -> tuple[Float[Array, "tokens hidden"], LatentCache]:
         """Write the new rows, attend over pages and new tokens, project back.
 
-        ``backend`` names the attention backend; None takes the best that qualifies. ``plan`` is
-        ``self.plan`` of the same step, which serves every layer.
+        ``layer`` is this layer's number in a stacked cache. ``absorbed`` is ``self.absorbed()``;
+        a server keeps it, without it the step derives it again. ``backend`` names the backend of
+        every operation that has one of that name; None takes the best that qualifies. ``plan`` is
+        ``plan_step`` of the same step, which serves every layer. Over several devices of a
+        ``placement`` each one attends with its own heads.
         """
         angles = cos_sin(meta.positions, self.rope)
         q_nope, q_rope = self.queries(x, angles)
         latent, k_rope = self.latents(x, angles)
-        cache = ops.write_latent(cache, latent, k_rope, meta.slots)
+        kv_up, number = self.kv_up.kernel[...], 0 if layer is None else layer
+        absorbed = self.absorbed() if absorbed is None else absorbed
 
-        heads = jnp.zeros((x.shape[0], self.dims.heads, self.dims.v), x.dtype)
-        if meta.decode is not None:
-            n = meta.bucket.decode_tokens
-            q_latent = contract("thd,hdr->thr", q_nope[:n], self.k_absorb[...])
-            state = ops.mla_decode(
-                q_latent,
-                q_rope[:n],
+        def attend(q_nope, q_rope, latent, k_rope, kv_up, absorbed, meta, cache, number, plan):
+            at = None if layer is None else number
+            return self._attend(
+                _Rows(q_nope, q_rope, latent, k_rope),
+                _Up(kv_up, absorbed),
+                meta,
                 cache,
-                meta.decode,
-                scale=self.scale,
+                layer=at,
                 backend=backend,
                 plan=plan,
             )
-            heads = heads.at[:n].set(contract("thr,hrv->thv", state.out, self.v_absorb[...]))
+
+        if placement is not None and divides(placement, self.dims.heads):
+            given = (1, 1, None, None, 1, 0, None, None, None, None)
+            attend = divided(attend, placement, given=given, returned=(1, None))
+        heads, cache = attend(
+            q_nope, q_rope, latent, k_rope, kv_up, absorbed, meta, cache, number, plan
+        )
+        return self.out(heads), cache
+
+    def _attend(
+        self,
+        new: "_Rows",
+        up: "_Up",
+        meta: MLAMetadata,
+        cache: LatentCache,
+        *,
+        layer: Int[Array, ""] | int | None,
+        backend: str | None,
+        plan: object,
+    ) -> tuple[Float[Array, "tokens heads v"], LatentCache]:
+        """Attention of some heads, or all, and the cache with the new rows."""
+        tokens, heads, _ = new.q_nope.shape
+        writing = ops.named("write_latent", backend)
+        cache = ops.write_latent(
+            cache, new.latent, new.k_rope, meta.slots, layer=layer, backend=writing
+        )
+        out = jnp.zeros((tokens, heads, self.dims.v), new.q_nope.dtype)
+        if meta.decode is not None:
+            n = meta.bucket.decode_tokens
+            q_latent = contract("thd,hdr->thr", new.q_nope[:n], up.absorbed.k)
+            state = ops.mla_decode(
+                q_latent,
+                new.q_rope[:n],
+                cache,
+                meta.decode,
+                scale=self.scale,
+                layer=layer,
+                backend=backend,
+                plan=plan,
+            )
+            out = out.at[:n].set(contract("thr,hrv->thv", state.out, up.absorbed.v))
         if meta.prefill is not None:
             start, size = meta.num_decode_tokens, meta.bucket.prefill_tokens
             alone = not meta.bucket.decodes
-
-            def new(a: Array) -> Array:
-                return a if alone else lax.dynamic_slice_in_dim(a, start, size)
-
-            q = jnp.concatenate([new(q_nope), new(q_rope)], axis=-1)
+            rows = new if alone else new.part(start, size)
             state = self.prefill(
-                q, new(latent), new(k_rope), cache, meta.prefill, meta.context, backend=backend
+                rows.q,
+                rows.latent,
+                rows.k_rope,
+                cache,
+                meta.prefill,
+                meta.context,
+                kv_up=up.kv_up,
+                layer=layer,
+                backend=backend,
             )
-            out = state.out.astype(x.dtype)
-            heads = out if alone else lax.dynamic_update_slice_in_dim(heads, out, start, 0)
-        return self.out(heads), cache
+            found = state.out.astype(out.dtype)
+            out = found if alone else lax.dynamic_update_slice_in_dim(out, found, start, 0)
+        return out, cache
 
     def prefill(
         self,
@@ -164,13 +240,44 @@ class MLA(nnx.Module):
         new: PrefillMetadata,
         context: ContextMetadata | None,
         *,
+        kv_up: Float[Array, "rank heads nope_v"] | None = None,
+        layer: Int[Array, ""] | int | None = None,
         backend: str | None = None,
     ) -> AttnState:
-        """Expanded attention of new tokens among themselves and over their cached context."""
+        """Expanded attention of new tokens among themselves and over their cached context.
+
+        ``kv_up`` is the up-projection of these heads; None: the layer's own, of all heads.
+        """
+        expand = partial(
+            self._expanded,
+            kv_up=self.kv_up.kernel[...] if kv_up is None else kv_up,
+            backend=backend,
+        )
         if context is None:
-            return self._expanded(q, latent, k_rope, new, backend=backend)
-        state = self._expanded(q, latent, k_rope, new, out_dtype=jnp.float32, backend=backend)
-        return self._add_context(state, q, cache, context, backend=backend)
+            return expand(q, latent, k_rope, new)
+        state = expand(q, latent, k_rope, new, out_dtype=jnp.float32)
+        gathering = ops.named("gather_latent", backend)
+        merging = ops.named("merge_attn_states", backend)
+
+        def one_chunk(i: Array, state: AttnState) -> AttnState:
+            first, meta = context.chunk(i)
+            rows = ops.gather_latent(
+                cache,
+                context.page_table,
+                first,
+                meta.key_starts,
+                rows=context.rows,
+                dtype=q.dtype,
+                layer=layer,
+                backend=gathering,
+            )
+            latent, k_rope = rows[:, : self.dims.rank], rows[:, self.dims.rank :]
+            part = expand(q, latent, k_rope, meta, causal=False)
+            return ops.merge_attn_states(part, state, out_dtype=jnp.float32, backend=merging)
+
+        # Parts come in the dtype of the queries, which halves what a merge reads; their sum is
+        # float32 and stays where it is from turn to turn.
+        return lax.fori_loop(0, context.num_chunks(), one_chunk, state)
 
     def full(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
         """One whole sequence by the expanded path, without a cache; differentiable.
@@ -182,7 +289,8 @@ class MLA(nnx.Module):
         q = jnp.concatenate(self.queries(x, angles), axis=-1)
         starts = jnp.array([0, tokens], jnp.int32)
         meta = PrefillMetadata(query_starts=starts, key_starts=starts)
-        state = self._expanded(q, *self.latents(x, angles), meta, backend="xla")
+        rows = self.latents(x, angles)
+        state = self._expanded(q, *rows, meta, kv_up=self.kv_up.kernel[...], backend="xla")
         return self.out(state.out.astype(x.dtype))
 
     def _expanded(
@@ -192,15 +300,15 @@ class MLA(nnx.Module):
         k_rope: Float[Array, "keys rope"],
         meta: PrefillMetadata,
         *,
+        kv_up: Float[Array, "rank heads nope_v"],
         causal: bool = True,
         out_dtype: DTypeLike | None = None,
         backend: str | None = None,
     ) -> AttnState:
         """Up-project the latents and attend; nothing is copied per head."""
-        kv = self.kv_up(latent)
         return ops.mla_prefill(
             q,
-            kv,
+            project(latent, kv_up),
             k_rope,
             meta,
             scale=self.scale,
@@ -208,34 +316,3 @@ class MLA(nnx.Module):
             out_dtype=out_dtype,
             backend=backend,
         )
-
-    def _add_context(
-        self,
-        state: AttnState,
-        q: Float[Array, "tokens heads qk"],
-        cache: LatentCache,
-        context: ContextMetadata,
-        *,
-        backend: str | None,
-    ) -> AttnState:
-        """Merge the cached context into ``state`` (float32), as many trips as there are chunks.
-
-        Parts come in the dtype of the queries, which halves what a merge reads; their sum is
-        float32 and stays where it is from turn to turn.
-        """
-
-        def one_chunk(i: Array, state: AttnState) -> AttnState:
-            first, meta = context.chunk(i)
-            rows = ops.gather_latent(
-                cache,
-                context.page_table,
-                first,
-                meta.key_starts,
-                rows=context.rows,
-                dtype=q.dtype,
-            )
-            latent, k_rope = rows[:, : self.dims.rank], rows[:, self.dims.rank :]
-            part = self._expanded(q, latent, k_rope, meta, causal=False, backend=backend)
-            return ops.merge_attn_states(part, state, out_dtype=jnp.float32)
-
-        return lax.fori_loop(0, context.num_chunks(), one_chunk, state)

@@ -1,13 +1,17 @@
 """Mixture of experts: a float32 router, grouped expert products, one shared SwiGLU."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from mla_jax import ops
 from mla_jax.config import ModelConfig, MoEConfig
-from mla_jax.model.linear import precision_of
 from mla_jax.model.mlp import SwiGLU
+from mla_jax.model.sharding import divided, divides
+from mla_jax.placement import SHARDS, Placement
 from mla_jax.types import Array, Bool, Float, Int
 
 __all__ = ["Experts", "MoE", "Router", "choose_experts"]
@@ -77,7 +81,7 @@ class Router(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """``experts`` SwiGLUs as three grouped products over tokens sorted by expert."""
+    """``experts`` SwiGLUs, of which each token passes its own."""
 
     def __init__(self, hidden: int, moe: MoEConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
         def init(in_dim: int, out_dim: int) -> nnx.Param:
@@ -94,30 +98,28 @@ class Experts(nnx.Module):
         weights: Float[Array, "tokens topk"],
         experts: Int[Array, "tokens topk"],
         real: Bool[Array, "tokens"],
+        *,
+        backend: str | None = None,
+        placement: Placement | None = None,
     ) -> Float[Array, "tokens hidden"]:
-        """``sum_k weights[:, k] * expert_k(x)``; padding belongs to no expert and gives 0."""
-        count = self.gate[...].shape[0]
-        topk = experts.shape[1]
-        flat = jnp.where(real[:, None], experts, count).reshape(-1)
-        order = jnp.argsort(flat, stable=True)
-        sizes = jnp.zeros((count,), jnp.int32).at[flat].add(1, mode="drop")
-        rows = x[order // topk]  # [tokens * topk, hidden], by expert
+        """``sum_k weights[:, k] * expert_k(x)``; padding belongs to no expert and gives 0.
 
-        def grouped(a: Array, w: nnx.Param) -> Array:
-            return lax.ragged_dot(
-                a,
-                w[...],
-                sizes,
-                precision=precision_of(a.dtype),
-                preferred_element_type=jnp.float32,
-            ).astype(a.dtype)
+        Over several devices of a ``placement`` each one adds up what its own experts give, and
+        then all add up what each has.
+        """
+        chosen = jnp.where(real[:, None], experts, -1)
+        run = partial(ops.routed_experts, backend=ops.named("routed_experts", backend))
 
-        y = grouped(jax.nn.silu(grouped(rows, self.gate)) * grouped(rows, self.up), self.down)
-        chosen = flat[order] < count
-        scaled = y.astype(jnp.float32) * weights.reshape(-1)[order][:, None]
-        scaled = jnp.where(chosen[:, None], scaled, 0.0)
-        back = jnp.zeros_like(scaled).at[order].set(scaled, unique_indices=True)
-        return back.reshape(x.shape[0], topk, -1).sum(axis=1).astype(x.dtype)
+        def share(gate, up, down, x, weights, chosen):
+            mine = chosen - lax.axis_index(SHARDS) * gate.shape[0]
+            mine = jnp.where((chosen >= 0) & (mine >= 0) & (mine < gate.shape[0]), mine, -1)
+            return lax.psum(run(x, gate, up, down, weights, mine), SHARDS)
+
+        leaves = [w[...] for w in (self.gate, self.up, self.down)]
+        if placement is None or not divides(placement, leaves[0].shape[0]):
+            return run(x, *leaves, weights, chosen)
+        given = (0, 0, 0, None, None, None)
+        return divided(share, placement, given=given, returned=None)(*leaves, x, weights, chosen)
 
 
 class MoE(nnx.Module):
@@ -141,7 +143,16 @@ class MoE(nnx.Module):
         )
 
     def __call__(
-        self, x: Float[Array, "tokens hidden"], real: Bool[Array, "tokens"]
+        self,
+        x: Float[Array, "tokens hidden"],
+        real: Bool[Array, "tokens"],
+        *,
+        backend: str | None = None,
+        placement: Placement | None = None,
     ) -> Float[Array, "tokens hidden"]:
-        y = self.experts(x, *self.router(x), real)
+        """Rows that are not real reach no expert and give the shared part only.
+
+        Over several devices of a ``placement`` each one has its own experts.
+        """
+        y = self.experts(x, *self.router(x), real, backend=backend, placement=placement)
         return y if self.shared is None else y + self.shared(x)

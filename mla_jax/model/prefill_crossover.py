@@ -24,7 +24,7 @@ from mla_jax import ops
 from mla_jax.cache import CacheFormat
 from mla_jax.config import MLADims
 from mla_jax.errors import UnsupportedError
-from mla_jax.pallas.dense_prefill.schedule import ROWS
+from mla_jax.pallas.dense_prefill.tile_plan import ROWS
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.registry import Problem
 from mla_jax.pallas.tuning import packaged

@@ -8,15 +8,18 @@ the numpy front end of the safetensors package has no float8. Nothing is ever un
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from mla_jax.errors import WeightsError
+from mla_jax.errors import WeightsError, listed, shown
+from mla_jax.files import read_regular
 
 __all__ = ["Checkpoint", "Tensor", "write_safetensors"]
 
@@ -40,7 +43,10 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MAX_HEADER = 100_000_000  # bytes, the limit of the format
+_MAX_INDEX = 256 * 2**20  # bytes; V3's names 92,000 tensors in 9 million
 _SHARD_NAME = re.compile(r"[\w][\w.+-]*\.safetensors")
+_MOST_AXES = 64  # of a numpy array
+_LONGEST_NAME = 255  # of a file, what file systems take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,16 +117,24 @@ def _files(root: Path, problems: list[str]) -> dict[str, set[str] | None]:
         problems.append(f"no model.safetensors and no model.safetensors.index.json{hint}")
         return {}
     try:
-        weight_map = json.loads(index.read_bytes())["weight_map"]
+        weight_map = _json(read_regular(index, limit=_MAX_INDEX))["weight_map"]
         pairs = list(weight_map.items())
-    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as e:
-        problems.append(f"{index.name}: no weight_map ({type(e).__name__}: {e})")
+    except OSError as e:
+        problems.append(f"{index.name}: {e.strerror or type(e).__name__}")
+        return {}
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as e:
+        problems.append(f"{index.name}: no weight_map ({type(e).__name__}: {shown(e)})")
         return {}
     files: dict[str, set[str]] = {}
     for name, file in pairs:
         if not isinstance(file, str) or not _SHARD_NAME.fullmatch(file):
-            text = f"{index.name}: {name} is in {file!r}, not a .safetensors file of this folder"
-            problems.append(text)
+            given = repr(file) if isinstance(file, str) else shown(file)
+            text = f"{index.name}: {shown(name)} is in {shown(given)}"
+            problems.append(f"{text}, not a .safetensors file of this folder")
+            continue
+        if len(file.encode()) > _LONGEST_NAME:
+            text = f"{index.name}: {shown(name)} is in a file whose name has {len(file):,}"
+            problems.append(f"{text} characters; allowed: at most {_LONGEST_NAME} bytes")
             continue
         files.setdefault(file, set()).add(name)
     return dict(files)
@@ -140,9 +154,9 @@ def _read_header(path: Path, problems: list[str]) -> dict[str, Tensor] | None:
                 )
                 problems.append(text)
                 return None
-            header = json.loads(f.read(length).decode())
+            header = _json(f.read(length).decode())
     except (OSError, ValueError, RecursionError) as e:
-        problems.append(f"{path.name}: unreadable header ({type(e).__name__}: {e})")
+        problems.append(f"{path.name}: unreadable header ({type(e).__name__}: {shown(e)})")
         return None
     if not isinstance(header, dict):
         problems.append(f"{path.name}: header is not a JSON object")
@@ -151,16 +165,34 @@ def _read_header(path: Path, problems: list[str]) -> dict[str, Tensor] | None:
     return _check_entries(path, header, 8 + length, size, problems)
 
 
+def _json(text: str | bytes) -> Any:
+    """A JSON value whose objects name nothing twice.
+
+    Raises:
+        ValueError: no JSON, or a name that comes twice: readers differ on which one counts.
+    """
+    return json.loads(text, object_pairs_hook=_distinct)
+
+
+def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = Counter(name for name, _ in pairs)
+        raise ValueError(f"given twice: {listed([n for n, times in names.items() if times > 1])}")
+    return found
+
+
 def _check_entries(
     path: Path, header: dict, start: int, size: int, problems: list[str]
 ) -> dict[str, Tensor]:
-    """Tensors whose dtype, shape and bytes agree, lie in the file and do not overlap."""
+    """Tensors whose dtype, shape and bytes agree and which fill the file back to back."""
     tensors: dict[str, Tensor] = {}
+    sound = len(problems)
     spans: list[tuple[int, int, str]] = []
     for name, entry in header.items():
         problem = _entry_problem(entry, size - start)
         if problem:
-            problems.append(f"{path.name}: {name}: {problem}")
+            problems.append(f"{path.name}: {shown(name)}: {problem}")
             continue
         first, last = entry["data_offsets"]
         spans.append((first, last, name))
@@ -170,8 +202,18 @@ def _check_entries(
     spans.sort()
     for (_, end, a), (begin, _, b) in pairwise(spans):
         if begin < end:
-            problems.append(f"{path.name}: {a} and {b} overlap")
+            problems.append(f"{path.name}: {shown(a)} and {shown(b)} overlap")
+    if len(problems) == sound:  # otherwise bytes of a refused tensor would count as a gap
+        problems += [f"{path.name}: {gap}" for gap in _gaps(spans, size - start)]
     return tensors
+
+
+def _gaps(spans: list[tuple[int, int, str]], data: int) -> Iterator[str]:
+    """Bytes that belong to no tensor: the format has none, so the file is not what it says."""
+    for (_, end, a), (begin, _, b) in pairwise([(0, 0, ""), *spans, (data, data, "")]):
+        if end < begin:
+            where = f"before {shown(b)}" if b else f"after {shown(a)}" if a else "and no tensor"
+            yield f"{begin - end:,} bytes from byte {end} of the data belong to nothing, {where}"
 
 
 def _entry_problem(entry: object, data: int) -> str:
@@ -180,20 +222,20 @@ def _entry_problem(entry: object, data: int) -> str:
         return "entry is not an object"
     dtype, shape, span = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in _DTYPES:
-        return f"unknown dtype {dtype!r}"
+        return f"unknown dtype {shown(repr(dtype) if isinstance(dtype, str) else dtype)}"
     if not isinstance(shape, list) or not _are_sizes(shape):
-        return f"shape {shape!r} is not a list of sizes"
+        return f"shape {shown(shape)} is not a list of sizes"
     if not isinstance(span, list) or not _are_sizes(span) or len(span) != 2 or span[0] > span[1]:
-        return f"data_offsets {span!r} are not [begin, end]"
+        return f"data_offsets {shown(span)} are not [begin, end]"
     if span[1] > data:
         return f"truncated: bytes {span[0]} to {span[1]} of {data}"
     if math.prod(shape) * _DTYPES[dtype].itemsize != span[1] - span[0]:
-        return f"{dtype} {shape} does not fill {span[1] - span[0]} bytes"
+        return f"{dtype} {shown(shape)} does not fill {span[1] - span[0]} bytes"
     return ""
 
 
 def _are_sizes(values: list) -> bool:
-    return all(type(i) is int and i >= 0 for i in values)
+    return len(values) <= _MOST_AXES and all(type(i) is int and 0 <= i < 2**63 for i in values)
 
 
 def write_safetensors(path: str | Path, tensors: Mapping[str, np.ndarray]) -> None:

@@ -4,13 +4,14 @@ Every row draws with ``fold_in(key(seed), position)``, so a token depends on the
 logits, seed and position and on nothing else in the batch.
 """
 
-import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mla_jax.checks import is_int, is_real
 from mla_jax.errors import EngineError
 from mla_jax.types import Array, Float, Int
 
@@ -37,23 +38,26 @@ class SamplingParams:
 
     def __post_init__(self):
         t, p = self.temperature, self.top_p
-        _require(math.isfinite(t) and (t == 0 or t >= _COLDEST), "temperature", t,
+        _require(is_real(t) and (t == 0 or t >= _COLDEST), "temperature", t,
                  f"0 (greedy) or at least {_COLDEST}")  # fmt: skip
-        _require(_is_int(self.top_k) and 0 <= self.top_k < 2**31, "top_k", self.top_k, "0 or more")
-        _require(0 < p <= 1, "top_p", p, "above 0, at most 1")
-        _require(_is_int(self.seed) and 0 <= self.seed < 2**32, "seed", self.seed, "0 to 2**32 - 1")
+        _require(is_int(self.top_k) and 0 <= self.top_k < 2**31, "top_k", self.top_k, "0 or more")
+        _require(is_real(p) and 0 < p <= 1, "top_p", p, "above 0, at most 1")
+        _require(is_int(self.seed) and 0 <= self.seed < 2**32, "seed", self.seed, "0 to 2**32 - 1")
         n = self.max_new_tokens
-        _require(_is_int(n) and n >= 1, "max_new_tokens", n, "1 or more")
+        _require(is_int(n) and n >= 1, "max_new_tokens", n, "1 or more")
+        stops = self.stop_token_ids
+        listed = isinstance(stops, Iterable) and not isinstance(stops, str | bytes | Mapping)
+        _require(listed, "stop_token_ids", stops, "token ids in a tuple")
+        object.__setattr__(self, "stop_token_ids", tuple(stops))  # of a generator too: read once
         for token in self.stop_token_ids:
-            _require(_is_int(token) and token >= 0, "stop_token_ids", token, "0 or more")
-
-
-def _is_int(x: object) -> bool:
-    return isinstance(x, int | np.integer) and not isinstance(x, bool)
+            _require(is_int(token) and token >= 0, "stop_token_ids", token, "0 or more")
+        _require(isinstance(self.ignore_eos, bool | np.bool_), "ignore_eos", self.ignore_eos,
+                 "True or False")  # fmt: skip
 
 
 def _require(ok: bool, name: str, given: object, allowed: str) -> None:
     if not ok:
+        given = given if is_int(given) else repr(given)
         raise EngineError(f"SamplingParams: {name}", given, allowed)
 
 
@@ -67,6 +71,17 @@ class SamplingBatch:
     top_p: Float[Array | np.ndarray, "requests"]  # float32; 1 = off
     seed: Int[Array | np.ndarray, "requests"]  # uint32
     position: Int[Array | np.ndarray, "requests"]  # absolute position of the token to be drawn
+
+    @classmethod
+    def nothing(cls, requests: int) -> "SamplingBatch":
+        """Padding only, in numpy."""
+        return cls(
+            temperature=np.zeros(requests, np.float32),
+            top_k=np.zeros(requests, np.int32),
+            top_p=np.ones(requests, np.float32),
+            seed=np.zeros(requests, np.uint32),
+            position=np.zeros(requests, np.int32),
+        )
 
 
 def sample(

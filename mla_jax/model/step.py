@@ -1,11 +1,14 @@
-"""The one compiled function of serving: (leaves, caches, batch) -> (tokens, caches).
+"""The one compiled function of serving: (weights, caches, batch) -> (tokens, caches).
 
-One program per ``MLABucket``. The module is split once at load; a step takes its flat leaves,
-because flattening a module on every token costs milliseconds of host time.
+One program per rung: the static half of a batch's decision. The module is split once at load; a
+program takes flat leaves, because flattening a module on every token costs milliseconds of host
+time. Metadata is built inside the program, by the builder that decided the batch.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,16 +16,17 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from mla_jax.cache import LatentCache
-from mla_jax.metadata.buckets import MLABucket
-from mla_jax.metadata.mla import build_mla
-from mla_jax.metadata.packed import Packed
-from mla_jax.metadata.staging import StagedFunction, on_gpu, staged
-from mla_jax.model.deepseek_v3 import DeepseekV3
+from mla_jax.metadata.builder import AttentionMetadataBuilder
+from mla_jax.metadata.common import build_common
+from mla_jax.metadata.packed import Layout, Packed, pack
+from mla_jax.metadata.staging import Staging, received
+from mla_jax.model.program_store import ProgramStore
 from mla_jax.model.sampling import SamplingBatch, sample
+from mla_jax.model.sharding import sharding_of
+from mla_jax.placement import Placement
 from mla_jax.types import Array, Float, Int
 
-__all__ = ["LOOPS_IN_GRAPHS", "Step", "StepBatch", "StepOutput"]
+__all__ = ["GPU_OPTIONS", "LOOPS_IN_GRAPHS", "Step", "StepBatch", "StepOutput", "empty_batch"]
 
 LOOPS_IN_GRAPHS = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,"
@@ -31,6 +35,17 @@ LOOPS_IN_GRAPHS = {
 """``jax.jit(…, compiler_options=…)`` on a GPU: XLA's CUDA graphs hold whole loops too.
 
 By itself XLA leaves loops out, and the host reads a loop's condition at every turn.
+"""
+
+GPU_OPTIONS: dict[str, bool | int | str] = LOOPS_IN_GRAPHS | {
+    "xla_gpu_enable_dynamic_slice_fusion": True,
+    "xla_gpu_enable_triton_gemm": False,
+    "xla_gpu_dot_merger_threshold_mb": 0,
+}
+"""Options of a step whose layers are scanned: no weight is copied out of its stack.
+
+Products by cuBLAS and custom calls read a layer's weights at their address in the stack. XLA's own
+Triton products would have them copied first, and merging two products copies both weights.
 """
 
 
@@ -42,9 +57,28 @@ class StepBatch:
     token_ids: Int[Array | np.ndarray, "tokens"]  # 0 on padding
     query_starts: Int[Array | np.ndarray, "starts"]  # exclusive sum of new tokens; tail repeats
     seq_lens: Int[Array | np.ndarray, "requests"]  # cached + new tokens; 0 on padding
-    page_table: Int[Array | np.ndarray, "requests pages"]  # 0 (the null page) where there is none
-    num_decodes: Int[Array | np.ndarray, ""]  # leading requests with one token each
+    num_requests: Int[Array | np.ndarray, ""]  # real ones
+    page_tables: dict[str, Int[Array | np.ndarray, "requests _"]]  # of each group; 0 = none
+    decision: Any  # of the metadata builder; its static half is the program's
     sampling: SamplingBatch
+
+
+def empty_batch(decision: Any, groups: Sequence[str]) -> StepBatch:
+    """A batch of nothing, in numpy: what a rung is compiled with."""
+    bucket = decision.common_bucket
+    n = bucket.requests
+    return StepBatch(
+        token_ids=np.zeros(bucket.tokens, np.int32),
+        query_starts=np.zeros(n + 1, np.int32),
+        seq_lens=np.zeros(n, np.int32),
+        num_requests=np.zeros((), np.int32),
+        page_tables={
+            name: np.zeros((n, width), np.int32)
+            for name, width in zip(groups, bucket.pages, strict=True)
+        },
+        decision=decision,
+        sampling=SamplingBatch.nothing(n),
+    )
 
 
 @jax.tree_util.register_dataclass
@@ -65,60 +99,161 @@ class StepOutput:
         return token_ids, bits.view(np.float32)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Step:
-    """A model split into flat leaves, and its jitted step."""
+    """A model split into flat leaves, and its programs.
 
-    leaves: Sequence[Array] = field(repr=False)
-    run: StagedFunction = field(repr=False)  # to ``(StepOutput, list[LatentCache])``
+    Args:
+        model: called as ``model(tokens, meta, caches, derived=…, backend=…, placement=…)``, with
+            ``logits(hidden)`` and ``derive()``.
+        builder: of the family's metadata.
+        placement: where weights, caches and batches are.
+        backend: name of the backend of every operation that has one of that name.
+        want_logits: programs also return float32 logits.
+        store: a folder of compiled programs, with what the model follows from.
+    """
 
-    @classmethod
-    def of(cls, model: DeepseekV3, *, page: int, backend: str | None = None) -> "Step":
-        """Split ``model`` and close over its structure only, never over its weights.
+    def __init__(
+        self,
+        model: nnx.Module,
+        builder: AttentionMetadataBuilder,
+        *,
+        placement: Placement | None = None,
+        backend: str | None = None,
+        want_logits: bool = False,
+        store: tuple[str | Path, Sequence[object]] | None = None,
+    ):
+        self.placement = Placement.of(placement)
+        self.builder, self.want_logits, self._backend = builder, want_logits, backend
+        self._staging = Staging(self.placement)
+        self._programs: dict[Layout, Callable[..., tuple[Array, tuple[StepOutput, Any]]]] = {}
+        self._store, self._facts = None, ()
+        if store is not None:
+            self._store, self._facts = ProgramStore(store[0], self.placement), tuple(store[1])
+        self.compiled = 0
+        self.take(model)
 
-        ``run(leaves, caches, batch, bucket=…, want_logits=…)`` donates ``caches``; ``batch`` is
-        a ``StepBatch`` of the device, or one of the host as ``pack`` lays it out.
+    def take(self, model: nnx.Module) -> None:
+        """Serve the weights that ``model`` has now, with everything derived from them anew."""
+        self._graph, state = nnx.split(model)
+        leaves, self._tree = jax.tree.flatten(state)
+        paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
+        shardings = [
+            sharding_of(path, leaf.shape, self.placement)
+            for path, leaf in zip(paths, leaves, strict=True)
+        ]
+        self.leaves = jax.device_put(leaves, shardings)
+        derive = jax.jit(lambda leaves: self._merged(leaves).derive())
+        with jax.default_device(self.placement.device):
+            self.derived = derive(self.leaves)
+
+    def _merged(self, leaves: Sequence[Array]) -> Any:
+        return nnx.merge(self._graph, jax.tree.unflatten(self._tree, leaves))
+
+    def run(
+        self, caches: Mapping[str, Any], given: StepBatch | Packed
+    ) -> tuple[StepOutput, dict[str, Any]]:
+        """One step; ``caches`` are donated. ``given`` is of the host, packed or not.
+
+        A rung that was not compiled before is compiled now.
         """
-        graph, state = nnx.split(model)
-        leaves, tree = jax.tree.flatten(state)
-        gpu = on_gpu()
+        packed = given if isinstance(given, Packed) else pack(given)
+        program = self._programs.get(packed.layout)
+        if program is None:
+            program = self.compile(packed.layout, caches)
+        arguments = self.leaves, self.derived, caches
+        return self._staging.run(lambda words: program(*arguments, words), packed.words)
 
-        def run(
-            leaves: Sequence[Array],
-            caches: Sequence[LatentCache],
-            given: StepBatch | Packed,
-            *,
-            bucket: MLABucket,
-            want_logits: bool = False,
-        ) -> tuple[StepOutput, list[LatentCache]]:
-            batch: StepBatch = given.unpack() if isinstance(given, Packed) else given
-            query_starts = jnp.asarray(batch.query_starts)
-            model = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
-            meta = build_mla(
-                query_starts,
-                jnp.asarray(batch.seq_lens),
-                jnp.asarray(batch.page_table),
-                jnp.asarray(batch.num_decodes),
-                bucket=bucket,
-                page=page,
-            )
-            tokens = jnp.asarray(batch.token_ids)
-            hidden, caches = model(tokens, meta, caches, backend=backend)
-            last = jnp.maximum(query_starts[1:] - 1, 0)
-            logits = model.logits(hidden[last])
-            token_ids, logprobs = sample(logits, batch.sampling)
-            drawn = jnp.stack([token_ids, lax.bitcast_convert_type(logprobs, jnp.int32)])
-            if gpu:
-                drawn = jax.device_put(drawn, jax.memory.Space.Host)
-            return StepOutput(drawn=drawn, logits=logits if want_logits else None), caches
+    def compile(self, layout: Layout, caches: Mapping[str, Any]) -> Callable[..., Any]:
+        """The program of batches laid out so, from the folder if it is there.
 
-        options = LOOPS_IN_GRAPHS if gpu else None
-        static = ("bucket", "want_logits")
-        step = staged(
-            run, at=2, static_argnames=static, donate_argnums=(1,), compiler_options=options
+        Several threads may compile different layouts at once.
+        """
+        if found := self._programs.get(layout):
+            return found
+        words = jax.ShapeDtypeStruct((layout.size,), np.int32, sharding=self._staging.sharding)
+        arguments = (*jax.tree.map(_spec, (self.leaves, self.derived, dict(caches))), words)
+        facts = (
+            *self._facts,
+            layout,
+            self._backend,
+            self.want_logits,
+            jax.tree.map(str, arguments),
+            self._options,
         )
-        return cls(leaves=leaves, run=step)
+        program = None
+        if self._store is not None:
+            trees = self._trees(layout, arguments)
+            program = self._store.load(facts, *trees)
+        if program is None:
+            program = self._lowered(layout, arguments).compile()
+            if self._store is not None:
+                self._store.save(facts, program)
+        self._programs[layout] = program
+        self.compiled += 1
+        return program
 
-    def compiled_programs(self) -> int:
-        """Programs traced so far: one per bucket used (and per kind of output)."""
-        return self.run.compiled_programs()
+    @property
+    def _options(self) -> dict[str, bool | int | str] | None:
+        return GPU_OPTIONS if self.placement.on_gpu else None
+
+    def _trees(self, layout: Layout, arguments: Any) -> tuple[Any, Any]:
+        """Structure of a program's arguments and results, without tracing it."""
+        _, _, caches, _ = arguments
+        none = jax.ShapeDtypeStruct((), np.int32)
+        logits = none if self.want_logits else None
+        out = none, (StepOutput(drawn=none, logits=logits), caches)
+        return jax.tree.structure((arguments, {})), jax.tree.structure(out)
+
+    def _lowered(self, layout: Layout, arguments: Any) -> jax.stages.Lowered:
+        def run(
+            leaves: Sequence[Array], derived: Any, caches: dict[str, Any], words: Array
+        ) -> tuple[Array, tuple[StepOutput, dict[str, Any]]]:
+            read, words = received(words)
+            batch: StepBatch = Packed(layout=layout, words=words).unpack()
+            return read, self._body(self._merged(leaves), derived, caches, batch)
+
+        everywhere = self.placement.everywhere
+        drawn = self.placement.page_locked if self._staging.page_locked else everywhere
+        results = StepOutput(drawn=drawn, logits=everywhere if self.want_logits else None)
+        kept = jax.tree.map(lambda leaf: leaf.sharding, arguments[2])
+        jitted = jax.jit(
+            run,
+            donate_argnums=(2,),
+            out_shardings=(everywhere, (results, kept)),
+            compiler_options=self._options,
+        )
+        with jax.default_device(self.placement.device):
+            return jitted.lower(*arguments)
+
+    def _body(
+        self, model: Any, derived: Any, caches: dict[str, Any], batch: StepBatch
+    ) -> tuple[StepOutput, dict[str, Any]]:
+        """One step inside a program: metadata, layers, logits, draws."""
+        query_starts = jnp.asarray(batch.query_starts)
+        common = build_common(
+            query_starts,
+            jnp.asarray(batch.seq_lens),
+            {name: jnp.asarray(table) for name, table in batch.page_tables.items()},
+            jnp.asarray(batch.num_requests),
+            bucket=batch.decision.common_bucket,
+            groups=self.builder.groups,
+        )
+        meta = self.builder.build(common, batch.decision)
+        hidden, caches = model(
+            jnp.asarray(batch.token_ids),
+            meta,
+            caches,
+            derived=derived,
+            backend=self._backend,
+            placement=self.placement,
+        )
+        logits = model.logits(hidden[jnp.maximum(query_starts[1:] - 1, 0)])
+        token_ids, logprobs = sample(logits, batch.sampling)
+        drawn = jnp.stack([token_ids, lax.bitcast_convert_type(logprobs, jnp.int32)])
+        if self._staging.page_locked:
+            drawn = jax.device_put(drawn, jax.memory.Space.Host)
+        return StepOutput(drawn=drawn, logits=logits if self.want_logits else None), caches
+
+
+def _spec(leaf: Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mla_jax.config import ModelConfig
+from mla_jax.model.stack import Place, periods_of, places_of
 
 __all__ = ["Weight", "expected_shapes", "fused_experts", "num_params", "weight_table"]
 
@@ -73,6 +74,7 @@ class Weight:
     shape: tuple[int, ...]  # checkpoint shape, of one expert
     order: tuple[int, ...]  # leaf axis -> split axis
     experts: int = 0  # leaves are stacked over these; 0 = not an expert
+    place: Place | None = None  # the layer's row in a stack of layers; None = no layer's
 
     @property
     def fused(self) -> bool:
@@ -86,10 +88,15 @@ class Weight:
 
     @property
     def leaf_shape(self) -> tuple[int, ...]:
-        """Of each path's leaf."""
+        """Of each path's leaf, or of its row where layers are stacked."""
         one = tuple(self.split[i] for i in self.order)
         one = one[1:] if len(self.paths) > 1 else one
         return (self.experts, *one) if self.experts else one
+
+    @property
+    def stacked_shape(self) -> tuple[int, ...]:
+        """Of each path's leaf: with the axis of stacked layers, if there is one."""
+        return self.leaf_shape if self.place is None else (self.place.repeats, *self.leaf_shape)
 
     def names(self) -> dict[str, tuple[int, ...]]:
         """Checkpoint names and shapes."""
@@ -113,25 +120,20 @@ def weight_table(config: ModelConfig) -> tuple[Weight, ...]:
     sizes = _sizes(config)
     heads = {""} if config.tied else {"", "untied"}
     rows = [_weight(n, p, axes, sizes) for when, n, p, axes in _MODEL if when in heads]
-    for i in range(config.layers):
+    for i, place in enumerate(places_of(periods_of(config.sparse_layers))):
         flags = _flags(config, i)
         for when, name, path, axes in _LAYER:
             if flags.issuperset(when.split()):
-                name, path = f"model.layers.{i}.{name}", f"layers.{i}.{path}"
-                rows.append(_weight(name, path, axes, sizes))
+                rows.append(_weight(f"model.layers.{i}.{name}", path, axes, sizes, place))
     return tuple(rows)
 
 
 def fused_experts(config: ModelConfig, layer: int) -> tuple[Weight, ...]:
     """What replaces a layer's expert tensors in transformers' own layout."""
     sizes = _sizes(config)
+    place = places_of(periods_of(config.sparse_layers))[layer]
     return tuple(
-        _weight(
-            f"model.layers.{layer}.{name}",
-            " ".join(f"layers.{layer}.{p}" for p in paths.split()),
-            axes,
-            sizes,
-        )
+        _weight(f"model.layers.{layer}.{name}", paths, axes, sizes, place)
         for name, paths, axes in _FUSED
     )
 
@@ -139,7 +141,7 @@ def fused_experts(config: ModelConfig, layer: int) -> tuple[Weight, ...]:
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], str]]:
     """Leaf path to shape and kind: ``float32`` (kept so) or ``model`` (the model's dtype)."""
     return {
-        path: (w.leaf_shape, "float32" if w.float32 else "model")
+        path: (w.stacked_shape, "float32" if w.float32 else "model")
         for w in weight_table(config)
         for path in w.paths
     }
@@ -177,17 +179,20 @@ def _flags(config: ModelConfig, layer: int) -> set[str]:
     return flags | {"moe"} | ({"choice"} if config.moe.method == "noaux_tc" else set())
 
 
-def _weight(name: str, paths: str, axes: str, sizes: Mapping[str, int]) -> Weight:
+def _weight(
+    name: str, paths: str, axes: str, sizes: Mapping[str, int], place: Place | None = None
+) -> Weight:
     left, right = axes.split(" -> ")
     groups = [tuple(g.split()) for g in _groups(left)]
     symbols = [s for g in groups for s in g]
     return Weight(
         name=name,
-        paths=tuple(paths.split()),
+        paths=tuple(p if place is None else f"{place.path}.{p}" for p in paths.split()),
         split=tuple(_size(s, sizes) for s in symbols),
         shape=tuple(math.prod(_size(s, sizes) for s in g) for g in groups),
         order=tuple(symbols.index(s) for s in right.split()),
         experts=sizes["E"] if ".mlp.experts." in name else 0,
+        place=place,
     )
 
 

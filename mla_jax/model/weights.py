@@ -6,8 +6,10 @@ Quantised tensors ``X`` (e4m3) come with ``X_scale_inv``, one float32 per 128 x 
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -15,14 +17,16 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from flax import nnx
+from jax import lax
 
 from mla_jax.config import ModelConfig
 from mla_jax.errors import WeightsError
 from mla_jax.model.safetensors_io import Checkpoint, Tensor, write_safetensors
+from mla_jax.model.stack import Place
 from mla_jax.model.weight_table import Weight, expected_shapes, fused_experts, weight_table
-from mla_jax.types import Array, cdiv
+from mla_jax.types import Array, Int, cdiv
 
-__all__ = ["Progress", "dequantise", "load", "place", "save"]
+__all__ = ["Progress", "checked_config", "dequantise", "load", "place", "save"]
 
 type Progress = Callable[[int, int], None]
 """Called with the bytes read so far and the bytes to read."""
@@ -30,7 +34,38 @@ type Progress = Callable[[int, int], None]
 _BLOCK = 128  # literal: 576 rows have 5 scale rows
 _FLOATS = ("F32", "BF16", "F16", "F64")
 _E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-_LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.")
+_LAYER_NAME = re.compile(r"model\.layers\.([0-9]{1,9})\.")
+_EXPERT_NAME = re.compile(r"(model\.layers\.[0-9]{1,9})\.mlp\.experts\.([0-9]{1,9})\.")
+
+
+def checked_config(folder: str | Path, *, ignore_keys: Collection[str] = ()) -> ModelConfig:
+    """The folder's configuration, once the headers of its tensors were compared with it.
+
+    So that nothing is allocated, and no table built, for what the files do not hold.
+
+    Raises:
+        ConfigError: as ``ModelConfig.from_hf``.
+        WeightsError: every missing, unexpected, misshapen or mistyped tensor.
+    """
+    config = ModelConfig.from_hf(folder, ignore_keys=ignore_keys)
+    _checked_table(folder, config, Checkpoint.open(folder).tensors)
+    return config
+
+
+def _checked_table(
+    folder: str | Path, config: ModelConfig, tensors: Mapping[str, Tensor]
+) -> list[Weight]:
+    """The rows to read, or WeightsError with what the files lack of them."""
+    layers = {match[1] for name in tensors if (match := _LAYER_NAME.match(name))}
+    if len(layers) < config.layers:
+        first = next(i for i in range(config.layers) if str(i) not in layers)
+        given = f"the config asks for {config.layers:,} layers, the files hold {len(layers):,}"
+        raise WeightsError(str(folder), [f"missing: model.layers.{first}: {given}"])
+    table = _choose_layout(config, tensors)
+    problems = _problems(config, table, tensors)
+    if problems:
+        raise WeightsError(str(folder), problems)
+    return table
 
 
 def load(
@@ -39,9 +74,12 @@ def load(
     *,
     dtype: str | np.dtype | type,
     progress: Progress | None = None,
-    put: Callable[[str, np.ndarray], Array] | None = None,
+    sharding: Callable[[str, tuple[int, ...]], jax.sharding.NamedSharding] | None = None,
 ) -> dict[str, Array]:
-    """Leaves by path, on the default device unless ``put(path, array)`` says where.
+    """Leaves by path, on the default device unless ``sharding(path, shape)`` says where.
+
+    A leaf of stacked layers is filled row by row where it will stay: beside the leaves, one
+    layer's part of one of them is in memory at a time, and each device is sent its own share.
 
     The router and its choice bias are float32, everything else is ``dtype``. Multi-token
     prediction layers, rotary buffers and the head of a tied model are skipped.
@@ -49,21 +87,43 @@ def load(
     Raises WeightsError with every missing, unexpected, misshapen or mistyped tensor.
     """
     checkpoint = Checkpoint.open(folder)
-    table = _choose_layout(config, checkpoint.tensors)
-    problems = _problems(config, table, checkpoint.tensors)
-    if problems:
-        raise WeightsError(str(folder), problems)
+    table = _checked_table(folder, config, checkpoint.tensors)
     reader = _Reader(checkpoint=checkpoint, progress=progress or (lambda done, total: None))
     reader.total = sum(
         reader.tensors[n].nbytes for w in table for name in w.names() for n in reader.parts(name)
     )
-    put = put or (lambda path, array: jax.device_put(array))
-    leaves: dict[str, Array] = {}
+    filling = _Filling(sharding=sharding)
     for weight in table:
         target = np.dtype(np.float32) if weight.float32 else jnp.dtype(dtype)
         for path, array in zip(weight.paths, reader.leaves(weight, target), strict=True):
-            leaves[path] = put(path, array)
-    return leaves
+            filling.put(path, array, weight.place)
+    return filling.leaves
+
+
+@dataclass(kw_only=True)
+class _Filling:
+    """Leaves in the making. A stack begins as zeros and gets its rows in place."""
+
+    sharding: Callable[[str, tuple[int, ...]], jax.sharding.NamedSharding] | None
+    leaves: dict[str, Array] = field(default_factory=dict)
+
+    def put(self, path: str, array: np.ndarray, place: Place | None) -> None:
+        """A whole leaf, or the row ``place.index`` of a stack."""
+        shape = array.shape if place is None else (place.repeats, *array.shape)
+        sharding = self.sharding and self.sharding(path, shape)
+        if place is None:
+            self.leaves[path] = jax.device_put(array, sharding)
+            return
+        if path not in self.leaves:
+            self.leaves[path] = jnp.zeros(shape, array.dtype, device=sharding)
+        row = sharding and sharding.update(spec=jax.sharding.PartitionSpec(*sharding.spec[1:]))
+        self.leaves[path] = _set_row(self.leaves[path], jax.device_put(array, row), place.index)
+
+
+@partial(jax.jit, donate_argnums=0)
+def _set_row(stack: Array, row: Array, index: Int[Array, ""] | int) -> Array:
+    """``stack`` with ``stack[index] = row``, in place."""
+    return lax.dynamic_update_index_in_dim(stack, row, index, 0)
 
 
 @dataclass(kw_only=True)
@@ -140,7 +200,16 @@ def _problems(config: ModelConfig, table: list[Weight], tensors: Mapping[str, Te
     missing: list[str] = []
     wrong: list[str] = []
     used: set[str] = set()
+    experts = {match.groups() for match in map(_EXPERT_NAME.match, tensors) if match}
+    held = Counter(layer for layer, _ in experts)
     for weight in table:
+        found = held[weight.name.partition(".mlp.experts.")[0]]
+        if not weight.fused and weight.experts > 2 * found + 1024:  # no list of what never was
+            name = weight.name.format(e=f"0..{weight.experts - 1}")
+            missing.append(
+                f"missing: {name} {list(weight.shape)}; the files hold {found:,} experts"
+            )
+            continue
         names = weight.names()
         absent = [n for n in names if n not in tensors]
         lines = [f"missing: {n} {list(names[n])}" for n in absent]
@@ -259,6 +328,7 @@ def _released(
 ) -> Iterator[tuple[str, np.ndarray]]:
     for weight in weight_table(config):
         leaf = np.asarray(weights[weight.paths[0]])
+        leaf = leaf if weight.place is None else leaf[weight.place.index]
         for e, name in enumerate(weight.names()):
             yield name, weight.to_checkpoint(leaf[e] if weight.experts else leaf)
 

@@ -11,8 +11,13 @@ _KINDS = {
     # device kind: (sm, multiprocessors, shared memory of one block, L2)
     "NVIDIA H200": (90, 132, 232448, 50 << 20),
     "NVIDIA H100 80GB HBM3": (90, 132, 232448, 50 << 20),
+    "NVIDIA H100 PCIe": (90, 114, 232448, 50 << 20),
+    "NVIDIA H800": (90, 132, 232448, 50 << 20),
+    "NVIDIA H20": (90, 78, 232448, 60 << 20),
     "NVIDIA A100-SXM4-80GB": (80, 108, 166912, 40 << 20),
 }
+"""For what a device does not say: an ``AbstractDevice`` has a name and a number of cores alone."""
+
 _L2 = {90: 50 << 20, 80: 40 << 20}
 
 
@@ -23,7 +28,7 @@ class DeviceInfo:
     platform: str  # cpu | gpu | tpu
     kind: str  # the maker's name of it
     sm: int = 0  # compute capability, 90 for 9.0; 0 = not an NVIDIA GPU
-    sms: int = 0  # streaming multiprocessors
+    sms: int = 0  # streaming multiprocessors; unknown: kernels that divide work by them refuse
     shared_memory: int = 0  # bytes one thread block may use
     l2: int = 0  # bytes of level-2 cache
 
@@ -34,7 +39,7 @@ class DeviceInfo:
 
     @classmethod
     def of(cls, device: Any) -> "DeviceInfo":
-        """Read a ``jax.Device``, or look up an ``AbstractDevice`` by its kind."""
+        """Read a ``jax.Device``, or an ``AbstractDevice``; what they do not say is looked up."""
         platform = "gpu" if device.platform in ("gpu", "cuda", "rocm") else device.platform
         kind = device.device_kind
         sm, sms, shared, l2 = _KINDS.get(kind, (0, 0, 0, 0))
@@ -42,7 +47,8 @@ class DeviceInfo:
             capability = str(getattr(device, "compute_capability", "") or "")
             if capability.replace(".", "").isdigit():
                 sm = int(capability.replace(".", ""))
-            sms = getattr(device, "core_count", None) or sms
+            cores = getattr(device, "core_count", None) or getattr(device, "num_cores", None)
+            sms = cores or sms
             shared = getattr(device, "shared_memory_per_block_optin", None) or shared
             l2 = l2 or _L2.get(sm, 0)
         return cls(platform=platform, kind=kind, sm=sm, sms=sms, shared_memory=shared, l2=l2)

@@ -14,6 +14,7 @@ have a second, slower form for it. Everything else is the same program.
 # pyright: reportInvalidTypeForm=false
 # pyright: reportUnusedExpression=false
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,6 +29,7 @@ from jax.typing import DTypeLike
 
 from mla_jax.errors import ArgumentError
 from mla_jax.pallas import mosaic_inline as inline
+from mla_jax.pallas.device import DeviceInfo
 from mla_jax.types import round_up
 
 __all__ = [
@@ -48,6 +50,7 @@ __all__ = [
     "fold_columns",
     "in_place",
     "kernel",
+    "layer_of",
     "matmul",
     "matmul_registers",
     "row_vector",
@@ -55,6 +58,7 @@ __all__ = [
     "store_rows",
     "swizzled",
     "tile",
+    "with_layer",
 ]
 
 WGMMA = plgpu.Layout.WGMMA
@@ -64,7 +68,7 @@ ROW = plgpu.Layout.WGMMA.reduce(1)
 """Registers of one value per row of such a tile."""
 
 SHARED_MEMORY = 232448
-"""Bytes of shared memory that one thread block may use on sm_90."""
+"""Bytes of shared memory that one thread block may use on sm_90, where the device does not say."""
 
 
 LOWEST = -1.0e30
@@ -82,8 +86,10 @@ def kernel(body: Callable, **options: Any) -> Callable:
     wherever that begins; Mosaic refuses what is not aligned to 256 bytes.
 
     Raises:
-        ArgumentError: an array varies between devices and ``jax.shard_map`` checks that.
+        ArgumentError: what it allocates is more shared memory than a thread block of the device
+            may have, or an array varies between devices and ``jax.shard_map`` checks that.
     """
+    _check_shared_memory(options, DeviceInfo.current())
     run = plgpu.kernel(body, **options)
 
     def call(*operands):
@@ -101,6 +107,18 @@ def kernel(body: Callable, **options: Any) -> Callable:
     return call
 
 
+def _check_shared_memory(options: dict[str, Any], device: DeviceInfo) -> None:
+    params = options.get("compiler_params") or plgpu.CompilerParams()
+    given = shared_bytes(options.get("scratch_types", {})) + params.reduction_scratch_bytes
+    if given > device.shared_memory > 0:  # 0: unknown, and the assembler refuses
+        raise ArgumentError(
+            f"{options['kernel_name']}: shared memory of a thread block",
+            f"{given} bytes",
+            f"{device.shared_memory} bytes on {device.kind}",
+            "Smaller blocks or fewer stages in the tuning would fit.",
+        )
+
+
 def _varies(x: object) -> bool:
     """Whether ``jax.shard_map`` keeps account of devices among which an array differs."""
     return bool(jax.typeof(x).manual_axis_type.varying)
@@ -113,6 +131,20 @@ def in_place(
     refs = [jax.new_ref(lax.optimization_barrier(x)) for x in arrays]
     kernel(*operands, *refs)
     return [lax.optimization_barrier(jax.freeze(ref)) for ref in refs]
+
+
+def with_layer(body: Callable, layer: jax.Array | None) -> tuple[Callable, tuple[jax.Array, ...]]:
+    """The body of a kernel whose first parameter is a ref to the layer's number, and the operand
+    for it; of a cache of one layer the parameter is None, and the kernel has no such operand.
+    """
+    if layer is None:
+        return functools.partial(body, None), ()
+    return body, (layer.reshape(1),)
+
+
+def layer_of(layer_g, layers: int):
+    """The number of the layer in its stack, clamped; 0 where there is no stack."""
+    return 0 if layer_g is None else jnp.clip(layer_g[0], 0, layers - 1)
 
 
 def swizzled(shape: Sequence[int], dtype: DTypeLike) -> plgpu.SMEM:

@@ -9,6 +9,7 @@ import numbers
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
@@ -22,7 +23,8 @@ ACTIVATIONS = ("bfloat16", "float16", "float32")
 """Dtypes of queries, keys, values and outputs."""
 
 
-def write(cache, kv_latent, k_rope, slots) -> Problem:
+def write(cache, kv_latent, k_rope, slots, *, layer=None) -> Problem:
+    _layer("write_latent", cache, layer)
     size = _bind(
         "write_latent",
         _cache_sizes("write_latent", cache),
@@ -42,7 +44,8 @@ def write(cache, kv_latent, k_rope, slots) -> Problem:
     )
 
 
-def gather(cache, page_table, first, row_starts, *, rows, dtype) -> Problem:
+def gather(cache, page_table, first, row_starts, *, rows, dtype, layer=None) -> Problem:
+    _layer("gather_latent", cache, layer)
     size = _bind(
         "gather_latent",
         _cache_sizes("gather_latent", cache),
@@ -62,24 +65,39 @@ def gather(cache, page_table, first, row_starts, *, rows, dtype) -> Problem:
     )
 
 
-def copy(cache, pairs) -> Problem:
+def copy(cache, pairs, *, layer=None) -> Problem:
+    _layer("copy_blocks", cache, layer, optional=True)
     size = _cache_sizes("copy_blocks", cache) | {"2": 2}
     size = _bind("copy_blocks", size, pairs=(pairs, "int", "pairs 2"))
     return Problem.of("copy_blocks", **_cache_features(cache), pairs=size["pairs"])
 
 
-def swap(src, dst, pairs) -> Problem:
+def swap(src, dst, pairs, *, layer=None) -> Problem:
+    _layer("swap_blocks", dst, layer, optional=True)
     size = _cache_sizes("swap_blocks", dst) | {"2": 2}
     size = _bind("swap_blocks", size, pairs=(pairs, "int", "pairs 2"))
-    given, allowed = _cache_features(src), _cache_features(dst)
+    given, allowed = (_cache_features(c) | {"layers": c.layers or 1} for c in (src, dst))
     if given != allowed:
         raise ArgumentError("swap_blocks: src", given, f"{allowed}, as dst")
     _cache_sizes("swap_blocks", src)
-    return Problem.of("swap_blocks", **allowed, pairs=size["pairs"])
+    return Problem.of("swap_blocks", **_cache_features(dst), pairs=size["pairs"])
 
 
-def decode(q_latent, q_rope, cache, meta, *, scale, out_dtype=None) -> Problem:
+def decode(q_latent, q_rope, cache, meta, *, scale, out_dtype=None, layer=None) -> Problem:
     op = "mla_decode"
+    _layer(op, cache, layer)
+    return _decode(op, q_latent, q_rope, cache, meta, scale, out_dtype)
+
+
+def plan_decode(cache, meta, *, tokens, heads, dtype, out_dtype=None) -> Problem:
+    """Of ``mla_decode`` in any layer of the cache; dtypes and sizes are those of the queries."""
+    q_latent, q_rope = (
+        jax.ShapeDtypeStruct((tokens, heads, n), dtype) for n in (cache.rank, cache.rope)
+    )
+    return _decode("plan_decode", q_latent, q_rope, cache, meta, 1.0, out_dtype)
+
+
+def _decode(op, q_latent, q_rope, cache, meta, scale, out_dtype) -> Problem:
     size = _bind(
         op,
         _cache_sizes(op, cache),
@@ -107,7 +125,19 @@ def decode(q_latent, q_rope, cache, meta, *, scale, out_dtype=None) -> Problem:
 
 
 def prefill(q, kv, k_rope, meta, *, scale, causal=True, out_dtype=None) -> Problem:
-    op = "mla_prefill"
+    return _prefill("mla_prefill", q, kv, k_rope, meta, scale, causal, out_dtype)
+
+
+def plan_prefill(
+    meta, *, tokens, keys, heads, nope, rope, v, dtype, causal=True, out_dtype=None
+) -> Problem:
+    """Of ``mla_prefill`` in any layer."""
+    shapes = (tokens, heads, nope + rope), (keys, heads, nope + v), (keys, rope)
+    q, kv, k_rope = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+    return _prefill("plan_prefill", q, kv, k_rope, meta, 1.0, causal, out_dtype)
+
+
+def _prefill(op, q, kv, k_rope, meta, scale, causal, out_dtype) -> Problem:
     size = _bind(
         op,
         {},
@@ -176,6 +206,28 @@ def sinks(state, sinks) -> Problem:
     return Problem.of("apply_sinks", dtype=str(state.out.dtype), **size)
 
 
+def routed(x, gate, up, down, weights, experts, *, limit=None) -> Problem:
+    op = "routed_experts"
+    size = _bind(
+        op,
+        {},
+        x=(x, "float", "tokens hidden"),
+        gate=(gate, "float", "experts hidden width"),
+        up=(up, "float", "experts hidden width"),
+        down=(down, "float", "experts width hidden"),
+        weights=(weights, "float", "tokens topk"),
+        experts=(experts, "int", "tokens topk"),
+    )
+    _same_dtype(op, x=x, gate=gate, up=up, down=down)
+    if weights.dtype != jnp.float32:
+        raise ArgumentError(f"{op}: weights", f"dtype {weights.dtype}", "float32")
+    if limit is not None and not (isinstance(limit, numbers.Real) and 0 < float(limit) < math.inf):
+        hint = "It is static, not an array."
+        raise ArgumentError(f"{op}: limit", limit, "None or a finite Python number above 0", hint)
+    names = ("experts", "topk", "hidden", "width", "tokens")
+    return Problem.of(op, dtype=str(x.dtype), **{name: size[name] for name in names})
+
+
 def _bind(op: str, sizes: dict[str, int], **arrays: tuple[Any, str, str]) -> dict[str, int]:
     """Sizes of all named axes, given some of them; each array is ``(array, kind, axes)``.
 
@@ -211,7 +263,35 @@ def _cache_sizes(op: str, cache: LatentCache) -> dict[str, int]:
             f"{cache.format.dtype}, as format {cache.format.name} stores",
             "Build caches with LatentCache.alloc.",
         )
+    if cache.scale.shape != cache.pages.shape[:-3]:
+        raise ArgumentError(
+            f"{op}: shape of cache.scale",
+            tuple(cache.scale.shape),
+            f"{tuple(cache.pages.shape[:-3])}, one scale for each layer",
+            "Build caches with LatentCache.alloc.",
+        )
     return {"rank": cache.rank, "rope": cache.rope}
+
+
+def _layer(op: str, cache: LatentCache, layer: Any, *, optional: bool = False) -> None:
+    """A stack of layers needs one of them, the cache of one layer has none to choose from."""
+    what, layers = f"{op}: layer", cache.layers
+    if layers is None:
+        if layer is not None:
+            raise ArgumentError(what, layer, "None: this cache has one layer")
+        return
+    allowed = f"0 to {layers - 1}, an int or a scalar integer array: the cache has {layers} layers"
+    if layer is None:
+        if not optional:
+            raise ArgumentError(what, None, allowed)
+    elif isinstance(layer, numbers.Integral) and not isinstance(layer, bool):
+        if not 0 <= int(layer) < layers:
+            raise ArgumentError(what, layer, allowed)
+    else:
+        dtype, shape = getattr(layer, "dtype", None), getattr(layer, "shape", None)
+        if dtype is None or shape != () or not jnp.issubdtype(dtype, jnp.integer):
+            given = type(layer).__name__ if dtype is None else f"{dtype} of shape {shape}"
+            raise ArgumentError(what, given, allowed)
 
 
 def _cache_features(cache: LatentCache) -> dict[str, Any]:
@@ -256,4 +336,5 @@ PROBLEMS: dict[str, Callable[..., Problem]] = {
     "mla_prefill": prefill,
     "merge_attn_states": merge,
     "apply_sinks": sinks,
+    "routed_experts": routed,
 }

@@ -6,7 +6,7 @@ the same backend. An explicit name means that backend or an error.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from mla_jax.errors import UnsupportedError
 from mla_jax.pallas.device import DeviceInfo
 
-__all__ = ["Backend", "OneOf", "Problem", "Registry", "Requirement", "Tuned", "Within"]
+__all__ = ["Backend", "OneOf", "Problem", "Registry", "Requirement", "Tuned", "Within", "differing"]
 
 type Feature = str | int | bool
 
@@ -82,6 +82,7 @@ class Requirement:
 
     features: Mapping[str, Allowed] = MappingProxyType({})
     sm: Allowed | None = None  # compute capabilities; None = any device
+    workers: bool = False  # has a thread block for each multiprocessor: how many must be known
     packages: tuple[str, ...] = ()  # import names of optional packages
 
     def missing(self, problem: Problem, device: DeviceInfo) -> tuple[str, ...]:
@@ -96,6 +97,8 @@ class Requirement:
         ]
         if self.sm is not None and device.sm not in self.sm:
             wrong.append(f"device {device.name}, needs {self.device_text()}")
+        elif self.workers and device.sms < 1:
+            wrong.append(f"device {device.kind}: the number of its multiprocessors is unknown")
         wrong += [f"package {p} is not installed" for p in self.packages if not find_spec(p)]
         return tuple(wrong)
 
@@ -135,6 +138,13 @@ class Backend:
     tuning: type | None = None  # class of its tuning object; None = nothing to tune
     tune: Callable[[Problem, DeviceInfo], Tuned] | None = None  # None iff nothing to tune
     plan: Callable[..., Any] | None = None  # what calls of one step share; None = nothing
+
+
+def differing(given: Any, allowed: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fields in which two dataclasses of one class differ, of each of them."""
+    a, b = asdict(given), asdict(allowed)
+    names = [name for name in a if a[name] != b[name]]
+    return {name: a[name] for name in names}, {name: b[name] for name in names}
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,19 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
+from mla_jax.errors import ArgumentError
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.registry import Problem
 
-__all__ = ["Record", "Table", "folder_name", "lookup", "packaged", "read"]
+__all__ = [
+    "Record",
+    "Table",
+    "at_least_one",
+    "folder_name",
+    "lookup",
+    "packaged",
+    "read",
+]
 
 REACH = 2.0
 """How far a near feature may be away, as a factor."""
@@ -23,10 +32,10 @@ REACH = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One measured problem: the fastest tuning, and what it took."""
+    """One measured problem: the fastest of at least two tunings, and what they took."""
 
     features: dict[str, Any]  # exact and near ones
-    tuning: dict[str, Any]  # fields of the kernel's tuning object
+    tuning: dict[str, Any]  # fields of the kernel's tuning object that are not the device's
     us: float  # back to back
     others: dict[str, float]  # us of what was slower, by the text of the tuning
 
@@ -64,6 +73,13 @@ def lookup(problem: Problem, device: DeviceInfo) -> tuple[Record, str] | None:
     how = "measured" if distance == 0 else f"nearest measured ({distance:.1f} octaves)"
     fastest = f"{record.us:g} us, the fastest of {1 + len(record.others)}"
     return record, f"{how}: {which}, {fastest}; {table.measured}"
+
+
+def at_least_one(what: str, **fields: object) -> None:
+    """Refuse fields of a tuning that are not whole numbers from 1 on."""
+    for name, value in fields.items():
+        if not isinstance(value, int) or value < 1:
+            raise ArgumentError(f"{what}: {name}", value, "a whole number, 1 or more")
 
 
 def folder_name(kind: str) -> str:

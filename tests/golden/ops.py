@@ -1,20 +1,21 @@
 """Cache writes and reads, attention states, indexer scores: stems of the operations."""
 
-from functools import partial
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from mla_jax.cache import FORMATS, LatentCache
+from mla_jax.cache import ELEMENT_FORMATS, RECORD_FORMATS, LatentCache, RecordCache, RecordFormat
 from mla_jax.ops import gather_latent, merge_attn_states, write_latent
-from mla_jax.pallas.cache_io import records
+from mla_jax.pallas.cache_io.records import gather_records, write_records
 from mla_jax.pallas.indexer.ref import paged_index_logits
 from mla_jax.types import AttnState
 from tests.golden.common import Case, Check, compare
 
-_FORMAT_OF = {f.dtype: f for f in FORMATS.values()}
+DS_MLA, V4 = RECORD_FORMATS["ds_mla"], RECORD_FORMATS["v4"]
+_FORMAT_OF = {f.dtype: f for f in ELEMENT_FORMATS.values()}
 
 
 def _cache(pages: np.ndarray, *, rank: int, scale: float = 1.0) -> LatentCache:
@@ -24,6 +25,18 @@ def _cache(pages: np.ndarray, *, rank: int, scale: float = 1.0) -> LatentCache:
         rank=rank,
         format=_FORMAT_OF[pages.dtype.name],
     )
+
+
+def _records(format: RecordFormat, i: dict) -> RecordCache:
+    """A cache of byte records, every byte as the case says."""
+    cache = RecordCache.alloc(num_pages=i["num_blocks"], page=i["block_size"], format=format)
+    return replace(cache, pages=jnp.full_like(cache.pages, i.get("cache_fill", 0)))
+
+
+def _split(format: RecordFormat, rows: jax.Array) -> tuple[jax.Array, ...]:
+    """Rows as the values of a record, side by side."""
+    ends = np.cumsum([f.count for f in format.values])
+    return tuple(jnp.split(rows, ends[:-1], axis=-1))
 
 
 def _codes(pages: jax.Array) -> np.ndarray:
@@ -42,10 +55,8 @@ def concat_and_cache_mla(case: Case) -> str | None:
     kv, rope, slots = jnp.asarray(i["kv_c"]), jnp.asarray(i["k_pe"]), _int32(i["slot_mapping"])
     shape = (i["num_blocks"], i["block_size"])
     if case["kind"] == "fp8_ds_mla":
-        n = slots.shape[0]
-        rows = jnp.full((shape[0] * shape[1], 656), i["cache_fill"], jnp.uint8)
-        packed = records.pack_ds_mla(kv[:n], rope[:n], power_of_two_scales=False)
-        got = np.asarray(records.scatter_rows(rows, packed, slots)).reshape(*shape, 656)
+        records = write_records(_records(DS_MLA.with_rule("plain"), i), (kv, rope), slots)
+        got = np.asarray(records.pages).reshape(*shape, DS_MLA.row_bytes)
         return compare(case["out"], {"kv_cache": got})
     width = kv.shape[1] + rope.shape[1]
     dtype = kv.dtype if case["kind"] == "auto" else np.uint8
@@ -66,7 +77,8 @@ def gather_cache(case: Case) -> str | None:
     if case["kind"] == "fp8":
         pages = pages.view(ml_dtypes.float8_e4m3fn)
     elif case["kind"] == "ds_mla":
-        pages = np.asarray(records.unpack_ds_mla(jnp.asarray(pages)))
+        values = DS_MLA.decode((jnp.asarray(pages),), dtype=jnp.bfloat16)
+        pages = np.asarray(jnp.concatenate(values, axis=-1))
     elif pages.dtype == np.uint8:
         pages, out_dtype = pages.astype(np.float32), np.float32
     first = np.zeros(n, np.int32) if i["seq_starts"] is None else i["seq_starts"]
@@ -106,48 +118,37 @@ def merge(case: Case) -> str | None:
 def v4_fp8_k_cache(case: Case) -> str | None:
     """Exact page bytes and exact values read back."""
     i = case["in"]
-    page = i["block_size"]
-    pages = jnp.zeros((i["num_blocks"], records.v4_page_bytes(page)), jnp.uint8)
-    slots = _int32(i["slot_mapping"])
-    pages = jax.jit(records.write_v4, static_argnames="page")(
-        pages, jnp.asarray(i["k"]), slots, page=page
-    )
-    live = np.asarray(case["out"]["live_tokens"], np.int64)
-    data = np.asarray(pages)[:, : page * 576].reshape(-1, 576)[i["slot_mapping"][live]]
-    tail = np.asarray(pages)[:, page * 576 : page * 584].reshape(-1, 8)
-    rows = records.unpack_v4(jnp.asarray(data), jnp.asarray(tail[i["slot_mapping"][live]]))
+    k, slots = jnp.asarray(i["k"]), _int32(i["slot_mapping"])
+    cache = jax.jit(write_records)(_records(V4, i), _split(V4, k), slots)
+    live = slots[np.asarray(case["out"]["live_tokens"], np.int32)]
     alive = [t for t, s in enumerate(i["slot_mapping"]) if s >= 0]
-    got = {"k_cache": np.asarray(pages), "live_tokens": alive, "dequantized": np.asarray(rows)}
+    rows = np.asarray(gather_records(cache, live))
+    got = {"k_cache": np.asarray(cache.pages), "live_tokens": alive, "dequantized": rows}
     return compare(case["out"], got)
 
 
 def flashmla_fp8_layout(case: Case) -> str | None:
     """Both layouts with FlashMLA's rule for scales: exact bytes and exact values."""
     k = jnp.asarray(case["in"]["k"])
-    if case["in"]["layout"] == "656":
-        flat = k.reshape(-1, 576)
-        packed = records.pack_ds_mla(flat[:, :512], flat[:, 512:])
-        read = records.unpack_ds_mla(packed)
-        packed = packed.reshape(*k.shape[:2], 656)
-    else:
-        data, scale = records.pack_v4(k, floor_of_scale=True)
-        read = records.unpack_v4(data, scale)
-        pages = jnp.concatenate([data.reshape(len(k), -1), scale.reshape(len(k), -1)], axis=1)
-        packed = pages.reshape(*k.shape[:2], 584)
-    got = {"records": np.asarray(packed), "dequantized": np.asarray(read).reshape(k.shape)}
+    record = {"656": DS_MLA, "584": V4.with_rule("floor_of_quotient")}[case["in"]["layout"]]
+    num_pages, page, _ = k.shape
+    cache = _records(record, {"num_blocks": num_pages, "block_size": page})
+    slots = jnp.arange(num_pages * page)
+    cache = write_records(cache, _split(record, k.reshape(num_pages * page, -1)), slots)
+    size = page * record.row_bytes  # what is behind it, the files leave out
+    packed = np.asarray(cache.pages)[:, :size].reshape(*k.shape[:2], -1)
+    got = {"records": packed, "dequantized": np.asarray(gather_records(cache, slots))}
+    got["dequantized"] = got["dequantized"].reshape(k.shape)
     return compare(case["out"], got)
 
 
 def indexer_k_cache(case: Case) -> str | None:
     """Exact page bytes."""
     i = case["in"]
-    page = i["block_size"]
-    write = partial(
-        records.write_index_keys, page=page, power_of_two_scales=i["scale_fmt"] == "ue8m0"
-    )
-    pages = jnp.zeros((i["num_blocks"], page * 132), jnp.uint8)
-    got = jax.jit(write)(pages, jnp.asarray(i["k"]), _int32(i["slot_mapping"]))
-    return compare(case["out"], {"kv_cache": np.asarray(got)})
+    rule = "power_of_two" if i["scale_fmt"] == "ue8m0" else "plain"
+    cache = _records(RECORD_FORMATS["index_key"].with_rule(rule), i)
+    cache = jax.jit(write_records)(cache, (jnp.asarray(i["k"]),), _int32(i["slot_mapping"]))
+    return compare(case["out"], {"kv_cache": np.asarray(cache.pages)})
 
 
 def indexer_paged_logits(case: Case) -> str | None:

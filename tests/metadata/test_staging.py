@@ -5,6 +5,7 @@ import pytest
 
 from mla_jax.metadata import staging
 from mla_jax.metadata.packed import pack
+from mla_jax.placement import Placement
 
 
 def words(i):
@@ -44,12 +45,12 @@ def test_slots_are_reused_only_when_read(monkeypatch):
             awaited.append(self.i)
 
     class Slot(staging._Slot):
-        def __init__(self, size):
+        def __init__(self, size, placement):
             self.words, self.view = jnp.zeros(size, jnp.int32), np.zeros(size, np.int32)
             self.read = None
 
     monkeypatch.setattr(staging, "_Slot", Slot)
-    turns = staging._turns(3)
+    turns = staging._turns(3, Placement.of(None))
     for i in range(2 * staging.SLOTS):
         slot = next(turns)
         slot.write(np.full(3, i, np.int32))
@@ -67,8 +68,8 @@ def test_donation_and_static_arguments_are_those_of_jit():
 
 def test_what_a_call_returns_and_the_next_one_takes_compiles_once(monkeypatch):
     """The path of a GPU, on any device."""
-    monkeypatch.setattr(staging, "_stageable", lambda packed: True)
     run = staging.staged(lambda packed, x: x + packed.unpack()[1], donate_argnums=(1,))
+    monkeypatch.setattr(run._staging, "page_locked", True)
     x = jax.device_put(jnp.zeros(3, jnp.int32), jax.devices()[0])
     for i in range(4):
         x = jax.block_until_ready(run(words(i), x))

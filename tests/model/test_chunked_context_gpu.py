@@ -31,7 +31,6 @@ QUERIES, CONTEXTS = (200, 1, 0, 300, 130), (1000, 640, 77, 0, 1279)
 def layer():
     config = dataclasses.replace(V3, hidden=64, dims=DIMS)
     attn = MLA(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    attn.absorb()
     return nnx.split(attn)
 
 

@@ -148,8 +148,35 @@ def test_nan_logits_are_seen_in_the_logprob_of_their_row_only():
         ({"max_new_tokens": 0}, "max_new_tokens: given 0; allowed: 1 or more"),
         ({"max_new_tokens": True}, "max_new_tokens: given True"),
         ({"stop_token_ids": (1, -2)}, "stop_token_ids: given -2"),
+        ({"temperature": "hot"}, "temperature: given 'hot'; allowed: 0"),
+        ({"temperature": "1"}, "temperature: given '1'"),
+        ({"temperature": None}, "temperature: given None"),
+        ({"temperature": True}, "temperature: given True"),
+        ({"temperature": 10**400}, "temperature: given .* characters"),
+        ({"top_p": None}, "top_p: given None; allowed: above 0"),
+        ({"top_k": "3"}, "top_k: given '3'"),
+        ({"seed": 1.0}, "seed: given 1.0"),
+        ({"seed": 10**5000}, "seed: given int of 16610 bits"),
+        ({"max_new_tokens": None}, "max_new_tokens: given None"),
+        ({"stop_token_ids": 5}, "stop_token_ids: given 5; allowed: token ids in a tuple"),
+        ({"stop_token_ids": "12"}, "stop_token_ids: given '12'"),
+        ({"stop_token_ids": ["12"]}, "stop_token_ids: given '12'"),
+        ({"stop_token_ids": None}, "stop_token_ids: given None"),
+        ({"ignore_eos": "no"}, "ignore_eos: given 'no'; allowed: True or False"),
     ],
 )
 def test_params_check_themselves(bad, message):
     with pytest.raises(EngineError, match=message):
         SamplingParams(**bad)
+
+
+def test_stop_tokens_of_any_iterable_are_kept():
+    for stops in ([3, 4], (i for i in (3, 4)), range(3, 5), np.array([3, 4])):
+        params = SamplingParams(stop_token_ids=stops)
+        assert params.stop_token_ids == (3, 4)
+        assert params.stop_token_ids == (3, 4)
+        assert hash(params) == hash(SamplingParams(stop_token_ids=(3, 4)))
+
+
+def test_numbers_of_numpy_and_jax_are_numbers():
+    SamplingParams(temperature=np.float32(0.5), top_p=jnp.float32(0.9), seed=np.uint32(7))

@@ -9,8 +9,8 @@ import pytest
 
 from mla_jax import ops
 from mla_jax.metadata.buckets import MLABucket
+from mla_jax.metadata.packed import pack
 from mla_jax.model.mla import absorb_weights
-from mla_jax.model.step import Step
 from mla_jax.pallas.dense_decode import ref
 from mla_jax.pallas.registry import Registry
 from tests.model import tiny
@@ -33,7 +33,7 @@ def full_logits(model, tokens):
 def small():
     cfg = tiny.config()
     model = tiny.model(cfg)
-    return cfg, Step.of(model, page=PAGE), full_logits(model, TOKENS)
+    return cfg, tiny.step(model, page=PAGE), full_logits(model, TOKENS)
 
 
 def close(got, want):
@@ -55,7 +55,7 @@ def test_absorbed_decode_equals_expanded_prefill(moe, q_rank):
     )
     model = tiny.model(cfg)
     want = full_logits(model, TOKENS[:20])
-    step, caches = Step.of(model, page=PAGE), tiny.caches(cfg, num_pages=8, page=PAGE)
+    step, caches = tiny.step(model, page=PAGE), tiny.caches(cfg, num_pages=8, page=PAGE)
     pages = [5, 2, 7, 1, 4]
     out, caches = tiny.run(step, caches, PREFILL, prefills=[(TOKENS[:9], 0, pages)])
     close(out.logits[0], want[8])
@@ -80,19 +80,18 @@ def test_one_plan_serves_all_layers(monkeypatch):
     planned = dataclasses.replace(xla, name="planned", run=run, plan=plan)
     monkeypatch.setattr(ops, "REGISTRY", Registry((planned, *ops.REGISTRY.backends)))
     cfg = tiny.config()
-    step, caches = Step.of(tiny.model(cfg), page=PAGE), tiny.caches(cfg, num_pages=8, page=PAGE)
+    step, caches = tiny.step(tiny.model(cfg), page=PAGE), tiny.caches(cfg, num_pages=8, page=PAGE)
     _, caches = tiny.run(step, caches, PREFILL, prefills=[(TOKENS[:9], 0, [5, 2, 7])])
     assert not made
     tiny.run(step, caches, DECODE, decodes=[([TOKENS[9]], 9, [5, 2, 7])])
     assert len(made) == 1
-    assert len(used) == cfg.layers
-    assert all(p is made[0] for p in used)
+    assert len(used) == 2  # the text of a dense layer and that of the expert layers
 
 
 @pytest.mark.parametrize("cuts", [[], [1], [16], [7, 8, 31], [15, 16, 17]])
 def test_chunked_prefill_equals_whole(small, cuts):
     cfg, step, want = small
-    caches = tiny.caches(cfg, num_pages=13, page=PAGE)
+    caches = tiny.caches(cfg, num_pages=40, page=PAGE)
     pages = list(np.random.default_rng(1).permutation(12) + 1)
     for lo, hi in zip([0, *cuts], [*cuts, 32], strict=True):
         out, caches = tiny.run(step, caches, PREFILL, prefills=[(TOKENS[lo:hi], lo, pages)])
@@ -136,27 +135,62 @@ def test_poisoned_cache_changes_no_bit(small, bucket):
     dirty, caches = mixed_step(cfg, step, fill=np.nan, bucket=bucket)
     np.testing.assert_array_equal(clean.logits, dirty.logits)
     np.testing.assert_array_equal(clean.read(), dirty.read())
-    written = ~np.isnan(np.asarray(caches[0].pages)).any(-1)
+    written = ~np.isnan(np.asarray(caches["latent"].pages[0])).any(-1)
     assert written.sum() == 12 + 23 + 7 + 16, "only real tokens write the cache"
 
 
 def test_one_program_per_bucket_whatever_the_batch(small):
     cfg, _, _ = small
-    step = Step.of(tiny.model(cfg), page=PAGE)
-    caches = tiny.caches(cfg, num_pages=13, page=PAGE)
+    step = tiny.step(tiny.model(cfg), page=PAGE)
+    caches = tiny.caches(cfg, num_pages=40, page=PAGE)
     for n in (1, 5, 17, 32):
         _, caches = tiny.run(step, caches, PREFILL, prefills=[(TOKENS[:n], 0, range(1, 13))])
-    assert step.compiled_programs() == 1
+    assert step.compiled == 1
 
 
 def test_caches_are_updated_in_place(small):
     cfg, step, _ = small
-    caches = tiny.caches(cfg, num_pages=13, page=PAGE)
-    args = (step.leaves, caches, tiny.batch(DECODE, [([1], 0, [1])], []))
-    text = step.run.lower(*args, bucket=DECODE).compile().as_text()
-    assert text.splitlines()[0].count("may-alias") + text.splitlines()[0].count("must-alias") >= (
-        cfg.layers
-    )
+    caches = tiny.caches(cfg, num_pages=40, page=PAGE)
+    packed = pack(tiny.batch(DECODE, [([1], 0, [1])], []))
+    text = step.compile(packed.layout, caches).as_text().splitlines()[0]
+    assert text.count("may-alias") + text.count("must-alias") == 2  # pages and their scales
+
+
+def test_a_stored_program_is_the_program(small, tmp_path):
+    """A second process neither traces nor compiles, and gives the same bits."""
+    cfg, _, want = small
+    model = tiny.model(cfg)
+    given = {"prefills": [(TOKENS[:9], 0, [5, 2, 7])]}
+
+    def run():
+        step = tiny.step(model, page=PAGE, store=(tmp_path, ("facts",)))
+        traced = []
+        step._body = lambda *args, body=step._body: traced.append(1) or body(*args)
+        out, _ = tiny.run(step, tiny.caches(cfg, num_pages=8, page=PAGE), PREFILL, **given)
+        return out, len(traced)
+
+    (first, traced), (again, none) = run(), run()
+    assert (traced, none) == (1, 0)
+    close(first.logits[0], want[8])
+    np.testing.assert_array_equal(first.logits, again.logits)
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(file.read_bytes()[:1000])
+    cut, traced = run()
+    assert traced == 1, "half a file is no program"
+    np.testing.assert_array_equal(first.logits, cut.logits)
+
+
+def test_weights_taken_anew_are_served_with_all_that_follows_from_them():
+    """The absorbed form of a changed up-projection is never stale."""
+    cfg = tiny.config()
+    model, other = tiny.model(cfg), tiny.model(cfg, seed=1)
+    step = tiny.step(model, page=PAGE)
+    step.take(other)
+    caches = tiny.caches(cfg, num_pages=8, page=PAGE)
+    _, caches = tiny.run(step, caches, PREFILL, prefills=[(TOKENS[:9], 0, [5, 2, 7])])
+    out, _ = tiny.run(step, caches, DECODE, decodes=[([TOKENS[9]], 9, [5, 2, 7])])
+    close(out.logits[0], full_logits(other, TOKENS[:10])[9])
+    assert step.compiled == 2
 
 
 def test_absorbed_weights_are_the_two_halves():

@@ -3,6 +3,9 @@
 import dataclasses
 import json
 import math
+import os
+import time
+import tracemalloc
 from pathlib import Path
 
 import jax
@@ -13,13 +16,15 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
+from mla_jax.cache import LatentCache
 from mla_jax.config import ModelConfig
-from mla_jax.errors import WeightsError
+from mla_jax.engine import Engine, load_model
+from mla_jax.errors import ConfigError, WeightsError
 from mla_jax.model.deepseek_v3 import DeepseekV3
 from mla_jax.model.presets import V3
 from mla_jax.model.safetensors_io import Checkpoint, write_safetensors
 from mla_jax.model.weight_table import expected_shapes, num_params, weight_table
-from mla_jax.model.weights import load, place, save
+from mla_jax.model.weights import checked_config, load, place, save
 
 CONFIGS = sorted((Path(__file__).parents[1] / "data" / "configs").glob("tiny_*.json"))
 TINY_V3 = next(p for p in CONFIGS if p.stem == "tiny_v3")
@@ -74,7 +79,8 @@ def test_the_table_is_the_module(path: Path):
     model = nnx.eval_shape(lambda: DeepseekV3(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
     leaves = _leaves(config, "bfloat16")
     place(model, leaves)
-    assert model.layers[0].attn.kv_up.kernel[...] is leaves["layers.0.attn.kv_up.kernel"]
+    first = model.stacks[0].blocks[0]
+    assert first.attn.kv_up.kernel[...] is leaves["stacks.0.blocks.0.attn.kv_up.kernel"]
     del leaves["final_norm.scale"]
     leaves["embed.embedding"] = leaves["embed.embedding"][1:]
     with pytest.raises(WeightsError) as error:
@@ -86,8 +92,8 @@ def test_files_are_plain_safetensors(folder: Path):
     theirs, ours = load_file(folder / "model.safetensors"), _tensors(folder)
     _assert_equal(theirs, ours)
     experts = ours["model.layers.1.mlp.experts.3.down_proj.weight"]
-    leaf = _leaves(_config())["layers.1.moe.experts.down"]
-    np.testing.assert_array_equal(experts, np.asarray(leaf[3]).T)
+    leaf = _leaves(_config())["stacks.1.blocks.0.moe.experts.down"]
+    np.testing.assert_array_equal(experts, np.asarray(leaf[0, 3]).T)
 
 
 def test_heads_and_transposes(folder: Path):
@@ -96,7 +102,7 @@ def test_heads_and_transposes(folder: Path):
 
     def both(name: str, path: str) -> tuple[np.ndarray, np.ndarray]:
         w = tensors[f"model.layers.1.{name}.weight"]
-        return w, np.asarray(leaves[f"layers.1.{path}"])
+        return w, np.asarray(leaves[f"stacks.1.blocks.0.{path}"][0])
 
     w, leaf = both("self_attn.q_b_proj", "attn.q_up.kernel")
     np.testing.assert_array_equal(leaf[5, 2], w[2 * d.qk : 3 * d.qk, 5])
@@ -247,6 +253,10 @@ def _header(entries: object, data: bytes = b"") -> bytes:
     return len(text).to_bytes(8, "little") + text + data
 
 
+def _raw(text: str, data: bytes = b"") -> bytes:
+    return len(text).to_bytes(8, "little") + text.encode() + data
+
+
 def _entry(dtype: object = "F32", shape: object = (1,), span: object = (0, 4)) -> dict:
     return {"dtype": dtype, "shape": shape, "data_offsets": span}
 
@@ -269,6 +279,39 @@ HOSTILE = {
     "one offset": (_header({"a": _entry(span=(4,))}, b"0000"), "are not"),
     "outside": (_header({"a": _entry(span=(100, 104))}, b"0000"), "truncated: bytes 100 to 104"),
     "overlap": (_header({"a": _entry(), "b": _entry()}, b"0000"), "a and b overlap"),
+    "a gap": (
+        _header({"a": _entry(), "b": _entry(span=(8, 12))}, b"0" * 12),
+        "4 bytes from byte 4 of the data belong to nothing, before b",
+    ),
+    "a gap in front": (
+        _header({"a": _entry(span=(8, 12))}, b"0" * 12),
+        "8 bytes from byte 0 of the data belong to nothing, before a",
+    ),
+    "trailing bytes": (
+        _header({"a": _entry()}, b"0" * 7),
+        "3 bytes from byte 4 of the data belong to nothing, after a",
+    ),
+    "only bytes": (_header({}, b"0"), "1 bytes from byte 0 .*and no tensor"),
+    "a name twice": (
+        _raw('{"a": %s, "b": %s, "a": %s}' % ((json.dumps(_entry()),) * 3), b"0" * 4),
+        "unreadable header .*given twice: a",
+    ),
+    "a key twice": (
+        _raw('{"a": {"dtype": "F32", "dtype": "I32", "shape": [1]}}'),
+        "unreadable header .*given twice: dtype",
+    ),
+    "a million axes": (
+        _header({"a": _entry(shape=[2] * 1_000_000)}, b"0000"),
+        r"a: shape .*\(3,000,000 characters\) is not a list of sizes",
+    ),
+    "long integers": (
+        _header({"a": _entry(shape=[10**4000] * 60)}, b"0000"),
+        "is not a list of sizes",
+    ),
+    "a layer of many digits": (
+        _header({f"model.layers.{'9' * 5000}.x": _entry()}, b"0000"),
+        "the config asks for 3 layers, the files hold 0",
+    ),
 }
 
 
@@ -278,7 +321,121 @@ def test_hostile_files(name: str, tmp_path: Path):
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(WeightsError, match=message) as error:
         load(tmp_path, _config(), dtype="float32")
-    assert "model.safetensors" in str(error.value)
+    assert "model.safetensors" in str(error.value) or "a layer" in name
+    assert len(str(error.value)) < 2000
+
+
+def test_a_stray_layer_of_many_digits_is_unexpected(folder: Path):
+    tensors = _tensors(folder) | {f"model.layers.{'9' * 5000}.x": np.ones(1, np.float32)}
+    write_safetensors(folder / "model.safetensors", tensors)
+    with pytest.raises(WeightsError, match=r"unexpected: model\.layers\.999"):
+        load(folder, _config(), dtype="float32")
+
+
+def test_a_list_of_stray_tensors_is_cut(folder: Path):
+    stray = {f"stray.{i}": np.ones(1, np.float32) for i in range(3000)}
+    write_safetensors(folder / "model.safetensors", _tensors(folder) | stray)
+    with pytest.raises(WeightsError) as error:
+        load(folder, _config(), dtype="float32")
+    assert len(error.value.problems) == 3000
+    assert "3,000 problem(s)" in str(error.value)
+    assert "and 2,990 more" in str(error.value)
+    assert len(str(error.value)) < 2000
+
+
+def _change(folder: Path, **changes: object) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+COUNTS = [
+    ({"num_hidden_layers": 10**9}, ConfigError, "num_hidden_layers: given 1000000000"),
+    ({"num_hidden_layers": 1024}, WeightsError, "asks for 1,024 layers, the files hold 3"),
+    ({"n_routed_experts": 10**9}, ConfigError, "n_routed_experts: given 1000000000"),
+    ({"n_routed_experts": 65536}, WeightsError, r"experts\.0\.\.65535\.gate.*hold 16 experts"),
+    ({"kv_lora_rank": 10**9}, WeightsError, "kv_a_proj_with_mqa.weight is"),
+    ({"hidden_size": 10**9}, WeightsError, "misshapen"),
+    ({"vocab_size": 10**9}, WeightsError, "embed_tokens.weight is"),
+    ({"qk_rope_head_dim": 10**9, "head_dim": None}, WeightsError, "misshapen"),
+    ({"moe_intermediate_size": 10**9}, WeightsError, "misshapen"),
+]
+
+
+@pytest.mark.parametrize(("changes", "kind", "message"), COUNTS, ids=lambda v: str(v)[:28])
+@pytest.mark.parametrize("entry", [checked_config, load_model, Engine.from_pretrained])
+def test_headers_are_compared_before_anything_is_allocated(
+    entry, changes, kind, message, folder: Path, monkeypatch
+):
+    """A small config.json cannot ask for memory or time that its files do not back."""
+
+    def alloc(*_, **__):
+        raise AssertionError("allocated")
+
+    monkeypatch.setattr(nnx, "eval_shape", alloc)
+    monkeypatch.setattr(LatentCache, "alloc", alloc)
+    _change(folder, **changes)
+    settings = {"num_pages": 4} if entry == Engine.from_pretrained else {}
+    tracemalloc.start()
+    start = time.process_time()
+    with pytest.raises(kind, match=message):
+        entry(folder, **settings)
+    assert time.process_time() - start < 5
+    assert tracemalloc.get_traced_memory()[1] < 50 * 2**20
+    tracemalloc.stop()
+
+
+def test_checked_config_is_the_config(folder: Path):
+    assert checked_config(folder) == ModelConfig.from_hf(folder)
+    _change(folder, my_key=1)
+    with pytest.raises(ConfigError, match="my_key"):
+        checked_config(folder)
+    with pytest.raises(ConfigError, match="my_key"):
+        Engine.from_pretrained(folder, num_pages=4)
+    assert checked_config(folder, ignore_keys=["my_key"]).layers == 3
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(WeightsError, match=r"no model\.safetensors"):
+        Engine.from_pretrained(folder, num_pages=4, ignore_keys=["my_key"])
+
+
+@pytest.mark.parametrize("what", ["pipe", "device", "sparse", "folder"])
+def test_an_index_that_would_hang_or_not_end_is_refused(what: str, tmp_path: Path):
+    index = tmp_path / "model.safetensors.index.json"
+    if what == "pipe":
+        os.mkfifo(index)
+    elif what == "device":
+        index.symlink_to("/dev/zero")
+    elif what == "folder":
+        index.mkdir()
+    else:
+        with index.open("wb") as f:
+            f.truncate(20 * 2**30)
+    message = {"sparse": "21,474,836,480 bytes, at most 268,435,456"}.get(what, f"a {what}, not a")
+    with pytest.raises(WeightsError, match=f"index.json: {message}"):
+        load(tmp_path, _config(), dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("a" * 5000 + ".safetensors", "whose name has 5,012 characters; allowed: at most 255"),
+        ("/" * 1_000_000, r"\(1,000,002 characters\), not a .safetensors file"),
+        (list(range(10**6)), r"characters\), not a .safetensors file"),
+    ],
+    ids=["long", "slashes", "list"],
+)
+def test_long_shard_names_are_refused_shortly(file: object, message: str, tmp_path: Path):
+    index = {"weight_map": {"n" * 1_000_000: file}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(WeightsError, match=message) as error:
+        load(tmp_path, _config(), dtype="float32")
+    assert len(str(error.value)) < 2000
+
+
+def test_an_index_that_names_a_tensor_twice_is_refused(tmp_path: Path):
+    text = '{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}'
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(WeightsError, match="given twice: a"):
+        load(tmp_path, _config(), dtype="float32")
 
 
 def test_a_truncated_file_names_what_it_lost(folder: Path):

@@ -1,5 +1,6 @@
 """Tiny decoders of every routing family, and one paged step by hand."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -8,10 +9,11 @@ from flax import nnx
 
 from mla_jax.cache import LatentCache
 from mla_jax.config import MLADims, ModelConfig, MoEConfig, RopeConfig, YarnConfig
-from mla_jax.metadata.buckets import MLABucket
+from mla_jax.metadata.buckets import Ladder, MLABucket, MLALadder
+from mla_jax.metadata.builder import MLADecision, MLAMetadataBuilder
+from mla_jax.metadata.common import GroupSpec
 from mla_jax.model.deepseek_v3 import DeepseekV3
-from mla_jax.model.sampling import SamplingBatch
-from mla_jax.model.step import Step, StepBatch, StepOutput
+from mla_jax.model.step import Step, StepBatch, StepOutput, empty_batch
 from mla_jax.model.weight_table import expected_shapes
 from mla_jax.model.weights import place
 
@@ -75,24 +77,26 @@ def model(cfg: ModelConfig, seed: int = 0) -> DeepseekV3:
         elif path.endswith("bias"):
             x = 0.3 * x
         elif not path.startswith("embed"):
-            x = x * shape[-2 if ".experts." in path else 0] ** -0.5
+            inputs = shape[1:] if path.startswith("stacks.") else shape
+            x = x * inputs[-2 if ".experts." in path else 0] ** -0.5
         leaves[path] = jnp.asarray(x)
     place(module, leaves)
-    module.absorb()
     return module
 
 
-def caches(cfg: ModelConfig, *, num_pages: int, page: int, fill: float = 0.0) -> list:
-    """One float32 cache per layer, every element ``fill``."""
-    return [
-        LatentCache(
-            pages=jnp.full((num_pages, page, cfg.dims.row), fill, jnp.float32),
-            scale=jnp.ones((), jnp.float32),
-            rank=cfg.dims.rank,
-            format=LatentCache.alloc(num_pages=1, page=page, rank=1, rope=0, format="fp32").format,
-        )
-        for _ in range(cfg.layers)
-    ]
+def step(model: DeepseekV3, *, page: int, **settings) -> Step:
+    """A step whose programs return logits; its buckets are given by hand."""
+    one = Ladder("any", (1,))
+    ladder = MLALadder(decodes=one, prefills=one, prefill_tokens=one, pages=one, context_rows=1)
+    builder = MLAMetadataBuilder(ladder=ladder, group=GroupSpec(name="latent", page=page))
+    return Step(model, builder, want_logits=True, **settings)
+
+
+def caches(cfg: ModelConfig, *, num_pages: int, page: int, fill: float = 0.0) -> dict:
+    """One float32 stack of all layers, every element ``fill``."""
+    facts = {"page": page, "rank": cfg.dims.rank, "rope": cfg.dims.rope, "format": "fp32"}
+    cache = LatentCache.alloc(num_pages=num_pages, layers=cfg.layers, **facts)
+    return {"latent": dataclasses.replace(cache, pages=jnp.full_like(cache.pages, fill))}
 
 
 def batch(
@@ -101,34 +105,26 @@ def batch(
     prefills: Sequence[tuple[Sequence[int], int, Sequence[int]]],
 ) -> StepBatch:
     """Requests as (new tokens, cached tokens, page ids); decodes first, padding last."""
+    decision = MLADecision(
+        bucket=bucket,
+        num_decodes=np.asarray(len(decodes), np.int32),
+        num_prefills=np.asarray(len(prefills), np.int32),
+    )
+    empty = empty_batch(decision, ["latent"])
     tokens, starts, lens = [], [0], []
-    table = np.zeros((bucket.requests, bucket.pages), np.int32)
     for i, (new, cached, pages) in enumerate([*decodes, *prefills]):
         tokens += list(new)
         starts.append(len(tokens))
         lens.append(cached + len(new))
-        table[i, : len(pages)] = pages
-    spare = bucket.requests - len(lens)
-    requests = bucket.requests
-    return StepBatch(
-        token_ids=jnp.array(tokens + [0] * (bucket.tokens - len(tokens)), jnp.int32),
-        query_starts=jnp.array(starts + [starts[-1]] * spare, jnp.int32),
-        seq_lens=jnp.array(lens + [0] * spare, jnp.int32),
-        page_table=jnp.array(table),
-        num_decodes=jnp.int32(len(decodes)),
-        sampling=SamplingBatch(
-            temperature=jnp.zeros((requests,), jnp.float32),
-            top_k=jnp.zeros((requests,), jnp.int32),
-            top_p=jnp.ones((requests,), jnp.float32),
-            seed=jnp.zeros((requests,), jnp.uint32),
-            position=jnp.zeros((requests,), jnp.int32),
-        ),
-    )
+        empty.page_tables["latent"][i, : len(pages)] = pages
+    empty.token_ids[: len(tokens)] = tokens
+    empty.query_starts[:] = starts + [starts[-1]] * (bucket.requests - len(lens))
+    empty.seq_lens[: len(lens)] = lens
+    return dataclasses.replace(empty, num_requests=np.asarray(len(lens), np.int32))
 
 
 def run(
-    step: Step, caches: list, bucket: MLABucket, decodes=(), prefills=()
-) -> tuple[StepOutput, list]:
+    step: Step, caches: dict, bucket: MLABucket, decodes=(), prefills=()
+) -> tuple[StepOutput, dict]:
     """One step with logits."""
-    b = batch(bucket, decodes, prefills)
-    return step.run(step.leaves, caches, b, bucket=bucket, want_logits=True)
+    return step.run(caches, batch(bucket, decodes, prefills))

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mla_jax.cache import FORMATS, LatentCache
+from mla_jax.cache import ELEMENT_FORMATS, FORMATS, LatentCache
 from mla_jax.config import MLADims
 from mla_jax.ops import copy_blocks, gather_latent, swap_blocks, write_latent
 from tests.cases import GARBAGE_PAGE, TINY, draw, paged, run, starts
 
 OP = "write_latent"
-FORMAT = pytest.mark.parametrize("format", FORMATS)
+FORMAT = pytest.mark.parametrize("format", ELEMENT_FORMATS)
 WIDE = MLADims(heads=3, rank=64, nope=8, rope=64, v=6, q_rank=None)  # what kernels accept
 SIZES = pytest.mark.parametrize(("dims", "page"), [(TINY, 4), (WIDE, 16)], ids=["tiny", "wide"])
 DTYPE = {"fp16": "float16", "fp32": "float32"}  # of the rows that a format stores; else bfloat16

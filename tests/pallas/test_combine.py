@@ -32,13 +32,13 @@ def merged(request):
             lse,
             merges,
             heads=HEADS,
+            multiprocessors=1,
             early_launch=False,
             interpret=params,
         )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(combine_sm90, "SHAPES", ((64, *request.param),))
-        patch.setattr(combine_sm90, "MULTIPROCESSORS", 1)
         part, lse = (jnp.zeros((SLOTS, 1, 64, *more)) for more in ((RANK,), ()))
         compiled = solve.lower(
             part.astype(jnp.bfloat16), lse, jnp.zeros((3, 8), jnp.int32)

@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from mla_jax.metadata.mla import PrefillMetadata
 from mla_jax.ops import explain, mla_prefill
 from mla_jax.pallas.dense_prefill import buffers_sm90, mosaic, ref
-from mla_jax.pallas.dense_prefill import schedule as sc
+from mla_jax.pallas.dense_prefill import tile_plan as tp
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.mosaic_lib import SHARED_MEMORY, shared_bytes
 from tests import aot
@@ -29,11 +29,24 @@ OP = "dense_prefill"
 H200 = DeviceInfo(platform="gpu", kind="NVIDIA H200", sm=90, sms=132)
 
 
+heuristic = functools.partial(mosaic.heuristic, device=H200)
+
+
+def of(dims, args, causal):
+    """What the backend chooses for these arguments."""
+    q, kv, *_, starts = *args[:3], getattr(args[3], "query_starts", args[3])
+    return heuristic(
+        q.shape[0], kv.shape[0], q.shape[1], requests=starts.shape[0] - 1, nope=dims.nope,
+        rope=dims.rope, v=dims.v, causal=causal,
+    )  # fmt: skip
+
+
 def attend(case, *, causal=True, out_dtype=None, tuning=None, interpret=None):
     q, kv, k_rope, meta = case.args
     return mosaic.dense_prefill(
         q, kv, k_rope, meta.query_starts, meta.key_starts, scale=case.scale, causal=causal,
-        out_dtype=out_dtype or q.dtype, tuning=tuning, interpret=interpret,
+        out_dtype=out_dtype or q.dtype, tuning=tuning or of(case.dims, case.args, causal),
+        interpret=interpret,
     )  # fmt: skip
 
 
@@ -53,9 +66,7 @@ def test_interpreted_with_race_detection(name, rng):
     dims, causal = (INTERPRETED[name].get(k, x) for k, x in (("dims", V2_LITE), ("causal", True)))
     case = prefill_case(rng, **{**INTERPRETED[name], "dims": dataclasses.replace(dims, heads=1)})
     tuning = dataclasses.replace(
-        mosaic.heuristic(
-            1, 1, 1, requests=1, nope=dims.nope, rope=dims.rope, v=dims.v, causal=causal
-        ),
+        heuristic(1, 1, 1, requests=1, nope=dims.nope, rope=dims.rope, v=dims.v, causal=causal),
         workers=2,
         dynamic=False,
     )
@@ -66,15 +77,15 @@ def test_interpreted_with_race_detection(name, rng):
     assert not get_races().races_found
 
 
-def visible(schedule, *, block, causal):
-    """``{row: (first key, last key)}`` that the tiles of a schedule give to each query."""
+def visible(plan, *, block, causal):
+    """``{row: (first key, last key)}`` that the tiles of a plan give to each query."""
     found = {}
-    with_keys, in_all = map(int, schedule.counts)
-    blocks = np.asarray(schedule.tiles)[:in_all, sc.BLOCKS]
+    with_keys, in_all = map(int, plan.counts)
+    blocks = np.asarray(plan.tiles)[:in_all, tp.BLOCKS]
     assert (np.diff(blocks) <= 0).all() and (blocks[:with_keys] > 0).all()
     assert not blocks[with_keys:].any()
-    for row, live, first, keys, offset, n, *_ in np.asarray(schedule.tiles)[:in_all]:
-        assert 0 < live <= sc.ROWS
+    for row, live, first, keys, offset, n, *_ in np.asarray(plan.tiles)[:in_all]:
+        assert 0 < live <= tp.ROWS
         for i in range(live):
             seen = min(keys, i + int(offset) + 1) if causal else keys
             assert row + i not in found and seen <= n * block
@@ -87,18 +98,18 @@ def visible(schedule, *, block, causal):
     pad=st.integers(0, 140),
     causal=st.booleans(),
 )
-def test_schedule_covers_every_query_once(lens, pad, causal):
+def test_plan_covers_every_query_once(lens, pad, causal):
     queries, keys = zip(*lens, strict=True)
     qs, ks = starts(queries), starts(keys)
     tokens = max(int(qs[-1]) + pad, 1)
-    schedule = sc.tiles(
+    plan = tp.tiles(
         jnp.asarray(qs), jnp.asarray(ks), tokens=tokens, keys=max(int(ks[-1]), 1),
         block=128, causal=causal,
     )  # fmt: skip
     begin, end = ref.key_spans(
         jnp.asarray(qs), jnp.asarray(ks), tokens=tokens, keys=max(int(ks[-1]), 1), causal=causal
     )
-    found = visible(schedule, block=128, causal=causal)
+    found = visible(plan, block=128, causal=causal)
     assert sorted(found) == list(range(tokens))
     for t in range(int(qs[-1])):
         first, seen = found[t]
@@ -135,10 +146,10 @@ SPILLS = 300
 )
 def test_compiles_for_sm90(dims, dtype, out_dtype, causal):
     """Products stay asynchronous, the register division holds, next to nothing spills."""
-    fn = functools.partial(
-        mosaic.dense_prefill, scale=0.1, causal=causal, out_dtype=jnp.dtype(out_dtype)
-    )
-    _, reports = aot.compile_sm90(fn, *specs(dims, jnp.dtype(dtype)))
+    args = specs(dims, jnp.dtype(dtype))
+    more = {"out_dtype": jnp.dtype(out_dtype), "tuning": of(dims, args, causal)}
+    fn = functools.partial(mosaic.dense_prefill, scale=0.1, causal=causal, **more)
+    _, reports = aot.compile_sm90(fn, *args)
     (main,) = reports
     assert not main.serialized, main.log
     assert not main.register_limits_ignored, main.log
@@ -167,21 +178,21 @@ def test_explain_names_the_missing_capability():
 
 
 def test_heuristic_keeps_keys_in_the_cache():
-    choose = functools.partial(mosaic.heuristic, requests=2, nope=128, rope=64, v=128, causal=True)
+    choose = functools.partial(heuristic, requests=2, nope=128, rope=64, v=128, causal=True)
     assert choose(8192, 8192, 128).heads_together == 2
     assert choose(100, 100, 16).heads_together == 16
     assert choose(10**6, 10**6, 16).heads_together == 1
 
 
 def test_heuristic_draws_where_tiles_differ():
-    choose = functools.partial(mosaic.heuristic, 8192, 8192, 20, nope=192, rope=64, v=256)
+    choose = functools.partial(heuristic, 8192, 8192, 20, nope=192, rope=64, v=256)
     assert not choose(requests=1, causal=False).dynamic
     for tuning in (choose(requests=2, causal=False), choose(requests=1, causal=True)):
         assert tuning.dynamic and tuning.heads_together == 2 and tuning.heads_last == 2
 
 
 def test_heuristic_ends_with_many_tiles():
-    choose = functools.partial(mosaic.heuristic, requests=1, nope=128, rope=64, v=128, causal=True)
+    choose = functools.partial(heuristic, requests=1, nope=128, rope=64, v=128, causal=True)
     assert choose(4096, 4096, 16).heads_last == 10
     assert choose(2048, 2048, 16).heads_last == 16
     assert choose(10**6, 10**6, 16).heads_last == 1
@@ -190,7 +201,7 @@ def test_heuristic_ends_with_many_tiles():
 @pytest.mark.parametrize("nope", [64, 128, 192])
 @pytest.mark.parametrize("v", [64, 128, 192, 256])
 def test_every_width_has_a_block_that_fits(nope, v):
-    tuning = mosaic.heuristic(1, 1, 1, requests=1, nope=nope, rope=64, v=v, causal=True)
+    tuning = heuristic(1, 1, 1, requests=1, nope=nope, rope=64, v=v, causal=True)
     assert tuning.block == (128 if v <= 128 and nope + v <= 256 else 64)
     sizes = buffers_sm90.Sizes(nope=nope, rope=64, v=v, **dataclasses.asdict(tuning))
     buffers = buffers_sm90.scratch(sizes, jnp.bfloat16, jnp.bfloat16, simulate=False)

@@ -77,6 +77,18 @@ def test_a_name_means_that_one_or_an_error(name, device, features, text):
     assert str(refusal.value) == text
 
 
+def test_a_device_of_unknown_size_is_refused_where_that_matters():
+    unknown = DeviceInfo(platform="gpu", kind="NVIDIA H999", sm=90)
+    sizes = Registry((backend("mosaic", sm=OneOf(90), workers=True), backend("xla")))
+    assert sizes.choose(problem(), unknown).name == "xla"
+    with pytest.raises(UnsupportedError, match="H999: the number of its multiprocessors is unk"):
+        sizes.choose(problem(), unknown, "mosaic")
+    assert sizes.choose(problem(), H200).name == "mosaic"
+    for op in ("dense_decode", "dense_prefill"):
+        (kernel,) = [b for b in ops.REGISTRY.of(op) if b.name == "mosaic"]
+        assert kernel.requirement.workers
+
+
 def test_none_qualifies():
     only = Registry(REGISTRY.backends[:1])
     with pytest.raises(UnsupportedError, match=r"dense_decode: mosaic: device cpu, needs sm90\."):
@@ -127,5 +139,10 @@ def test_devices():
     assert (CPU.name, H200.name) == ("cpu", "sm90")
     h200 = DeviceInfo.of(jax.sharding.AbstractDevice("NVIDIA H200", 132, "gpu"))
     assert (h200.sm, h200.sms, h200.shared_memory) == (90, 132, 232448)
+    for kind, sms in (("NVIDIA H20", 78), ("NVIDIA H100 PCIe", 114)):
+        device = jax.sharding.AbstractDevice(kind, None, "gpu")
+        assert (DeviceInfo.of(device).sm, DeviceInfo.of(device).sms) == (90, sms)
+    part = DeviceInfo.of(jax.sharding.AbstractDevice("NVIDIA H200", 60, "gpu"))
+    assert part.sms == 60, "what a device says goes before the table"
     with jax.default_device(jax.local_devices()[0]):
         assert DeviceInfo.current() == here

@@ -31,21 +31,23 @@ __all__ = ["gather"]
 
 
 def gather(
-    pages: Float[Array, "pages page row"],
-    scale: Float[Array, ""],
+    pages: Float[Array, "*layers pages page row"],
+    scale: Float[Array, "*layers"],
     page_table: Int[Array, "requests width"],
     first: Int[Array, "requests"],
     row_starts: Int[Array, "starts"],
     *,
     rows: int,
     dtype: DTypeLike,
+    layer: Int[Array, ""] | None = None,
     interpret: object = None,
 ) -> Float[Array, "{rows} row"]:
     """``ref.gather_latent``; values are scaled where ``dtype`` is not the stored one."""
     simulate = interpret is not None
-    width = pages.shape[2]
+    page, width = pages.shape[-2:]
+    body, of_layer = lib.with_layer(functools.partial(_body, page=page, simulate=simulate), layer)
     kernel = lib.kernel(
-        functools.partial(_body, page=pages.shape[1], simulate=simulate),
+        body,
         out_type=jax.ShapeDtypeStruct((rows, width), dtype),
         grid=(1 if simulate else units.blocks(rows, width),),
         grid_names=("block",),
@@ -53,13 +55,16 @@ def gather(
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )
-    return kernel(pages.reshape(-1, width), scale.reshape(1), page_table, first, row_starts)
+    operands = pages.reshape(-1, width), scale.reshape(-1), page_table, first, row_starts
+    return kernel(*of_layer, *operands)
 
 
-def _body(cache_g, scale_g, table_g, first_g, starts_g, out_g, *, page, simulate):
+def _body(layer_g, cache_g, scale_g, table_g, first_g, starts_g, out_g, *, page, simulate):
     rows, width = out_g.shape
     requests, columns = table_g.shape
-    scale = scale_g[0]
+    num_pages = cache_g.shape[0] // page // scale_g.shape[0]
+    layer = lib.layer_of(layer_g, scale_g.shape[0])
+    scale, first_page = scale_g[layer], layer * num_pages
 
     def place_of(row, r):
         """Where ``row`` of the result is stored; ``r`` requests end before it."""
@@ -68,7 +73,7 @@ def _body(cache_g, scale_g, table_g, first_g, starts_g, out_g, *, page, simulate
         wanted = (r < requests) & (row >= starts_g[0]) & (row < rows)
         wanted &= (position >= 0) & (position < columns * page)
         column = lax.div(jnp.where(wanted, position, 0), jnp.int32(page))
-        page_id = jnp.clip(table_g[mine, column], 0, cache_g.shape[0] // page - 1)
+        page_id = first_page + jnp.clip(table_g[mine, column], 0, num_pages - 1)
         return jnp.where(wanted, page_id * page + position - column * page, -1)
 
     def decode(x):

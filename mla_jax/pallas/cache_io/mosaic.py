@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from mla_jax.cache import CacheFormat
+from mla_jax.errors import ArgumentError
 from mla_jax.pallas.registry import OneOf, Requirement, Within
 from mla_jax.types import Array, Float, Int
 
@@ -54,7 +55,8 @@ class WriteTuning:
     tile: int  # tokens of a thread block, a multiple of 8
 
     def __post_init__(self):
-        assert self.tile % 8 == 0 < self.tile, "a multiple of 8"
+        if self.tile < 8 or self.tile % 8:
+            raise ArgumentError("write_latent: tile", self.tile, "multiples of 8, 8 or more")
 
 
 def write_tuning(*, tokens: int, quantised: bool) -> WriteTuning:
@@ -63,8 +65,8 @@ def write_tuning(*, tokens: int, quantised: bool) -> WriteTuning:
 
 
 def gather_latent(
-    pages: Float[Array, "pages page row"],
-    scale: Float[Array, ""],
+    pages: Float[Array, "*layers pages page row"],
+    scale: Float[Array, "*layers"],
     page_table: Int[Array, "requests width"],
     first: Int[Array, "requests"],
     row_starts: Int[Array, "starts"],
@@ -72,6 +74,7 @@ def gather_latent(
     rows: int,
     dtype: DTypeLike,
     format: CacheFormat,
+    layer: Int[Array, ""] | None = None,
     interpret: object = None,
 ) -> Float[Array, "{rows} row"]:
     """``ref.gather_latent``, bit for bit; ``interpret`` runs on a CPU."""
@@ -79,7 +82,7 @@ def gather_latent(
 
     del format  # dtypes say it all
     if not (rows and page_table.shape[0] and page_table.shape[1]):
-        return jnp.zeros((rows, pages.shape[2]), dtype)
+        return jnp.zeros((rows, pages.shape[-1]), dtype)
     return gather_sm90.gather(
         pages,
         scale,
@@ -88,21 +91,23 @@ def gather_latent(
         row_starts,
         rows=rows,
         dtype=dtype,
+        layer=layer,
         interpret=interpret,
     )
 
 
 def write_latent(
-    pages: Float[Array, "pages page row"],
-    scale: Float[Array, ""],
+    pages: Float[Array, "*layers pages page row"],
+    scale: Float[Array, "*layers"],
     kv_latent: Float[Array, "latents rank"],
     k_rope: Float[Array, "ropes rope"],
     slots: Int[Array, "tokens"],
     *,
     format: CacheFormat,
+    layer: Int[Array, ""] | None = None,
     tuning: WriteTuning | None = None,
     interpret: object = None,
-) -> Float[Array, "pages page row"]:
+) -> Float[Array, "*layers pages page row"]:
     """``ref.write_latent``, bit for bit, in place; ``interpret`` runs on a CPU.
 
     Donate the cache to the jitted caller: the pages are then updated where they are, and
@@ -122,5 +127,6 @@ def write_latent(
         slots,
         quantised=format.quantised,
         tile=tuning.tile,
+        layer=layer,
         interpret=interpret,
     )

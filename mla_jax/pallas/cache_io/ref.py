@@ -5,6 +5,8 @@ reach a scatter or gather as it is, because -1 is the last row there. Skipped wr
 sent to the first row behind the array and dropped; skipped reads become zeros.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
@@ -16,30 +18,32 @@ __all__ = ["copy_blocks", "gather_latent", "swap_blocks", "write_latent"]
 
 
 def write_latent(
-    pages: Float[Array, "pages page row"],
-    scale: Float[Array, ""],
+    pages: Float[Array, "*layers pages page row"],
+    scale: Float[Array, "*layers"],
     kv_latent: Float[Array, "latents rank"],
     k_rope: Float[Array, "ropes rope"],
     slots: Int[Array, "tokens"],
     *,
     format: CacheFormat,
-) -> Float[Array, "pages page row"]:
+    layer: Int[Array, ""] | None = None,
+) -> Float[Array, "*layers pages page row"]:
     """``pages[slot] = encode([kv_latent | k_rope])`` for every token with ``slot >= 0``.
 
     ``slots`` decides how many tokens there are; surplus rows of the data are ignored. Slots
-    are distinct; a slot behind the cache is dropped like -1.
+    are distinct; a slot behind the cache, or a layer that a stack has not, is dropped like -1.
     """
-    num_pages, page, _ = pages.shape
+    num_pages, page, _ = pages.shape[-3:]
     n = slots.shape[0]
     parts = (kv_latent[:n], k_rope[:n])
+    scale = scale[_readable(pages, layer)]
     rows = jnp.concatenate([format.encode(x, scale) for x in parts], axis=1)
     page_id = jnp.where(slots >= 0, slots // page, num_pages)
-    return _scatter(pages, (page_id, slots % page), rows)
+    return _scatter(pages, (*_writable(pages, layer), page_id, slots % page), rows)
 
 
 def gather_latent(
-    pages: Float[Array, "pages page row"],
-    scale: Float[Array, ""],
+    pages: Float[Array, "*layers pages page row"],
+    scale: Float[Array, "*layers"],
     page_table: Int[Array, "requests width"],
     first: Int[Array, "requests"],
     row_starts: Int[Array, "starts"],
@@ -47,6 +51,7 @@ def gather_latent(
     rows: int,
     dtype: DTypeLike,
     format: CacheFormat,
+    layer: Int[Array, ""] | None = None,
 ) -> Float[Array, "{rows} row"]:
     """Row ``f`` of request ``r`` is its cached position ``first[r] + f - row_starts[r]``.
 
@@ -54,7 +59,7 @@ def gather_latent(
     aligned to a page or not. Rows owned by nobody, and positions outside the page table, are
     zeros. Quantised values are ``float32(byte) * scale``, rounded once to ``dtype``.
     """
-    num_pages, page, row = pages.shape
+    num_pages, page, row = pages.shape[-3:]
     requests, width = page_table.shape
     if not (requests and width and rows):
         return jnp.zeros((rows, row), dtype)
@@ -65,36 +70,56 @@ def gather_latent(
     column = position // page
     owned = (owner < requests) & (f >= row_starts[0]) & (column >= 0) & (column < width)
     page_id = page_table[r, jnp.clip(column, 0, width - 1)]
-    stored = pages[jnp.clip(page_id, 0, num_pages - 1), position % page]
-    return jnp.where(owned[:, None], format.decode(stored, scale), 0).astype(dtype)
+    in_layer = _readable(pages, layer)
+    stored = pages[*in_layer, jnp.clip(page_id, 0, num_pages - 1), position % page]
+    return jnp.where(owned[:, None], format.decode(stored, scale[in_layer]), 0).astype(dtype)
 
 
 def copy_blocks(
-    pages: Float[Array, "pages page row"], pairs: Int[Array, "pairs 2"]
-) -> Float[Array, "pages page row"]:
+    pages: Float[Array, "*layers pages page row"],
+    pairs: Int[Array, "pairs 2"],
+    *,
+    layer: Int[Array, ""] | None = None,
+) -> Float[Array, "*layers pages page row"]:
     """``pages[dst] = pages[src]`` for every pair ``(src, dst)``, all at once.
 
     Every source is read before anything is written, so a chain ``(a, b), (b, c)`` gives ``c``
     the old ``b``. Destinations are distinct; a pair with a negative index is skipped.
     """
-    return swap_blocks(pages, pages, pairs)
+    return swap_blocks(pages, pages, pairs, layer=layer)
 
 
 def swap_blocks(
-    src: Float[Array, "src_pages page row"],
-    dst: Float[Array, "dst_pages page row"],
+    src: Float[Array, "*layers src_pages page row"],
+    dst: Float[Array, "*layers dst_pages page row"],
     pairs: Int[Array, "pairs 2"],
-) -> Float[Array, "dst_pages page row"]:
+    *,
+    layer: Int[Array, ""] | None = None,
+) -> Float[Array, "*layers dst_pages page row"]:
     """``dst[j] = src[i]`` for every pair ``(i, j)``: a one-way copy, despite the name.
 
-    Destinations are distinct. A pair with an index outside its cache is skipped.
+    Destinations are distinct. A pair with an index outside its cache is skipped. In a stack the
+    pages move in ``layer``, or in every layer.
     """
     i, j = pairs[:, 0], pairs[:, 1]
-    moved = (i >= 0) & (i < src.shape[0]) & (j >= 0)
-    return _scatter(dst, jnp.where(moved, j, dst.shape[0]), src[jnp.where(moved, i, 0)])
+    moved = (i >= 0) & (i < src.shape[-3]) & (j >= 0)
+    i, j = jnp.where(moved, i, 0), jnp.where(moved, j, dst.shape[-3])
+    if layer is None:  # of one layer, or of all
+        return _scatter(dst, (..., j, slice(None), slice(None)), src[..., i, :, :])
+    return _scatter(dst, (*_writable(dst, layer), j), src[*_readable(src, layer), i])
 
 
-def _scatter(pages: Array, index: Array | tuple[Array, ...], values: Array) -> Array:
+def _readable(stack: Array, layer: Array | None) -> tuple[Array, ...]:
+    """Index of a layer to read from, clamped; empty if the cache has no stack."""
+    return () if layer is None else (jnp.clip(layer, 0, stack.shape[0] - 1),)
+
+
+def _writable(stack: Array, layer: Array | None) -> tuple[Array, ...]:
+    """Index of a layer to write to; behind the stack if it has no such layer."""
+    return () if layer is None else (jnp.where(layer < 0, stack.shape[0], layer),)
+
+
+def _scatter(pages: Array, index: tuple[Any, ...], values: Array) -> Array:
     """``pages[index] = values``, dropping indices behind the end.
 
     One-byte floats go as bytes: scattering them converts the whole cache to float16 and back.

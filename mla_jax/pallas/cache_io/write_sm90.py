@@ -63,16 +63,17 @@ def scratch(
 
 
 def write(
-    pages: Float[Array, "pages page row"],
-    scale: Float[Array, ""],
+    pages: Float[Array, "*layers pages page row"],
+    scale: Float[Array, "*layers"],
     kv_latent: Float[Array, "latents rank"],
     k_rope: Float[Array, "ropes rope"],
     slots: Int[Array, "tokens"],
     *,
     quantised: bool,
     tile: int,
+    layer: Int[Array, ""] | None = None,
     interpret: object = None,
-) -> Float[Array, "pages page row"]:
+) -> Float[Array, "*layers pages page row"]:
     """``ref.write_latent``; a plain cache has the dtype of the data.
 
     The result is the buffer of ``pages`` where XLA may reuse it, that is where the caller
@@ -80,8 +81,11 @@ def write(
     """
     widths = kv_latent.shape[1], k_rope.shape[1]
     dtypes = kv_latent.dtype, k_rope.dtype
+    body, of_layer = lib.with_layer(
+        functools.partial(_body, tile=tile, simulate=interpret is not None), layer
+    )
     kernel = lib.kernel(
-        functools.partial(_body, tile=tile, simulate=interpret is not None),
+        body,
         out_type=(),
         scratch_types=scratch(dtypes, pages.dtype, tile=tile, widths=widths, quantised=quantised),
         grid=(cdiv(slots.shape[0], tile),),
@@ -90,8 +94,8 @@ def write(
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )
-    operands = kv_latent, k_rope, slots, scale.reshape(1)
-    (rows,) = lib.in_place(kernel, operands, [pages.reshape(-1, pages.shape[2])])
+    operands = *of_layer, kv_latent, k_rope, slots, scale.reshape(-1)
+    (rows,) = lib.in_place(kernel, operands, [pages.reshape(-1, pages.shape[-1])])
     return rows.reshape(pages.shape)
 
 
@@ -169,13 +173,17 @@ def _quotient(_, x, y, *, corrections):
 
 
 def _body(
-    latent_g, rope_g, slots_g, scale_g, rows_g,
+    layer_g, latent_g, rope_g, slots_g, scale_g, rows_g,
     *, tile, simulate, latent, rope, full, codes=None, reserved=None,
 ):  # fmt: skip
-    num_rows, rank, tokens = rows_g.shape[0], latent_g.shape[1], slots_g.shape[0]
+    layers, rank, tokens = scale_g.shape[0], latent_g.shape[1], slots_g.shape[0]
+    layer, num_slots = lib.layer_of(layer_g, layers), rows_g.shape[0] // layers
+    first_row = layer * num_slots
+    if layer_g is not None:  # of a layer that does not exist no slot does
+        num_slots = jnp.where(layer_g[0] == layer, num_slots, 0)
     each = tile // WARPS
     size = min(each, tokens)
-    block, factor = lax.axis_index("block"), scale_g[0]
+    block, factor = lax.axis_index("block"), scale_g[layer]
 
     def begin(warp):
         return block * tile + warp * each
@@ -215,11 +223,11 @@ def _body(
             for w in range(1, WARPS):
                 place = jnp.where(warp == w, of_warp[w], place)
 
-            @pl.when((place >= 0) & (place < num_rows))
+            @pl.when((place >= 0) & (place < num_slots))
             def _(place=place, r=warp * each + j):
                 for src, at in sources:
                     src = src.at[r]
-                    dst = rows_g.at[place, pl.ds(at, src.shape[0])]
+                    dst = rows_g.at[first_row + place, pl.ds(at, src.shape[0])]
                     plgpu.copy_smem_to_gmem(src, dst, commit_group=False)
 
         plgpu.commit_smem_to_gmem_group()

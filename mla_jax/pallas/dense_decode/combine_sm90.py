@@ -32,10 +32,8 @@ from mla_jax.types import Array, Float, Int
 
 __all__ = ["CHAINS", "combine"]
 
-MULTIPROCESSORS = 132
-
-SHAPES = (  # rows at most, thread blocks of a row, rows of a step of each of them
-    (2 * MULTIPROCESSORS, 4, 1),
+SHAPES = (  # rows of a multiprocessor at most, thread blocks of a row, rows of a step of each
+    (2, 4, 1),
     (2**31 - 1, 1, 4),
 )
 RESIDENT = 4
@@ -72,6 +70,7 @@ def combine(
     merges: Int[Array, "list columns"],
     *,
     heads: int,
+    multiprocessors: int,
     early_launch: bool,
     interpret: object = None,
 ) -> tuple[Float[Array, "rows rank"], Float[Array, "rows"]]:
@@ -82,10 +81,10 @@ def combine(
     read, not used, up to ``CHAINS - 1`` behind the last piece.
     """
     rows, rank = out.shape
-    wide, step = next(shape for most, *shape in SHAPES if rows <= most)
+    wide, step = next(shape for most, *shape in SHAPES if rows <= most * multiprocessors)
     wide, step = math.gcd(wide, rank // 128), math.gcd(step, heads)
     units = rows // step * wide
-    blocks = max(min(units, MULTIPROCESSORS * RESIDENT), 1)
+    blocks = max(min(units, multiprocessors * RESIDENT), 1)
     columns = rank // wide
     kernel = lib.kernel(
         functools.partial(

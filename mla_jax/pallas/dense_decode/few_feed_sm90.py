@@ -51,7 +51,9 @@ class Pages:
     block and the page ids of its run.
     """
 
-    pages: Any
+    pages: Any  # of all layers
+    first_page: Any  # of the layer
+    num_pages: int  # of each layer
     table: Any
     work: Any
     tasks: Any
@@ -91,7 +93,8 @@ class Pages:
         if page > self.keys:
             row = lax.rem(block, jnp.int32(page // BLOCK)) * BLOCK + self.part * self.keys
             row = pl.multiple_of(row, self.keys)
-        found = (self.pages.at[jnp.clip(i, 0, self.pages.shape[0] - 1)] for i in ids)
+        ids = (self.first_page + jnp.clip(i, 0, self.num_pages - 1) for i in ids)
+        found = (self.pages.at[i] for i in ids)
         return [(p.at[pl.ds(row, size)], pl.ds(i * size, size)) for i, p in enumerate(found)]
 
     def _look_up(self, p, request, block, last) -> tuple[jax.Array, ...]:

@@ -78,6 +78,7 @@ def attend(
     page_table: jax.Array,
     plan: wp.WorkPlan,
     *,
+    layer: jax.Array | None,
     sizes: Sizes,
     scale: float,
     early_launch: bool,
@@ -95,6 +96,7 @@ def attend(
         simulate=interpret is not None,
         quantised=quantised,
     )
+    body, of_layer = lib.with_layer(body, layer)
     shape = jax.ShapeDtypeStruct
     kernel = lib.kernel(
         body,
@@ -115,12 +117,12 @@ def attend(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=REDUCTION
         ),
     )
-    scales = cache_scale.reshape(1)
-    return kernel(q_latent, q_rope, pages, scales, page_table, plan.pieces, plan.tasks)
+    cache = pages.reshape(-1, *pages.shape[-2:]), cache_scale.reshape(-1)
+    return kernel(*of_layer, q_latent, q_rope, *cache, page_table, plan.pieces, plan.tasks)
 
 
 def _body(
-    ql_g, qr_g, pages_g, scales_g, table_g, work_g, tasks_g,
+    layer_g, ql_g, qr_g, pages_g, scales_g, table_g, work_g, tasks_g,
     out_g, lse_g, part_g, part_lse_g,
     *, sizes, scale, early_launch, simulate, quantised,
     q, q_rope, weights, stats, q_full, p_ready, freed, inverse_ready, **of_keys,
@@ -128,6 +130,7 @@ def _body(
     wg, worker = lax.axis_index("wg"), lax.axis_index("worker")
     begin, end = tasks_g[worker, wp.BEGIN], tasks_g[worker, wp.STOP]
     keys = feed_of(quantised)(**of_keys)
+    layer = lib.layer_of(layer_g, scales_g.shape[0])
     rows, buffers = sizes.live, keys.buffers(sizes)
     divided = rows > 16  # over e4m3 only
 
@@ -158,7 +161,7 @@ def _body(
         return [(column, ref) for column, ref in parts if column < RANK]
 
     def scores():
-        unit = scales_g[0] if quantised else 1.0
+        unit = scales_g[layer] if quantised else 1.0
         factor = scale * unit
         size = min(rows, ql_g.shape[0])
 
@@ -336,8 +339,11 @@ def _body(
     def feed(i: int):
         if divided:
             plgpu.set_max_registers(REGISTERS[2], action="decrease")
+        num_pages = pages_g.shape[0] // scales_g.shape[0]
         pages = Pages(
             pages=pages_g,
+            first_page=layer * num_pages,
+            num_pages=num_pages,
             table=table_g,
             work=work_g,
             tasks=tasks_g,

@@ -4,7 +4,8 @@ The kernels are imported where they run: Mosaic GPU takes more than a second to 
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax.typing import DTypeLike
 
 from mla_jax.cache import FORMATS, CacheFormat
 from mla_jax.errors import ArgumentError
+from mla_jax.pallas import registry
 from mla_jax.pallas import tuning as tuning_table
 from mla_jax.pallas.dense_decode import work_plan as wp
 from mla_jax.pallas.dense_decode.sizes_sm90 import (
@@ -30,6 +32,7 @@ __all__ = ["REQUIREMENT", "Tuning", "dense_decode", "heuristic", "make_plan", "t
 
 REQUIREMENT = Requirement(
     sm=OneOf(90),
+    workers=True,
     features={
         "dtype+out+cache": OneOf(
             "bfloat16+bfloat16+bf16",
@@ -44,9 +47,6 @@ REQUIREMENT = Requirement(
         "max_query_len": Within(high=4),
     },
 )
-
-MULTIPROCESSORS = 132
-"""Of an H100 SXM or H200: one thread block each."""
 
 SPLIT_COST = 0.001 * wp.COST
 """What a split costs for each of its rows: two parts written and read."""
@@ -66,24 +66,27 @@ class Tuning:
     few: bool = False  # queries are columns of the products: 16 rows at most, 32 over e4m3
     batch_invariant: bool = False  # cut requests by their own length, not by equal shares
     chunk: int = 128  # blocks of 64 keys in a piece of a batch-invariant plan
-    workers: int = MULTIPROCESSORS  # thread blocks in all
+    workers: int  # thread blocks in all: as many as there are multiprocessors
 
     def __post_init__(self):
-        assert self.defer or not self.prefetch, "prefetch needs defer"
-        assert min(self.chunk, self.workers) >= 1, "at least one"
+        if self.prefetch and not self.defer:
+            raise ArgumentError("mla_decode: prefetch", "True with defer=False", "with defer=True")
+        tuning_table.at_least_one("mla_decode", chunk=self.chunk, workers=self.workers)
 
 
 def tune(problem: Problem, device: DeviceInfo) -> Tuned:
     """The measured choice for a problem, or the heuristic where nothing near was measured."""
     if found := tuning_table.lookup(problem, device):
         record, source = found
-        return Tuned(value=Tuning(**record.tuning), source=source)
+        fields: dict[str, Any] = record.tuning | {"workers": device.sms}
+        return Tuned(value=Tuning(**fields), source=source)
     quantised = FORMATS[str(problem["cache"])].quantised
-    value = heuristic(int(problem["heads"]), int(problem["max_query_len"]), quantised)
+    sizes = int(problem["heads"]), int(problem["max_query_len"])
+    value = heuristic(*sizes, quantised, workers=device.sms)
     return Tuned(value=value, source=f"heuristic: nothing near was measured on {device.kind}")
 
 
-def heuristic(heads: int, max_query_len: int, quantised: bool = False) -> Tuning:
+def heuristic(heads: int, max_query_len: int, quantised: bool = False, *, workers: int) -> Tuning:
     """Two or more tiles of 64 rows share each page: compute bound. One: memory bound.
 
     Over an e4m3 cache the time from a block's load to its product is the bound, unless rows are
@@ -92,7 +95,9 @@ def heuristic(heads: int, max_query_len: int, quantised: bool = False) -> Tuning
     rows = round_up(heads, 8) * max_query_len
     prefetch = rows > ROWS and not quantised
     few = rows <= most_columns(quantised)
-    return Tuning(defer=not quantised, prefetch=prefetch, early_launch=True, few=few)
+    return Tuning(
+        defer=not quantised, prefetch=prefetch, early_launch=True, few=few, workers=workers
+    )
 
 
 def make_plan(
@@ -104,20 +109,34 @@ def make_plan(
     max_query_len: int,
     page: int,
     width: int,
-    tuning: Tuning | None = None,
+    tuning: Tuning,
 ) -> wp.WorkPlan:
     """The work plan of one step; the same for all layers. ``width`` is the page table's."""
-    tuning = tuning or heuristic(heads, max_query_len)
     sizes = _sizes(heads, max_query_len, page, tuning)
     lens = jnp.clip(seq_lens, 0, width * page).astype(jnp.int32)
     starts = query_starts.astype(jnp.int32)
     common = {"tokens": tokens, "block": BLOCK, "workers": sizes.workers}
-    if not tuning.batch_invariant:
+    if tuning.batch_invariant:
+        parts = max(cdiv(cdiv(width * page, BLOCK), tuning.chunk), 1)
+        parts = min(parts, MAX_PARTS)
+        plan = wp.batch_invariant(lens, starts, chunk=tuning.chunk, max_parts=parts, **common)
+    else:
         split_cost = max(round(SPLIT_COST * sizes.heads * sizes.queries), 1)
-        return _balanced(lens, starts, split_cost=split_cost, **common)
-    parts = max(cdiv(cdiv(width * page, BLOCK), tuning.chunk), 1)
-    parts = min(parts, MAX_PARTS)
-    return wp.batch_invariant(lens, starts, chunk=tuning.chunk, max_parts=parts, **common)
+        plan = _balanced(lens, starts, split_cost=split_cost, **common)
+    return replace(plan, facts=_facts(sizes, tuning, tokens, seq_lens.shape[0], width))
+
+
+def _facts(sizes: Sizes, tuning: Tuning, tokens: int, requests: int, width: int) -> wp.PlanFacts:
+    return wp.PlanFacts(
+        tokens=tokens,
+        requests=requests,
+        heads=sizes.heads,
+        max_query_len=sizes.queries,
+        page=sizes.page,
+        width=width,
+        workers=sizes.workers,
+        chunk=tuning.chunk if tuning.batch_invariant else 0,
+    )
 
 
 def _balanced(lens: Array, starts: Array, **sizes: int) -> wp.WorkPlan:
@@ -134,8 +153,8 @@ def _balanced(lens: Array, starts: Array, **sizes: int) -> wp.WorkPlan:
 def dense_decode(
     q_latent: Float[Array, "tokens heads rank"],
     q_rope: Float[Array, "tokens heads rope"],
-    pages: Float[Array, "pages page row"],
-    cache_scale: Float[Array, ""],
+    pages: Float[Array, "*layers pages page row"],
+    cache_scale: Float[Array, "*layers"],
     page_table: Int[Array, "requests width"],
     seq_lens: Int[Array, "requests"],
     query_starts: Int[Array, "starts"],
@@ -144,27 +163,28 @@ def dense_decode(
     scale: float,
     format: CacheFormat,
     out_dtype: DTypeLike,
-    tuning: Tuning | None = None,
+    tuning: Tuning,
+    layer: Int[Array, ""] | None = None,
     plan: wp.WorkPlan | None = None,
     interpret: object = None,
 ) -> AttnState:
     """``ref.dense_decode`` at the dtype of the queries, accumulating in float32.
 
     The weights of the values are rounded to that dtype. ``plan`` is ``make_plan`` of the same
-    lengths and tuning, if it is at hand; ``interpret`` runs on a CPU.
+    arguments, if it is at hand; ``interpret`` runs on a CPU.
     """
     from mla_jax.pallas.dense_decode import combine_sm90, few_sm90, mosaic_sm90
 
     del out_dtype  # that of the queries
     tokens, heads, rank = q_latent.shape
     requests, width = page_table.shape
-    tuning = tuning or heuristic(heads, max_query_len, format.quantised)
     if not (tokens and requests and width):
         return AttnState(
             out=jnp.zeros((tokens, heads, rank), q_latent.dtype),
             lse=jnp.full((tokens, heads), -jnp.inf, jnp.float32),
         )
-    sizes = _sizes(heads, max_query_len, pages.shape[1], tuning)
+    page = pages.shape[-2]
+    sizes = _sizes(heads, max_query_len, page, tuning)
     if plan is None:
         plan = make_plan(
             seq_lens,
@@ -172,11 +192,11 @@ def dense_decode(
             tokens=tokens,
             heads=heads,
             max_query_len=max_query_len,
-            page=pages.shape[1],
+            page=page,
             width=width,
             tuning=tuning,
         )
-    _check(plan, sizes, tokens)
+    _check(plan, _facts(sizes, tuning, tokens, requests, width))
     most = most_columns(format.quantised)
     if tuning.few and sizes.live > most:
         given = f"{format.name} cache, {sizes.heads * max_query_len} rows"
@@ -196,6 +216,7 @@ def dense_decode(
         cache_scale,
         page_table,
         plan,
+        layer=layer,
         sizes=sizes,
         scale=scale,
         early_launch=tuning.early_launch and interpret is None,
@@ -208,6 +229,7 @@ def dense_decode(
         part_lse,
         plan.merges,
         heads=sizes.heads,
+        multiprocessors=tuning.workers,
         early_launch=tuning.early_launch and interpret is None,
         interpret=interpret,
     )
@@ -217,13 +239,12 @@ def dense_decode(
     )
 
 
-def _check(plan: object, sizes: Sizes, tokens: int) -> None:
-    """Refuse a plan that was made for other sizes."""
-    if not isinstance(plan, wp.WorkPlan):
+def _check(plan: object, facts: wp.PlanFacts) -> None:
+    """Refuse a plan that was made for something else."""
+    if not isinstance(plan, wp.WorkPlan) or plan.facts is None:
         raise ArgumentError("mla_decode: plan", type(plan).__name__, "a WorkPlan of plan_decode")
-    given = {"tokens": plan.tokens, "workers": plan.workers}
-    allowed = {"tokens": tokens, "workers": sizes.workers}
-    if given != allowed:
+    given, allowed = registry.differing(plan.facts, facts)
+    if given:
         raise ArgumentError("mla_decode: plan", given, f"{allowed}: plan_decode of this call")
 
 

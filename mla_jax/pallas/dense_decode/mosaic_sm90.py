@@ -116,6 +116,7 @@ def attend(
     page_table: jax.Array,
     plan: wp.WorkPlan,
     *,
+    layer: jax.Array | None,
     sizes: Sizes,
     scale: float,
     defer: bool,
@@ -143,6 +144,7 @@ def attend(
         simulate=simulate,
         quantised=quantised,
     )
+    body, of_layer = lib.with_layer(body, layer)
     shape = jax.ShapeDtypeStruct
     kernel = lib.kernel(
         body,
@@ -163,12 +165,12 @@ def attend(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
     )
-    scales = cache_scale.reshape(1)
-    return kernel(q_latent, q_rope, pages, scales, page_table, plan.pieces, plan.tasks)
+    cache = pages.reshape(-1, *pages.shape[-2:]), cache_scale.reshape(-1)
+    return kernel(*of_layer, q_latent, q_rope, *cache, page_table, plan.pieces, plan.tasks)
 
 
 def _body(
-    ql_g, qr_g, pages_g, scales_g, table_g, work_g, tasks_g,
+    layer_g, ql_g, qr_g, pages_g, scales_g, table_g, work_g, tasks_g,
     out_g, lse_g, part_g, part_lse_g,
     *, sizes, scale, defer, prefetch, early_launch, simulate, quantised,
     left, right, k_rope, q_tail, stats,
@@ -182,7 +184,12 @@ def _body(
     live = sizes.live
     if quantised and not simulate:
         (left, left_bytes), (right, right_bytes), (k_rope, rope_bytes) = left, right, k_rope
-    page, copies, num_pages, width = sizes.page, sizes.copies, pages_g.shape[0], table_g.shape[1]
+    page, copies, width = sizes.page, sizes.copies, table_g.shape[1]
+    layer, num_pages = (
+        lib.layer_of(layer_g, scales_g.shape[0]),
+        pages_g.shape[0] // scales_g.shape[0],
+    )
+    first_page = layer * num_pages
 
     def blocks_of(p):
         return work_g[p, wp.END] - work_g[p, wp.FIRST]
@@ -221,7 +228,7 @@ def _body(
         parts, row = page // BLOCK, 0
         if parts > 1:
             row = pl.multiple_of(lax.rem(block, jnp.int32(parts)) * BLOCK, BLOCK)
-        return [jnp.clip(i, 0, num_pages - 1) for i in ids], row
+        return [first_page + jnp.clip(i, 0, num_pages - 1) for i in ids], row
 
     def find(p, n, e, here, queries=1):
         """``element``, its block and its page ids; ``here()`` says so of one of piece ``p``."""
@@ -269,7 +276,7 @@ def _body(
 
     def scores():
         plgpu.set_max_registers(REGISTERS[0], action="increase")
-        unit = scales_g[0] if quantised else 1.0
+        unit = scales_g[layer] if quantised else 1.0
         factor = scale * unit
 
         def mask(x, p, block):

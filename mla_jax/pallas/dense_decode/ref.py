@@ -18,8 +18,8 @@ KEYS_PER_STEP = 128
 def dense_decode(
     q_latent: Float[Array, "tokens heads rank"],
     q_rope: Float[Array, "tokens heads rope"],
-    pages: Float[Array, "pages page row"],
-    cache_scale: Float[Array, ""],
+    pages: Float[Array, "*layers pages page row"],
+    cache_scale: Float[Array, "*layers"],
     page_table: Int[Array, "requests width"],
     seq_lens: Int[Array, "requests"],
     query_starts: Int[Array, "starts"],
@@ -28,6 +28,7 @@ def dense_decode(
     scale: float,
     format: CacheFormat,
     out_dtype: DTypeLike,
+    layer: Int[Array, ""] | None = None,
 ) -> AttnState:
     """``out = softmax(scale * [q_latent | q_rope] row^T) row[:rank]`` over a request's rows.
 
@@ -38,14 +39,15 @@ def dense_decode(
     """
     tokens, heads, rank = q_latent.shape
     requests, width = page_table.shape
-    num_pages, page, _ = pages.shape
-    state = AttnState(
-        out=jnp.zeros((tokens, heads, rank), out_dtype),
-        lse=jnp.full((tokens, heads), -jnp.inf, jnp.float32),
-    )
+    num_pages, page, _ = pages.shape[-3:]
     if not (tokens and requests and width):
-        return state
+        return AttnState(
+            out=jnp.zeros((tokens, heads, rank), out_dtype),
+            lse=jnp.full((tokens, heads), -jnp.inf, jnp.float32),
+        )
     f32 = {"precision": "highest", "preferred_element_type": jnp.float32}
+    in_layer = () if layer is None else (jnp.clip(layer, 0, pages.shape[0] - 1),)
+    cache_scale = cache_scale[in_layer]
     columns = min(width, cdiv(KEYS_PER_STEP, page))
     block = columns * page
 
@@ -61,7 +63,7 @@ def dense_decode(
         top, total, acc = carry
         column = i * columns + jnp.arange(columns, dtype=jnp.int32)
         ids = page_table[:, jnp.minimum(column, width - 1)]
-        rows = pages[jnp.clip(ids, 0, num_pages - 1)].reshape(requests, block, -1)
+        rows = pages[*in_layer, jnp.clip(ids, 0, num_pages - 1)].reshape(requests, block, -1)
         p = i * block + jnp.arange(block, dtype=jnp.int32)
         has = (p < seq_lens[:, None]) & (p < width * page)
         k = jnp.where(has[..., None], format.decode(rows, cache_scale), 0.0)
@@ -86,8 +88,13 @@ def dense_decode(
     total = jnp.where(empty, 1.0, total)
     out = acc / total[..., None]
     lse = jnp.where(empty, -jnp.inf, top + jnp.log(total))
-    token = jnp.where(exists, token, tokens)
+    t = jnp.arange(tokens, dtype=jnp.int32)
+    r = jnp.searchsorted(query_starts[1:], t, side="right", method="compare_all")
+    r = jnp.minimum(r, requests - 1)
+    j = t - query_starts[r]
+    real = (j >= 0) & (j < jnp.minimum(lens[r, 0], max_query_len))
+    at = r, jnp.where(real, j, 0)
     return AttnState(
-        out=state.out.at[token].set(out.astype(out_dtype), mode="drop"),
-        lse=state.lse.at[token].set(lse, mode="drop"),
+        out=jnp.where(real[:, None, None], out.astype(out_dtype)[at], 0),
+        lse=jnp.where(real[:, None], lse[at], -jnp.inf),
     )

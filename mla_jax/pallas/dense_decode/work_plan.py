@@ -15,7 +15,7 @@ from jax import lax
 
 from mla_jax.types import Array, Int, round_up
 
-__all__ = ["FIELDS", "WorkPlan", "balanced", "batch_invariant"]
+__all__ = ["FIELDS", "PlanFacts", "WorkPlan", "balanced", "batch_invariant"]
 
 FIELDS = REQUEST, FIRST, END, SLOT, LENGTH, TOKEN, QUERIES = tuple(range(7))
 """Columns of ``WorkPlan.pieces``; the eighth is zero."""
@@ -45,11 +45,26 @@ ROWS = 128
 """Rows of the tables are a multiple of this; those that say nothing are zeros."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlanFacts:
+    """What a plan was made for, besides lengths: calls with other facts refuse it."""
+
+    tokens: int
+    requests: int
+    heads: int  # of a query token, padded
+    max_query_len: int
+    page: int
+    width: int  # of the page table
+    workers: int
+    chunk: int  # blocks after which a request is cut by its own length; 0 = equal shares
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class WorkPlan:
     """Pieces, worker by worker, the workers' shares of them, and what to merge."""
 
+    facts: PlanFacts | None = field(default=None, metadata={"static": True})  # None: unchecked
     slots: int = field(metadata={"static": True})  # rows of the scratch buffer, at most
     workers: int = field(metadata={"static": True})
     tokens: int = field(metadata={"static": True})

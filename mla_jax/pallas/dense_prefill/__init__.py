@@ -10,6 +10,8 @@ BACKENDS = (
         run=mosaic.dense_prefill,
         requirement=mosaic.REQUIREMENT,
         tuning=mosaic.Tuning,
+        tune=mosaic.tune,
+        plan=mosaic.make_plan,
     ),
     Backend(op="dense_prefill", name="xla", run=ref.dense_prefill),
 )

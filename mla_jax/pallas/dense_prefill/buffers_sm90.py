@@ -15,13 +15,13 @@ from jax.typing import DTypeLike
 
 from mla_jax.pallas import mosaic_lib as lib
 from mla_jax.pallas.dense_prefill import inline_sm90 as inline
-from mla_jax.pallas.dense_prefill import schedule as sc
+from mla_jax.pallas.dense_prefill import tile_plan as tp
 
 __all__ = ["CHUNK", "HALF", "HEAD", "Buffers", "Sizes", "scratch"]
 
-HALF = sc.ROWS // 2  # queries of a warpgroup
+HALF = tp.ROWS // 2  # queries of a warpgroup
 CHUNK = 64  # columns of one 16-bit buffer in shared memory
-HEAD = sc.FIELDS - 1  # column of a tile's facts in shared memory that holds its head
+HEAD = tp.FIELDS - 1  # column of a tile's facts in shared memory that holds its head
 STEPS = 2  # tiles whose facts are in shared memory
 DRAWS = 2  # numbers drawn: one may be drawn before a slow warp has read what came before
 
@@ -42,7 +42,7 @@ class Sizes:
     heads_last: int  # as many at least are in the end: among many tiles the dear ones come early
     workers: int
     held: int  # chunks of 64 columns of the queries that stay in registers
-    dynamic: bool  # a thread block takes the next tile when it is free; else every 132nd
+    dynamic: bool  # a thread block takes the next tile when it is free; else one in ``workers``
 
     @property
     def hardware(self) -> bool:
@@ -83,7 +83,7 @@ def scratch(sizes: Sizes, dtype: DTypeLike, out_dtype: DTypeLike, simulate: bool
         "q": buffer(2, sizes.k_chunks, HALF),
         "k": buffer(stages, sizes.k_chunks, sizes.block),
         "v": buffer(stages, sizes.v_chunks, sizes.block),
-        "facts": plgpu.SMEM((STEPS + DRAWS, sc.FIELDS), jnp.int32),
+        "facts": plgpu.SMEM((STEPS + DRAWS, tp.FIELDS), jnp.int32),
         "q_full": lib.barrier(sizes.k_chunks, 2),  # copy engine -> one warpgroup
         "k_full": lib.barrier(sizes.k_chunks, stages),  # copy engine -> both
         "v_full": lib.barrier(sizes.v_chunks, stages),  # copy engine, or loader -> both

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mla_jax.pallas.dense_prefill import inline_sm90 as inline
-from mla_jax.pallas.dense_prefill import schedule as sc
+from mla_jax.pallas.dense_prefill import tile_plan as tp
 from mla_jax.pallas.dense_prefill.buffers_sm90 import CHUNK, HALF, HEAD, STEPS, Buffers
 
 __all__ = ["load"]
@@ -133,14 +133,14 @@ def load(buffers: Buffers, worker, q_g, kv_g, rope_g, tiles_g, with_keys, drawn_
         plgpu.barrier_arrive(buffers.facts_full.at[s])
 
     def facts_of(tile, head):
-        for i in range(sc.BLOCKS + 1):
+        for i in range(tp.BLOCKS + 1):
             yield i, tiles_g[tile, i]
         yield HEAD, head
 
     def tile_body(carry):
         t, number, g, last_row, last_head, last_valid = carry
         tile, head = locate(number)
-        row, first, keys, n = (tiles_g[tile, i] for i in (sc.ROW, sc.FIRST_KEY, sc.KEYS, sc.BLOCKS))
+        row, first, keys, n = (tiles_g[tile, i] for i in (tp.ROW, tp.FIRST_KEY, tp.KEYS, tp.BLOCKS))
 
         def feed():
             tell(t, facts_of(tile, head))
@@ -181,7 +181,7 @@ def load(buffers: Buffers, worker, q_g, kv_g, rope_g, tiles_g, with_keys, drawn_
     def end():
         """The last values, and the end told as a tile without blocks."""
         pl.when(g > 0)(lambda: load_values(g - 1, *last))
-        tell(t, [(sc.BLOCKS, jnp.int32(0))])
+        tell(t, [(tp.BLOCKS, jnp.int32(0))])
 
         # Await what was never reused.
         @pl.loop(jnp.maximum(g - stages, 0), g)

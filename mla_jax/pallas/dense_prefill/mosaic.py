@@ -1,21 +1,27 @@
-"""Backend ``mosaic`` of dense prefill: schedule, kernel, layout.
+"""Backend ``mosaic`` of dense prefill: plan, kernel, layout.
 
 The kernel is imported where it runs: Mosaic GPU takes more than a second to import.
 """
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from mla_jax.pallas.dense_prefill import schedule as sc
-from mla_jax.pallas.registry import OneOf, Requirement, Within
+from mla_jax.errors import ArgumentError
+from mla_jax.pallas import registry
+from mla_jax.pallas import tuning as tuning_table
+from mla_jax.pallas.dense_prefill import tile_plan as tp
+from mla_jax.pallas.device import DeviceInfo
+from mla_jax.pallas.registry import OneOf, Problem, Requirement, Tuned, Within
 from mla_jax.types import Array, AttnState, Float, Int, cdiv
 
-__all__ = ["REQUIREMENT", "Tuning", "dense_prefill", "heuristic", "make_schedule"]
+__all__ = ["REQUIREMENT", "Tuning", "dense_prefill", "heuristic", "make_plan", "tune"]
 
 REQUIREMENT = Requirement(
     sm=OneOf(90),
+    workers=True,
     features={
         "dtype+out": OneOf(
             "bfloat16+bfloat16", "bfloat16+float32", "float16+float16", "float16+float32"
@@ -26,14 +32,8 @@ REQUIREMENT = Requirement(
     },
 )
 
-MULTIPROCESSORS = 132
-"""Of an H100 SXM or H200: one thread block each."""
-
 L2 = 10 << 20
 """Bytes of keys and values that tiles may share in the L2 cache, which has two halves of 25 MB."""
-
-SHARED = 226 << 10
-"""Bytes of shared memory for queries, keys and values; barriers and facts have the rest."""
 
 REGISTERS = 176
 """Of the 240 of a thread for sums, scores and weights; the rest is for queries and scalars."""
@@ -49,18 +49,34 @@ class Tuning:
     held: int = 0  # chunks of 64 columns of the queries that stay in registers
     stages: int = 2  # blocks in shared memory
     dynamic: bool = True  # a thread block takes its next tile when it is free
-    workers: int = MULTIPROCESSORS  # thread blocks
+    workers: int  # thread blocks: as many as there are multiprocessors
 
     def __post_init__(self):
-        assert self.block % 64 == 0, "products need multiples of 64 keys"
-        least = min(self.heads_together, self.heads_last, self.stages, self.workers)
-        assert least >= 1, "at least one"
-        assert self.stages in (1, 2, 4), "stages are a power of two; hardware barriers allow four"
+        least = {k: getattr(self, k) for k in ("block", "heads_together", "heads_last", "workers")}
+        tuning_table.at_least_one("mla_prefill", **least)
+        if self.block % 64:  # of products
+            raise ArgumentError("mla_prefill: block", self.block, "multiples of 64 keys")
+        if self.stages not in (1, 2, 4):  # hardware barriers allow four
+            raise ArgumentError("mla_prefill: stages", self.stages, "1, 2 or 4")
+        if self.held < 0:
+            raise ArgumentError("mla_prefill: held", self.held, "0 or more")
+
+
+def tune(problem: Problem, device: DeviceInfo) -> Tuned:
+    """The measured choice for a problem, or the heuristic where nothing near was measured."""
+    if found := tuning_table.lookup(problem, device):
+        record, source = found
+        fields: dict[str, Any] = record.tuning | {"workers": device.sms}
+        return Tuned(value=Tuning(**fields), source=source)
+    names = ("tokens", "keys", "heads", "requests", "nope", "rope", "v")
+    sizes = {name: int(problem[name]) for name in names}
+    value = heuristic(**sizes, causal=bool(problem["causal"]), device=device)
+    return Tuned(value=value, source=f"heuristic: nothing near was measured on {device.kind}")
 
 
 def heuristic(
     tokens: int, keys: int, heads: int, *, requests: int, nope: int, rope: int, v: int,
-    causal: bool,
+    causal: bool, device: DeviceInfo,
 ) -> Tuning:  # fmt: skip
     """As many heads side by side as have their keys in the L2 cache; as many keys as fit.
 
@@ -75,26 +91,36 @@ def heuristic(
     """
     equal = not causal and requests == 1
     size = 2 * (nope + v) * keys  # bytes of a head
-    tiles, together, last = cdiv(tokens, sc.ROWS), L2 // size, 1
+    tiles, together, last = cdiv(tokens, tp.ROWS), L2 // max(size, 1), 1
     if not equal:
-        together = max(together, MULTIPROCESSORS // tiles)
-        last = min(cdiv(3 * MULTIPROCESSORS, tiles), max(2 * L2 // size, together, 1))
-    block = next(n for n in (128, 64) if _fits(n, nope + rope, v))
-    return Tuning(
-        heads_together=min(max(together, 1), heads), heads_last=min(last, heads), block=block,
-        held=0 if causal and block == 128 else min(2, (nope + rope) // 64 - 1),
-        dynamic=not equal,
-    )  # fmt: skip
+        together = max(together, device.sms // max(tiles, 1))
+        last = min(cdiv(3 * device.sms, max(tiles, 1)), max(2 * L2 // max(size, 1), together, 1))
+
+    def of(block: int) -> Tuning:
+        return Tuning(
+            heads_together=min(max(together, 1), heads), heads_last=min(last, heads), block=block,
+            held=0 if causal and block == 128 else min(2, (nope + rope) // 64 - 1),
+            dynamic=not equal, workers=device.sms,
+        )  # fmt: skip
+
+    return next(t for t in map(of, (128, 64)) if _fits(t, nope, rope, v, device))
 
 
-def _fits(block: int, qk: int, v: int, stages: int = 2) -> bool:
-    """Whether blocks of so many keys fit into shared memory, and their products into registers."""
-    shared = 2 * (sc.ROWS * qk + stages * block * (qk + v))
-    registers = v // 2 + block // 2 + block // 4  # sums, scores, weights of half a row
-    return shared <= SHARED and registers <= REGISTERS
+def _fits(tuning: Tuning, nope: int, rope: int, v: int, device: DeviceInfo) -> bool:
+    """Whether its buffers fit into shared memory, and products of a block into registers."""
+    from mla_jax.pallas import mosaic_lib as lib
+    from mla_jax.pallas.dense_prefill import buffers_sm90
+
+    sizes = buffers_sm90.Sizes(nope=nope, rope=rope, v=v, **asdict(tuning))
+    buffers = buffers_sm90.scratch(sizes, jnp.bfloat16, jnp.bfloat16, simulate=False)
+    registers = (
+        v // 2 + tuning.block // 2 + tuning.block // 4
+    )  # sums, scores, weights of half a row
+    fits = lib.shared_bytes(buffers) <= (device.shared_memory or lib.SHARED_MEMORY)
+    return fits and registers <= REGISTERS
 
 
-def make_schedule(
+def make_plan(
     query_starts: Int[Array, "starts"],
     key_starts: Int[Array, "starts"],
     *,
@@ -102,9 +128,9 @@ def make_schedule(
     keys: int,
     causal: bool,
     tuning: Tuning,
-) -> sc.Schedule:
+) -> tp.TilePlan:
     """The tiles of one step; the same for all layers."""
-    return sc.tiles(
+    return tp.tiles(
         query_starts, key_starts, tokens=tokens, keys=keys,
         block=tuning.block, causal=causal,
     )  # fmt: skip
@@ -120,15 +146,15 @@ def dense_prefill(
     scale: float,
     causal: bool,
     out_dtype: DTypeLike,
-    tuning: Tuning | None = None,
-    schedule: sc.Schedule | None = None,
+    tuning: Tuning,
+    plan: tp.TilePlan | None = None,
     interpret: object = None,
 ) -> AttnState:
     """``ref.dense_prefill`` at the dtype of the queries, accumulating in float32.
 
     The weights of the values are rounded to that dtype. A value that is not finite spoils the
-    queries of its request that share a tile with one that sees it. ``schedule`` is
-    ``make_schedule`` of the same lengths and tuning, if it is at hand; ``interpret`` runs on a
+    queries of its request that share a tile with one that sees it. ``plan`` is
+    ``make_plan`` of the same arguments, if it is at hand; ``interpret`` runs on a
     CPU.
     """
     from mla_jax.pallas.dense_prefill import buffers_sm90, mosaic_sm90
@@ -142,21 +168,22 @@ def dense_prefill(
             out=jnp.zeros((tokens, heads, v), out_dtype),
             lse=jnp.full((tokens, heads), -jnp.inf, jnp.float32),
         )
-    tuning = tuning or heuristic(
-        tokens, keys, heads, requests=query_starts.shape[0] - 1,
-        nope=nope, rope=k_rope.shape[1], v=v, causal=causal,
-    )  # fmt: skip
-    if schedule is None:
-        schedule = make_schedule(
+    if plan is None:
+        plan = make_plan(
             query_starts, key_starts, tokens=tokens, keys=keys, causal=causal, tuning=tuning
         )
+    requests = query_starts.shape[0] - 1
+    facts = tp.PlanFacts(
+        tokens=tokens, keys=keys, requests=requests, block=tuning.block, causal=causal
+    )
+    _check(plan, facts)
     if scale <= 0:  # the kernel takes the maximum before it scales
         q, scale = q * jnp.asarray(jnp.sign(scale), q.dtype), abs(scale) or 1.0
     out, lse = mosaic_sm90.attend(
-        _rows(q, sc.ROWS),
+        _rows(q, tp.ROWS),
         _rows(kv, tuning.block),
         _rows(k_rope, tuning.block),
-        schedule,
+        plan,
         sizes=buffers_sm90.Sizes(nope=nope, rope=k_rope.shape[1], v=v, **asdict(tuning)),
         scale=scale,
         causal=causal,
@@ -164,6 +191,15 @@ def dense_prefill(
         interpret=interpret,
     )  # fmt: skip
     return AttnState(out=out[:tokens], lse=lse[:tokens])
+
+
+def _check(plan: object, facts: tp.PlanFacts) -> None:
+    """Refuse a plan that was made for something else."""
+    if not isinstance(plan, tp.TilePlan):
+        raise ArgumentError("mla_prefill: plan", type(plan).__name__, "a TilePlan of plan_prefill")
+    given, allowed = registry.differing(plan.facts, facts)
+    if given:
+        raise ArgumentError("mla_prefill: plan", given, f"{allowed}: plan_prefill of this call")
 
 
 def _rows(x: Float[Array, "rows *rest"], least: int) -> Float[Array, "more *rest"]:

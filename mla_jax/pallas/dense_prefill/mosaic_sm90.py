@@ -16,7 +16,7 @@ queries may stay in registers, which relieves shared memory.
 
 Tiles begin at the first query of their request, and blocks at its first key: a view of shared
 memory tiled by single rows lets the copy engine start anywhere. So the bits of a request do not
-depend on its neighbours. The bound: 2560 tensor-core cycles for 128 keys. ``schedule`` orders
+depend on its neighbours. The bound: 2560 tensor-core cycles for 128 keys. ``tile_plan`` orders
 the tiles, ``loader_sm90`` brings what they need into the ``buffers_sm90``, ``softmax_sm90`` is
 between the products, ``inline_sm90`` holds the instructions that Pallas lacks, and
 ``docs/kernels/dense_prefill.md`` the measurements.
@@ -43,8 +43,8 @@ from jax.typing import DTypeLike
 
 from mla_jax.pallas import mosaic_lib as lib
 from mla_jax.pallas.dense_prefill import inline_sm90 as inline
-from mla_jax.pallas.dense_prefill import schedule as sc
 from mla_jax.pallas.dense_prefill import softmax_sm90 as softmax
+from mla_jax.pallas.dense_prefill import tile_plan as tp
 from mla_jax.pallas.dense_prefill.buffers_sm90 import CHUNK, HALF, HEAD, Buffers, Sizes, scratch
 from mla_jax.pallas.dense_prefill.loader_sm90 import load
 from mla_jax.pallas.mosaic_lib import WGMMA
@@ -60,7 +60,7 @@ def attend(
     q: jax.Array,
     kv: jax.Array,
     k_rope: jax.Array,
-    schedule: sc.Schedule,
+    plan: tp.TilePlan,
     *,
     sizes: Sizes,
     scale: float,
@@ -68,7 +68,7 @@ def attend(
     out_dtype: DTypeLike,
     interpret: object = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """``out`` [tokens, heads, v] and ``lse`` [tokens, heads] over the tiles of a schedule.
+    """``out`` [tokens, heads, v] and ``lse`` [tokens, heads] over the tiles of a plan.
 
     At least 64 tokens and ``sizes.block`` keys. ``scale > 0``.
     """
@@ -93,7 +93,7 @@ def attend(
         ),
     )
     drawn = jax.new_ref(jnp.zeros((1,), I32))
-    return kernel(q, kv, k_rope, schedule.tiles, schedule.counts, drawn)
+    return kernel(q, kv, k_rope, plan.tiles, plan.counts, drawn)
 
 
 def _body(
@@ -201,7 +201,7 @@ def _body(
 
         def tile_body(carry):
             t, g, x, held, _ = carry
-            n, keys, offset = (fact(t, i) for i in (sc.BLOCKS, sc.KEYS, sc.OFFSET))
+            n, keys, offset = (fact(t, i) for i in (tp.BLOCKS, tp.KEYS, tp.OFFSET))
             pl.when(n == 1)(free_queries)
             w, top, sums = softmax.start(mask(x, 0, keys, offset), scale=scale)
             pl.when(n > 1)(lambda: await_k(g + 1))
@@ -243,8 +243,8 @@ def _body(
 
             def finish(values):
                 inverse, lse = softmax.close(top, sums)
-                row = fact(t, sc.ROW) + wg * HALF
-                live = jnp.clip(fact(t, sc.LIVE) - wg * HALF, 0, HALF)
+                row = fact(t, tp.ROW) + wg * HALF
+                live = jnp.clip(fact(t, tp.LIVE) - wg * HALF, 0, HALF)
                 store(values * lib.fill_rows(inverse, sizes.v), lse, row, live, fact(t, HEAD))
 
             def add_last():
@@ -273,13 +273,13 @@ def _body(
                 return nothing()
 
             plgpu.barrier_wait(buffers.facts_full.at[step_slot(t + 1)])
-            more = fact(t + 1, sc.BLOCKS) > 0
+            more = fact(t + 1, tp.BLOCKS) > 0
             x, held = lax.cond(more, with_next, without)
             plgpu.barrier_arrive(buffers.facts_free.at[step_slot(t)])
             return t + 1, g + n, x, held, more
 
         plgpu.barrier_wait(buffers.facts_full.at[0])
-        some = fact(jnp.int32(0), sc.BLOCKS) > 0
+        some = fact(jnp.int32(0), tp.BLOCKS) > 0
 
         def first():
             pl.when(wg == 1)(give_turn)  # the first one is that of warpgroup 0
@@ -302,8 +302,8 @@ def _body(
         @pl.loop(with_keys * heads + worker, in_all * heads, step=sizes.workers)
         def _(i):
             tile = lax.div(i, jnp.int32(heads))
-            row = tiles_g[tile, sc.ROW] + wg * HALF
-            live = jnp.clip(tiles_g[tile, sc.LIVE] - wg * HALF, 0, HALF)
+            row = tiles_g[tile, tp.ROW] + wg * HALF
+            live = jnp.clip(tiles_g[tile, tp.LIVE] - wg * HALF, 0, HALF)
             zeros = plgpu.layout_cast(jnp.zeros((HALF, sizes.v), F32), WGMMA)
             none = lib.row_vector(-math.inf, HALF)
             store(zeros, none, row, live, i - tile * heads)

@@ -1,6 +1,6 @@
-"""Which tiles of queries a prefill has, and in which order: a few small arrays from lengths."""
+"""The plan of a prefill: which tiles of queries it has, in which order; from lengths alone."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,8 @@ __all__ = [
     "OFFSET",
     "ROW",
     "ROWS",
-    "Schedule",
+    "PlanFacts",
+    "TilePlan",
     "tiles",
 ]
 
@@ -25,12 +26,23 @@ ROWS = 128
 
 ROW, LIVE, FIRST_KEY, KEYS, OFFSET, BLOCKS = range(6)
 FIELDS = 8
-"""Columns of ``Schedule.tiles``; two are unused, so that a tile is one sector of memory."""
+"""Columns of ``TilePlan.tiles``; two are unused, so that a tile is one sector of memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanFacts:
+    """What a plan was made for, besides lengths: calls with other facts refuse it."""
+
+    tokens: int
+    keys: int
+    requests: int
+    block: int  # keys of one step
+    causal: bool
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class TilePlan:
     """Tiles of one head, the same for all heads and layers of a step.
 
     Each tile is ``ROW`` (its first query), ``LIVE`` (how many queries it has), ``FIRST_KEY`` and
@@ -38,6 +50,7 @@ class Schedule:
     ``BLOCKS`` (how many blocks of keys it reads). Dearest first; those without keys last.
     """
 
+    facts: PlanFacts = field(metadata={"static": True})
     tiles: Int[Array, "tiles 8"]
     counts: Int[Array, "2"]  # tiles with keys; tiles in all, the rest of the array is unused
 
@@ -50,7 +63,7 @@ def tiles(
     keys: int,
     block: int,
     causal: bool,
-) -> Schedule:
+) -> TilePlan:
     """Tiles of ``ROWS`` queries, the first of a request at its first query.
 
     Tokens before and behind all requests form two requests without keys.
@@ -88,4 +101,6 @@ def tiles(
     table = jnp.pad(table, ((0, 0), (0, FIELDS - table.shape[1])))
     table = jnp.zeros_like(table).at[rank].set(table, unique_indices=True)
     counts = jnp.stack([jnp.sum(blocks > 0), jnp.sum(exists)]).astype(jnp.int32)
-    return Schedule(tiles=table, counts=counts)
+    requests = query_starts.shape[0] - 1
+    facts = PlanFacts(tokens=tokens, keys=keys, requests=requests, block=block, causal=causal)
+    return TilePlan(facts=facts, tiles=table, counts=counts)

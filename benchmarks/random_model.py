@@ -1,0 +1,41 @@
+"""Models of V2-Lite's or V3's widths with random weights, drawn leaf by leaf on the device.
+
+Two standard deviations of 0.02 keep activations finite through any number of layers. One program
+that draws all leaves at once takes minutes to compile.
+"""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from mla_jax.config import ModelConfig
+from mla_jax.model.deepseek_v3 import DeepseekV3
+
+__all__ = ["drawn", "of_layers"]
+
+
+def of_layers(config: ModelConfig, layers: int) -> ModelConfig:
+    """The model with so many layers: its dense ones first, then expert layers."""
+    dense = config.sparse_layers.index(True)
+    sparse = (False,) * min(dense, layers) + (True,) * max(layers - dense, 0)
+    moe = config.moe if any(sparse) else None
+    return dataclasses.replace(config, layers=layers, sparse_layers=sparse, moe=moe)
+
+
+def drawn(config: ModelConfig) -> DeepseekV3:
+    """The model in bfloat16; routers in float32, as always."""
+    dtype = jnp.dtype(jnp.bfloat16)
+    abstract = nnx.eval_shape(lambda: DeepseekV3(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(abstract)
+    leaves, tree = jax.tree.flatten(state)
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    made = [_leaf(key, x.shape, x.dtype) for key, x in zip(keys, leaves, strict=True)]
+    return nnx.merge(graph, jax.tree.unflatten(tree, jax.block_until_ready(made)))
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _leaf(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    return (0.02 * jax.random.normal(key, shape, jnp.bfloat16)).astype(dtype)

@@ -1,0 +1,46 @@
+"""What is a number, and what is a size: checks of settings that people give."""
+
+import math
+import operator
+
+from mla_jax.errors import EngineError
+
+__all__ = ["checked_size", "is_int", "is_real"]
+
+
+def is_int(value: object) -> bool:
+    """Whether ``value`` counts: a Python, numpy or JAX integer, and no boolean."""
+    try:
+        return not isinstance(value, bool) and operator.index(value) is not None  # pyright: ignore
+    except TypeError:
+        return False
+
+
+def is_real(value: object) -> bool:
+    """Whether ``value`` is a finite number: no text, no boolean, no infinity."""
+    if isinstance(value, bool | str | bytes | bytearray):
+        return False
+    try:
+        return math.isfinite(float(value))  # pyright: ignore[reportArgumentType]
+    except (TypeError, ValueError, OverflowError):
+        return False
+
+
+def checked_size(
+    what: str,
+    value: object,
+    *,
+    low: int = 1,
+    high: int = 2**31 - 1,
+    allowed: str | None = None,
+    hint: str = "",
+) -> int:
+    """``value`` as a Python integer from ``low`` to ``high``.
+
+    Raises:
+        EngineError: it is none; ``allowed`` says so in place of the two limits.
+    """
+    if is_int(value) and low <= (size := operator.index(value)) <= high:  # pyright: ignore
+        return size
+    text = allowed or f"{low} or more, at most {high:,}, as an integer"
+    raise EngineError(what, value if is_int(value) else repr(value), text, hint)

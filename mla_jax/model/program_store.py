@@ -1,0 +1,82 @@
+"""Compiled programs in a folder, so that a later process neither traces nor compiles them.
+
+JAX's persistent cache keeps what XLA compiles; tracing, and lowering the Mosaic kernels in Python,
+are done again by every process, which takes seconds a program. Here a whole executable is stored
+under a digest of everything that it follows from.
+
+Loading one runs what is in the file: the folder must be yours.
+"""
+
+import hashlib
+import pickle
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+
+from mla_jax.placement import Placement
+
+__all__ = ["ProgramStore", "source_digest"]
+
+
+@cache
+def source_digest() -> str:
+    """Of every Python file of this package: another version of it has other programs."""
+    root, digest = Path(__file__).parent.parent, hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+class ProgramStore:
+    """Executables of one placement by what they were compiled from.
+
+    Programs that flags of XLA changed are not told apart: use a folder for each set of flags.
+    """
+
+    def __init__(self, folder: str | Path, placement: Placement):
+        self.folder, self.placement = Path(folder), placement
+        self.folder.mkdir(parents=True, exist_ok=True)
+        client = placement.device.client
+        self._common = (
+            jax.__version__,
+            client.platform_version,
+            placement.device.device_kind,
+            placement.size,
+            source_digest(),
+            jax.config.jax_enable_x64,  # pyright: ignore[reportAttributeAccessIssue]
+            jax.config.jax_default_matmul_precision,  # pyright: ignore[reportAttributeAccessIssue]
+        )
+
+    def path(self, facts: Sequence[object]) -> Path:
+        """The file of a program that follows from these facts; their ``repr`` tells them apart."""
+        text = "\n".join(map(repr, (*self._common, *facts)))
+        return self.folder / f"{hashlib.sha256(text.encode()).hexdigest()}.program"
+
+    def load(self, facts: Sequence[object], in_tree: Any, out_tree: Any) -> Any:
+        """The stored executable, or None: never stored, or written by another build of JAX."""
+        path = self.path(facts)
+        if not path.is_file():
+            return None
+        try:
+            return serialize_executable.deserialize_and_load(
+                path.read_bytes(),
+                in_tree,
+                out_tree,
+                backend=self.placement.device.client,
+                execution_devices=list(self.placement.mesh.devices.flat),
+            )
+        except (jax.errors.JaxRuntimeError, pickle.UnpicklingError, EOFError, ValueError):
+            path.unlink(missing_ok=True)  # cut short, or of another build: made again
+            return None
+
+    def save(self, facts: Sequence[object], compiled: Any) -> None:
+        """Store an executable; a reader never sees half a file."""
+        data, _, _ = serialize_executable.serialize(compiled)
+        path = self.path(facts)
+        partial = path.with_suffix(f".{id(compiled):x}")
+        partial.write_bytes(data)
+        partial.replace(path)

@@ -1,0 +1,130 @@
+"""Equal layers as one program text: weights stacked on a leading axis, run by ``lax.scan``.
+
+A decoder's layers are cut into runs that repeat a short period of kinds: dense layers, then expert
+layers; a period may have several kinds. Compiling takes as long for sixty layers as for one
+period of each run, and each weight stays where it is: a turn of the loop reads its own layer.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from mla_jax.types import Array, Int
+
+__all__ = ["Period", "Place", "Stack", "periods_of", "places_of"]
+
+LONGEST_PERIOD = 8
+"""Kinds of one period, at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where the weights of a layer are: ``stacks.{stack}.blocks.{block}``, row ``index``."""
+
+    stack: int
+    block: int
+    index: int
+    repeats: int  # rows of the stack
+
+    @property
+    def path(self) -> str:
+        """Of the block's leaves; each has a leading axis of repeats."""
+        return f"stacks.{self.stack}.blocks.{self.block}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Period:
+    """Layers ``first``, ``first + 1``, …: ``repeats`` times the same sequence of kinds."""
+
+    first: int
+    kinds: tuple[Any, ...]
+    repeats: int
+
+
+def places_of(periods: Sequence[Period]) -> tuple[Place, ...]:
+    """Where each layer of the decoder is."""
+    return tuple(
+        Place(stack=s, block=block, index=index, repeats=period.repeats)
+        for s, period in enumerate(periods)
+        for index in range(period.repeats)
+        for block in range(len(period.kinds))
+    )
+
+
+def periods_of(kinds: Sequence[Any]) -> tuple[Period, ...]:
+    """Cut layers of these kinds into runs of a repeated period, the longest run first.
+
+    At each layer the period that covers most layers is taken, the shortest of equals:
+    ``d s s s s`` is ``(d) x 1, (s) x 4``; ``a b c b c b c`` is ``(a) x 1, (b c) x 3``.
+    """
+    found: list[Period] = []
+    first = 0
+    while first < len(kinds):
+        best = 1, 1
+        for length in range(1, LONGEST_PERIOD + 1):
+            period = kinds[first : first + length]
+            repeats = 1
+            while kinds[first + repeats * length : first + (repeats + 1) * length] == period:
+                repeats += 1
+            covers = length * repeats if repeats > 1 else 1
+            if len(period) == length and covers > best[0] * best[1]:
+                best = length, repeats
+        length, repeats = best
+        found.append(
+            Period(first=first, kinds=tuple(kinds[first : first + length]), repeats=repeats)
+        )
+        first += length * repeats
+    return tuple(found)
+
+
+class Stack(nnx.Module):
+    """The blocks of one period; every weight has a leading axis of ``repeats``."""
+
+    def __init__(self, period: Period, make: Callable[[Any, nnx.Rngs], nnx.Module], rngs: nnx.Rngs):
+        """``make(kind, rngs)`` is one block."""
+
+        def stacked(kind: Any) -> nnx.Module:
+            keys = jax.random.split(rngs.params(), period.repeats)
+            return nnx.vmap(lambda key: make(kind, nnx.Rngs(key)))(keys)
+
+        self.blocks = nnx.List(stacked(kind) for kind in period.kinds)
+        self.period = period
+
+    def block(self, place: Place) -> nnx.Module:
+        """One layer as a module of its own; its weights are copies."""
+        graph, state = nnx.split(self.blocks[place.block])
+        return nnx.merge(graph, jax.tree.map(lambda leaf: leaf[place.index], state))
+
+    def run[Carry](
+        self,
+        carry: Carry,
+        layer: Callable[[nnx.Module, Any, Int[Array, ""] | int, Carry], Carry],
+        *,
+        beside: Sequence[Any] | None = None,
+    ) -> Carry:
+        """``carry = layer(block, extra, number, carry)`` over all layers, in order.
+
+        ``beside`` has a pytree for each block of the period whose leaves are stacked as the
+        weights are; ``extra`` is one layer's part of it, ``number`` the layer's in the decoder.
+        """
+        graph, state = nnx.split(self.blocks)
+        beside = [None] * len(self.blocks) if beside is None else beside
+        first, length = self.period.first, len(self.period.kinds)
+
+        def turn(carry: Carry, each: Any) -> tuple[Carry, None]:
+            start, weights, extras = each
+            blocks = nnx.merge(graph, weights)
+            for k, (block, extra) in enumerate(zip(blocks, extras, strict=True)):
+                carry = layer(block, extra, start + k, carry)
+            return carry, None
+
+        if self.period.repeats == 1:
+            only = jax.tree.map(lambda leaf: leaf[0], (state, list(beside)))
+            return turn(carry, (first, *only))[0]
+        starts = first + length * jnp.arange(self.period.repeats, dtype=jnp.int32)
+        return lax.scan(turn, carry, (starts, state, list(beside)))[0]

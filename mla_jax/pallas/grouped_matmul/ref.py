@@ -1,0 +1,52 @@
+"""Definition of the routed experts: one expert after the other, over all tokens."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mla_jax.types import Array, Float, Int
+
+__all__ = ["routed_experts", "swiglu"]
+
+
+def routed_experts(
+    x: Float[Array, "tokens hidden"],
+    gate: Float[Array, "experts hidden width"],
+    up: Float[Array, "experts hidden width"],
+    down: Float[Array, "experts width hidden"],
+    weights: Float[Array, "tokens topk"],
+    experts: Int[Array, "tokens topk"],
+    *,
+    limit: float | None = None,
+) -> Float[Array, "tokens hidden"]:
+    """``y_t = sum_k weights[t, k] down_e swiglu(gate_e x_t, up_e x_t)``, ``e = experts[t, k]``.
+
+    An index that is no expert adds nothing. Float32 throughout, rounded once at the end.
+    """
+
+    def add(y: Array, e: Array) -> tuple[Array, None]:
+        g, u, d = (w[e].astype(jnp.float32) for w in (gate, up, down))
+        rows = x.astype(jnp.float32)
+        h = _product(swiglu(_product(rows, g), _product(rows, u), limit), d)
+        chosen = experts == e
+        share = jnp.where(chosen, weights, 0).sum(axis=1, keepdims=True)
+        return y + jnp.where(chosen.any(axis=1, keepdims=True), share * h, 0), None
+
+    y, _ = lax.scan(add, jnp.zeros(x.shape, jnp.float32), jnp.arange(gate.shape[0]))
+    return y.astype(x.dtype)
+
+
+def swiglu(
+    g: Float[Array, "rows width"], u: Float[Array, "rows width"], limit: float | None
+) -> Float[Array, "rows width"]:
+    """``silu(g) * u``, with ``g`` at most ``limit`` and ``u`` within ``limit`` of zero.
+
+    Source: DeepSeek-V4's ``swiglu_limit``, experts and the shared expert; None elsewhere.
+    """
+    if limit is not None:
+        g, u = jnp.minimum(g, limit), jnp.clip(u, -limit, limit)
+    return jax.nn.silu(g) * u
+
+
+def _product(a: Array, b: Array) -> Array:
+    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)

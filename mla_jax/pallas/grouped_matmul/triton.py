@@ -1,0 +1,265 @@
+"""Routed experts in Triton: see ``ref.py`` for what is computed, ``kernels_triton.py`` for how.
+
+For 16-bit weights on sm80 or newer. Bound by reading the chosen experts' weights once up to some
+hundred rows an expert (V2-Lite, one token: 104 MB), by products above. Four launches, three
+without a plan::
+
+    plan       pairs by expert, and a table of tiles      not where pairs are few
+    gate_up    silu(gate x) * (up x), rows gathered       [pairs, width] in x's dtype
+    down       the product with down                      [pairs, hidden] in x's dtype
+    combine    sum over choices, weighted, in float32     a fusion of XLA's, with what follows
+
+Of a plan the number of tiles is static, the most that any choice can need; those without rows
+end at once. Few pairs need none: each looks for the others of its expert, and the first does the
+work for all. No product is split over its depth, nothing is added atomically, and what a row is
+multiplied with does not depend on its tile: a row's bits are those it has alone in an equal call.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mla_jax.errors import ArgumentError
+from mla_jax.pallas import tuning as tuning_table
+from mla_jax.pallas.device import DeviceInfo
+from mla_jax.pallas.registry import OneOf, Problem, Requirement, Tuned, Within
+from mla_jax.types import Array, Float, Int
+
+__all__ = ["REQUIREMENT", "Tuning", "heuristic", "routed_experts", "shared_bytes", "tune"]
+
+REQUIREMENT = Requirement(
+    sm=Within(low=80),
+    features={
+        "dtype": OneOf("bfloat16", "float16"),
+        "experts": Within(high=1024),
+        "hidden": Within(low=64, multiple=64),
+        "width": Within(low=64, multiple=64),
+    },
+    packages=("jax_triton", "triton"),
+)
+
+FEWEST_SHARED = 101376
+"""Bytes of shared memory that a block of any device from sm80 on may use (sm86 and sm89)."""
+
+MOST_UNPLANNED = 1024
+"""Pairs that one program can look through for those of its own expert."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """Shapes of tiles; what changes the speed, and of its bits at most the last of a result."""
+
+    rows: int  # of a tile: 16 to 256
+    tail: int  # a tile of no more rows than this is computed as one of so many; <= rows
+    planned: bool  # a kernel lists tiles first; else every pair looks for its own
+    group: int  # tiles of an expert that read a block of weights together
+    gate_columns: int  # of gate and of up: a block of one program
+    gate_depth: int  # channels of x in a step
+    gate_warps: int
+    gate_stages: int  # steps that are loaded at a time
+    down_columns: int
+    down_depth: int
+    down_warps: int
+    down_stages: int
+
+    def __post_init__(self):
+        for name in ("rows", "tail", "gate_columns", "gate_depth", "down_columns", "down_depth"):
+            n = getattr(self, name)
+            assert n >= 16 and n & (n - 1) == 0, f"{name}={n}: a power of two, 16 or more"
+        assert self.tail <= self.rows, "a tail is no longer than a tile"
+        assert self.planned or self.tail == self.rows, "a tail needs a plan"
+        warps = {self.gate_warps, self.down_warps}
+        assert warps <= {1, 2, 4, 8}, "1, 2, 4 or 8 warps"
+        assert min(self.group, self.gate_stages, self.down_stages) >= 1, "at least one"
+
+
+def tune(problem: Problem, device: DeviceInfo) -> Tuned:
+    """The measured choice for a problem, or the heuristic where nothing near was measured."""
+    if found := tuning_table.lookup(problem, device):
+        record, source = found
+        return Tuned(value=Tuning(**record.tuning), source=source)
+    source = f"heuristic: nothing near was measured on {device.kind}"
+    return Tuned(value=heuristic(problem, device), source=source)
+
+
+def heuristic(problem: Problem, device: DeviceInfo) -> Tuning:
+    """By rows an expert has on average; smaller where shared memory or registers ask for it.
+
+    Few rows: narrow blocks of weights, so that every multiprocessor streams some. Many: the
+    largest tile whose accumulators fit a block's registers.
+    """
+    names = ("tokens", "topk", "experts", "hidden", "width")
+    tokens, topk, experts, hidden, width = (int(problem[name]) for name in names)
+    pairs = tokens * topk
+    each = pairs / experts
+    rows = next((n for n, most in ((16, 8), (32, 24), (64, 96)) if each <= most), 128)
+    planned = pairs > 128
+    many, hopper = rows == 128, device.sm >= 90
+    warps = 8 if many else 4
+    limit = device.shared_memory or FEWEST_SHARED
+
+    def fit(columns: int, depth: int, stages: int, across: int, along: int, matrices: int):
+        """Columns, depth and stages that divide the problem and fit shared memory."""
+        columns, depth = _divisor(across, columns), _divisor(along, depth)
+        while shared_bytes(rows, columns, depth, stages, matrices) > limit:
+            if stages > 2:
+                stages -= 1
+            elif depth > 32:
+                depth //= 2
+            else:
+                columns //= 2
+        return columns, depth, warps, stages
+
+    gate = fit(128 if many and hopper else 64, 64 if rows > 16 else 128, 4, width, hidden, 2)
+    down = fit(
+        64 if rows == 16 else 256 if many and hopper else 128,
+        64 if rows > 16 else 128,
+        3 if many else 4,
+        hidden,
+        width,
+        1,
+    )
+    sizes = ("columns", "depth", "warps", "stages")
+    return Tuning(
+        rows=rows,
+        tail=64 if many and hopper else rows,
+        planned=planned,
+        group=8,
+        **{f"gate_{k}": v for k, v in zip(sizes, gate, strict=True)},
+        **{f"down_{k}": v for k, v in zip(sizes, down, strict=True)},
+    )
+
+
+def shared_bytes(rows: int, columns: int, depth: int, stages: int, matrices: int) -> int:
+    """Shared memory of a pipeline over 16-bit operands, at most: Triton may need a stage less."""
+    return 2 * stages * depth * (rows + matrices * columns)
+
+
+def routed_experts(
+    x: Float[Array, "tokens hidden"],
+    gate: Float[Array, "experts hidden width"],
+    up: Float[Array, "experts hidden width"],
+    down: Float[Array, "experts width hidden"],
+    weights: Float[Array, "tokens topk"],
+    experts: Int[Array, "tokens topk"],
+    *,
+    limit: float | None,
+    tuning: Tuning,
+) -> Float[Array, "tokens hidden"]:
+    """``ref.routed_experts``; gated products and each choice's result are rounded to x's dtype."""
+    from mla_jax.pallas import triton_lib
+    from mla_jax.pallas.grouped_matmul import kernels_triton as kernels
+
+    (tokens, hidden), topk, (count, _, width) = x.shape, experts.shape[1], gate.shape
+    pairs = tokens * topk
+    if not pairs:
+        return jnp.zeros_like(x)
+    _check(tuning, pairs, hidden, width)
+    if tuning.planned:
+        tile_count = _most_tiles(pairs, count, tuning.rows)
+        tiles, rows = triton_lib.call(
+            kernels.plan,
+            experts,
+            pairs,
+            tile_count,
+            out=(_spec((tile_count, kernels.FIELDS.value)), _spec((pairs,))),
+            grid=count,
+            warps=4,
+            stages=1,
+            **_plan_sizes(pairs, count, tuning),
+        )
+    else:
+        tile_count, tiles, rows = pairs, experts, experts  # not read
+    sizes = (count, topk, hidden, width)
+    searched = 0 if tuning.planned else _power(pairs)
+    h = triton_lib.call(
+        kernels.gate_up,
+        x, gate, up, experts, rows, tiles, pairs,
+        out=_spec((pairs, width), x.dtype),
+        grid=tile_count * (width // tuning.gate_columns),
+        warps=tuning.gate_warps,
+        stages=tuning.gate_stages,
+        SIZES=sizes,
+        LIMIT=limit,
+        PAIRS=searched,
+        TILE=(tuning.rows, tuning.tail, tuning.gate_columns, tuning.gate_depth),
+    )  # fmt: skip
+    y = triton_lib.call(
+        kernels.down,
+        h, down, experts, rows, tiles, pairs,
+        out=_spec((pairs, hidden), x.dtype),
+        grid=tile_count * (hidden // tuning.down_columns),
+        warps=tuning.down_warps,
+        stages=tuning.down_stages,
+        SIZES=sizes,
+        PAIRS=searched,
+        TILE=(tuning.rows, tuning.tail, tuning.down_columns, tuning.down_depth),
+    )  # fmt: skip
+    return combine(y.reshape(tokens, topk, hidden), weights, experts, count)
+
+
+def combine(
+    y: Float[Array, "tokens topk hidden"],
+    weights: Float[Array, "tokens topk"],
+    experts: Int[Array, "tokens topk"],
+    count: int,
+) -> Float[Array, "tokens hidden"]:
+    """``sum_k weights[:, k] y[:, k]`` over valid choices, in float32, first choice first.
+
+    What no kernel wrote, a choice that is no expert's, is selected away.
+    """
+    chosen = (experts >= 0) & (experts < count)
+    total = jnp.zeros(y[:, 0].shape, jnp.float32)
+    for k in range(y.shape[1]):
+        part = weights[:, k, None] * y[:, k].astype(jnp.float32)
+        total = total + jnp.where(chosen[:, k, None], part, 0.0)
+    return total.astype(y.dtype)
+
+
+def _plan_sizes(pairs: int, count: int, tuning: Tuning) -> dict[str, int]:
+    """Static sizes of the planning kernel."""
+    return dict(
+        EXPERTS=count,
+        BINS=_power(count),
+        CHUNK=min(_power(pairs), 4096),
+        ROWS=tuning.rows,
+        GROUP=tuning.group,
+    )
+
+
+def _most_tiles(pairs: int, experts: int, rows: int) -> int:
+    """Tiles that any choice of experts can need: each has a row, and all but one an expert all."""
+    return min(pairs, pairs // rows + min(experts, pairs))
+
+
+def _check(tuning: Tuning, pairs: int, hidden: int, width: int) -> None:
+    """Refuse a tuning that does not divide the problem."""
+    for name, size, n in (
+        ("gate_columns", "width", width),
+        ("gate_depth", "hidden", hidden),
+        ("down_columns", "hidden", hidden),
+        ("down_depth", "width", width),
+    ):
+        if n % getattr(tuning, name):
+            what = f"routed_experts[triton]: tuning.{name}"
+            raise ArgumentError(what, getattr(tuning, name), f"a divisor of {size}={n}")
+    if not tuning.planned and pairs > MOST_UNPLANNED:
+        what = "routed_experts[triton]: tuning.planned"
+        allowed = f"True above {MOST_UNPLANNED} choices (tokens x topk), here {pairs}"
+        raise ArgumentError(what, False, allowed)
+
+
+def _divisor(n: int, most: int) -> int:
+    """The largest power of two that divides ``n``, ``most`` at most."""
+    return min(n & -n, most)
+
+
+def _power(n: int) -> int:
+    """The smallest power of two from ``n`` on, 16 at least."""
+    return max(16, 1 << (n - 1).bit_length())
+
+
+def _spec(shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)

@@ -1,0 +1,49 @@
+"""Routed experts on any device: rows sorted by expert, three grouped products."""
+
+import jax.numpy as jnp
+from jax import lax
+
+from mla_jax.pallas.grouped_matmul.ref import swiglu
+from mla_jax.types import Array, Float, Int
+
+__all__ = ["routed_experts"]
+
+
+def routed_experts(
+    x: Float[Array, "tokens hidden"],
+    gate: Float[Array, "experts hidden width"],
+    up: Float[Array, "experts hidden width"],
+    down: Float[Array, "experts width hidden"],
+    weights: Float[Array, "tokens topk"],
+    experts: Int[Array, "tokens topk"],
+    *,
+    limit: float | None,
+) -> Float[Array, "tokens hidden"]:
+    """``ref.routed_experts``, a chosen expert's rows alone; each product is rounded to x's dtype.
+
+    Products accumulate in float32 (float32 operands never multiply in TF32); the sum over
+    choices is float32.
+    """
+    count, topk = gate.shape[0], experts.shape[1]
+    # An index that is no expert sorts behind all of them, and no group holds it.
+    flat = jnp.where((experts >= 0) & (experts < count), experts, count).reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    sizes = jnp.zeros((count,), jnp.int32).at[flat].add(1, mode="drop")
+    rows = x[order // topk]  # [tokens * topk, hidden], by expert
+    exact = x.dtype == jnp.float32
+
+    def grouped(a: Array, w: Array) -> Array:
+        return lax.ragged_dot(
+            a,
+            w,
+            sizes,
+            precision=lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT,
+            preferred_element_type=jnp.float32,
+        ).astype(a.dtype)
+
+    y = grouped(swiglu(grouped(rows, gate), grouped(rows, up), limit), down)
+    chosen = flat[order] < count
+    scaled = y.astype(jnp.float32) * weights.reshape(-1)[order][:, None]
+    scaled = jnp.where(chosen[:, None], scaled, 0.0)
+    back = jnp.zeros_like(scaled).at[order].set(scaled, unique_indices=True)
+    return back.reshape(x.shape[0], topk, -1).sum(axis=1).astype(x.dtype)
