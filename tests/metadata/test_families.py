@@ -1,6 +1,7 @@
 """Random traffic of the scheduler through the builders of all families."""
 
 import random
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ from mla_jax.metadata.common import GroupSpec, HostBatch, build_common, warmup_c
 from mla_jax.metadata.deepseek_v4 import V4MetadataBuilder
 from mla_jax.metadata.deepseek_v32 import V32MetadataBuilder
 from mla_jax.metadata.indexer import Indexer
+from mla_jax.metadata.mla import MLAMetadata
 from mla_jax.metadata.packed import pack
 from mla_jax.metadata.window import Windows
 from mla_jax.model.sampling import SamplingParams
@@ -131,6 +133,26 @@ def program(builder: AttentionMetadataBuilder, traced: list):
     return jax.jit(step)
 
 
+def check_counts(meta, host: HostBatch) -> None:
+    """Every part has the split of the host, and the indexer's chunks every query with keys."""
+    decodes = host.leading_up_to(1)
+    tokens = int(host.query_starts[decodes])
+    split = [decodes, host.num_requests - decodes, tokens, host.num_tokens - tokens]
+    if isinstance(meta, MLAMetadata):
+        assert [int(meta.num_decodes), int(meta.num_decode_tokens)] == [decodes, tokens]
+        return
+    parts = [meta.indexer, *([meta.windows] if hasattr(meta, "windows") else [])]
+    assert all(part.counts[:4].tolist() == split for part in parts)
+    ratio = 4 if hasattr(meta, "windows") else 1
+    queries, keys = host.lens_from(decodes)
+    wanted = sum(q for q, k in zip(queries, keys, strict=True) if k // ratio)
+    covered = 0
+    if (prefill := meta.indexer.prefill) is not None:
+        plan = np.asarray(prefill.plan)[: int(prefill.num_chunks)]
+        covered = int((plan[:, 3] - plan[:, 2]).sum())
+    assert wanted <= covered <= sum(queries)
+
+
 @pytest.mark.parametrize("family", BUILDERS)
 def test_random_traffic(family):
     """Programs are the rungs visited, all of them listed before; every step's metadata holds."""
@@ -149,10 +171,27 @@ def test_random_traffic(family):
         positions = [p for w in plan.work for p in range(w.start, w.start + w.length)]
         assert meta.positions[: len(positions)].tolist() == positions
         assert int(meta.real.sum()) == len(positions)
+        check_counts(meta, host)
         visited.add(decision.bucket)
     assert set(traced) == visited <= set(listed)
     assert len(traced) == len(visited)
     assert len(visited) >= len(listed) - 1
+
+
+@pytest.mark.parametrize(("longest", "widths"), [(4096, 1), (163_840, 2), (1 << 20, 3)])
+def test_stated_numbers_of_programs(longest, widths):
+    """docs/metadata.md: 6 for each family, 8 with absorption; times the widths of page tables."""
+    sizes = {"max_requests": 128, "max_prefill_tokens": 512, "max_pages": longest // 64}
+    latent, keys = GroupSpec("latent", 64), Indexer(group=GroupSpec("index_keys", 64))
+    dense = MLAMetadataBuilder(ladder=MLALadder.default(**sizes), group=latent)
+    absorbing = replace(dense, absorb=lambda queries, contexts: 0, absorb_run=4)
+    sparse = V32MetadataBuilder(ladder=default_steps(**sizes), latent=latent, indexer=keys)
+    small = v4()
+    windows = replace(small.windows, group=GroupSpec("window", 64), max_model_len=longest)
+    wide = replace(small, ladder=default_steps(**sizes), windows=windows)
+    assert [len(b.rungs()) // widths for b in (dense, absorbing, sparse, wide)] == [6, 8, 6, 6]
+    for builder in (sparse, wide):  # nothing grows with the square of anything
+        assert all(sum(x.size for x in jax.tree.leaves(d)) < 8192 for d in builder.rungs())
 
 
 @pytest.mark.parametrize("family", BUILDERS)
@@ -174,9 +213,11 @@ def test_rungs_compile_what_steps_run(family):
             (np.asarray(s) == -1).all()
             for s in getattr(meta, "common", warmup_common(b, builder.groups)).slots.values()
         )
-    before = len(traced)
+    before, empties = len(traced), {d.bucket: d for d in builder.rungs()}
     for plan in steps(60, seed=2):
         decision = builder.decide(host_of(plan))
+        none = builder.warmup_decision(decision)
+        jax.tree.map(np.testing.assert_array_equal, none, empties[decision.bucket])
         tables = tables_of(plan, builder, decision)
         run(pack((host_of(plan).padded_arrays(decision.common_bucket), tables, decision)))
     assert len(traced) == before == len(builder.rungs())
