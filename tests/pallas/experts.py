@@ -43,11 +43,14 @@ class Case:
         rows = {k: getattr(self, k)[tokens] for k in ("x", "weights", "experts")}
         return replace(self, **rows)
 
-    def poisoned(self) -> "Case":
-        """NaN in every row, weight and expert that nobody asks for."""
+    def poisoned(self, *, unused_experts: bool = True) -> "Case":
+        """NaN in every row, weight and, unless told otherwise, expert that nobody asks for.
+
+        XLA's grouped product on a CPU multiplies every row with every expert and masks.
+        """
         unused = np.setdiff1d(np.arange(len(self.gate)), self.experts[self.valid])
         leaves = {k: getattr(self, k).copy() for k in ("gate", "up", "down", "x", "weights")}
-        for k in ("gate", "up", "down"):
+        for k in ("gate", "up", "down") if unused_experts else ():
             leaves[k][unused] = np.nan
         leaves["x"][~self.valid.any(axis=1)] = np.nan
         leaves["weights"][~self.valid] = np.nan

@@ -55,7 +55,7 @@ def run(c, tuning, limit=None):
 
 
 @pytest.mark.parametrize("tuning", TUNINGS.values(), ids=TUNINGS)
-@pytest.mark.parametrize("tokens", [1, 5, 40])
+@pytest.mark.parametrize("tokens", [1, 30])
 def test_against_the_truth(tokens, tuning, rng):
     c = case(rng, tokens, dtype="float16")
     judge(run(c, tuning), c)

@@ -1,4 +1,4 @@
-"""The Triton backend of the routed experts: tunings, tiles, and the programs on no GPU and on one."""
+"""Routed experts in Triton: tunings, tiles, and the programs without a GPU and on one."""
 
 import os
 import subprocess
@@ -15,7 +15,6 @@ import pytest
 from mla_jax import ops
 from mla_jax.errors import ArgumentError, UnsupportedError
 from mla_jax.ops import routed_experts
-from mla_jax.pallas import problems
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.grouped_matmul import triton
 from mla_jax.pallas.registry import Problem
@@ -136,6 +135,7 @@ def test_tiles_are_enough_for_any_choice(pairs, experts, rows):
 INTERPRETER = missing("triton", "torch")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(INTERPRETER), reason=INTERPRETER or "installed")
 def test_the_programs_in_tritons_interpreter():
     import importlib.metadata
@@ -155,7 +155,7 @@ def test_the_programs_in_tritons_interpreter():
         text=True,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert "24 passed" in done.stdout.splitlines()[-1], done.stdout[-500:]
+    assert "passed" in done.stdout and "skipped" not in done.stdout, done.stdout[-500:]
 
 
 COMPILER = missing("triton")
@@ -223,10 +223,10 @@ def test_compiles_for_sm90_with_few_launches(tokens, calls, monkeypatch):
     )  # fmt: skip
     text = compiled.as_text()
     entry = text[text.index("\nENTRY") :].splitlines()
-    ops_ = [line.split(" = ")[1] for line in entry if " = " in line]
-    assert sum("custom-call(" in x for x in ops_) == calls, entry
-    assert sum(" fusion(" in x for x in ops_) == 1, entry
-    assert not any(" copy(" in x or " transpose(" in x for x in ops_), entry
+    lines = [line.split(" = ")[1] for line in entry if " = " in line]
+    assert sum("custom-call(" in x for x in lines) == calls, entry
+    assert sum(" fusion(" in x for x in lines) == 1, entry
+    assert not any(" copy(" in x or " transpose(" in x for x in lines), entry
 
 
 MODEL_CASE = dict(experts=16, hidden=256, width=128, topk=4)
