@@ -25,7 +25,7 @@ SMALL = triton.Tuning(
 TUNINGS = {
     "planned": SMALL,
     "unplanned": replace(SMALL, planned=False),
-    "tail": replace(SMALL, rows=64, tail=16),
+    "tail": replace(SMALL, rows=32, tail=16),
     "group": replace(SMALL, group=1),
 }
 GARBAGE = 2**30

@@ -62,10 +62,14 @@ MOST_UNPLANNED = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """Shapes of tiles; what changes the speed, and of its bits at most the last of a result."""
+    """Shapes of tiles: what changes the speed.
+
+    Bits of a result depend on ``rows`` alone, and of it only on whether it is 64 or more, where
+    Hopper multiplies with other instructions; a tail is on the same side as the whole tiles.
+    """
 
     rows: int  # of a tile: 16 to 256
-    tail: int  # a tile of no more rows than this is computed as one of so many; <= rows
+    tail: int  # a tile of no more rows than this is computed as one of so many
     planned: bool  # a kernel lists tiles first; else every pair looks for its own
     group: int  # tiles of an expert that read a block of weights together
     gate_columns: int  # of gate and of up: a block of one program
@@ -82,6 +86,7 @@ class Tuning:
             n = getattr(self, name)
             assert n >= 16 and n & (n - 1) == 0, f"{name}={n}: a power of two, 16 or more"
         assert self.tail <= self.rows, "a tail is no longer than a tile"
+        assert self.tail >= 64 or self.rows < 64, "a tail of 64 rows or more, as whole tiles have"
         assert self.planned or self.tail == self.rows, "a tail needs a plan"
         warps = {self.gate_warps, self.down_warps}
         assert warps <= {1, 2, 4, 8}, "1, 2, 4 or 8 warps"
