@@ -313,7 +313,9 @@ def test_an_unknown_backend_is_refused_before_anything_is_loaded():
     def load():
         raise AssertionError("loaded")
 
-    with pytest.raises(EngineError, match=r"backend: given xal; allowed: mosaic or xla or triton, or None"):
+    with pytest.raises(
+        EngineError, match=r"backend: given xal; allowed: mosaic or xla or triton, or None"
+    ):
         Engine(load, CONFIG, num_pages=4, backend="xal")
 
 

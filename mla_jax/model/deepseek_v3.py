@@ -115,6 +115,12 @@ class DeepseekV3(nnx.Module):
             for stack in self.stacks
         ]
 
+    def absorb(self) -> None:
+        """Nothing: whoever serves derives the absorbed weights (``derive``), so none go stale.
+
+        Called before serving or not, tokens are the same.
+        """
+
     def __call__(
         self,
         token_ids: Int[Array, "tokens"],

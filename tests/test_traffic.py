@@ -1,0 +1,73 @@
+"""Random mixes through one engine; ``python -m tools.traffic 10000`` for more than here."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from tests import traffic
+
+
+@pytest.fixture(scope="module")
+def model():
+    return traffic.model()
+
+
+@pytest.fixture(scope="module")
+def engine(model):
+    """All programs ready."""
+    engine = traffic.engine(model)
+    assert engine.warm_up() == len(engine.builder.rungs()) == engine.stats().compiles == 3
+    return engine
+
+
+@pytest.fixture(scope="module")
+def single(engine, model):
+    """Each request alone, its prompt in longer chunks than among others."""
+    return traffic.alone(traffic.sharing(engine, model, max_requests=1))
+
+
+@pytest.mark.slow
+def test_500_random_mixes_equal_each_request_alone(engine, single):
+    single(traffic.asks(1, seed=0)[0])
+    compiled = traffic.Compilations()
+    tally = traffic.run(engine, single, mixes=500, kinds=60)
+    assert (tally.wrong, tally.lost_pages, compiled.count) == (0, 0, 0), tally
+    assert tally.completed + tally.cancelled == tally.requests
+    assert min(tally.preemptions, tally.cancelled) > 50, tally
+    stats = engine.stats()
+    assert stats.compiles == len(engine.builder.rungs())
+    assert set(stats.buckets) == {d.bucket for d in engine.builder.rungs()}
+    assert (stats.live, stats.pages_used, stats.recoveries) == (0, 0, 0)
+
+
+def test_a_wrong_token_and_a_lost_page_are_found(engine, single):
+    """The comparison can fail."""
+
+    def wrong(ask):
+        want = single(ask)
+        return dataclasses.replace(want, token_ids=(*want.token_ids[:-1], -1))
+
+    tally = traffic.run(engine, wrong, mixes=5, kinds=5, seed=1)
+    assert tally.wrong >= tally.completed > 0
+    pool = engine.scheduler.groups[0].pool
+    release, lost = pool.release, []
+
+    def lose(pages):
+        first = [] if lost else list(pages[:1])
+        lost.extend(first)
+        release(pages[len(first) :])
+
+    pool.release = lose
+    try:
+        tally = traffic.run(engine, single, mixes=1, kinds=5, seed=1)
+    finally:
+        del pool.release
+    pool.release(lost)
+    assert tally.lost_pages == 1
+
+
+def test_a_compilation_is_heard_of():
+    compiled = traffic.Compilations()
+    jax.jit(lambda x: x + 1)(2.5).block_until_ready()
+    assert compiled.count >= 1
