@@ -18,7 +18,7 @@ from mla_jax.metadata.mla import MLAMetadata
 from mla_jax.metadata.packed import pack
 from mla_jax.metadata.window import Windows
 from mla_jax.model.sampling import SamplingParams
-from mla_jax.pages import PagePool
+from mla_jax.pages import PageGroup, PagePool
 from mla_jax.scheduler import Plan, Scheduler
 
 PAGE, LONGEST, REQUESTS, CHUNK = 8, 256, 12, 40
@@ -69,17 +69,17 @@ def v4() -> V4MetadataBuilder:
 BUILDERS = {"v3": v3, "v32": v32, "v4": v4}
 
 
-def steps(count: int, *, seed: int):
+def steps(builder: AttentionMetadataBuilder, count: int, *, seed: int):
     """Plans of a scheduler that is given, cancels and preempts requests at random."""
     rng = random.Random(seed)
+    first, *others = builder.groups  # the first runs out of pages
+    pools = {first: PagePool(40)} | {g: PagePool(40 * REQUESTS) for g in others}
     scheduler = Scheduler(
-        pool=PagePool(40),
-        page=PAGE,
+        groups=[PageGroup(name=g.name, pool=pool, tokens=g.tokens) for g, pool in pools.items()],
         max_requests=REQUESTS,
         max_prefill_tokens=CHUNK,
         max_model_len=LONGEST,
         vocab=99,
-        eos=(),
     )
     for n in range(count):
         for _ in range(rng.choice([0, 0, 1, 3]) if len(scheduler) < 20 or n == 0 else 0):
@@ -102,20 +102,13 @@ def host_of(plan: Plan) -> HostBatch:
 
 
 def tables_of(plan: Plan, builder: AttentionMetadataBuilder, decision) -> dict[str, np.ndarray]:
-    """The first group's pages are the scheduler's; each other's are counted through."""
-    bucket = decision.common_bucket
-    tables = {
-        g.name: np.zeros((bucket.requests, width), np.int32)
-        for g, width in zip(builder.groups, bucket.pages, strict=True)
-    }
-    first, *others = builder.groups
-    for i, work in enumerate(plan.work):
-        length = work.start + work.length
-        need = first.pages_of(length)
-        tables[first.name][i, :need] = work.request.pages[:need]
-        for group in others:
-            need = group.pages_of(length)
-            tables[group.name][i, :need] = 1 + i * LONGEST + np.arange(need)
+    """The scheduler's pages of every group."""
+    bucket, tables = decision.common_bucket, {}
+    for k, (group, width) in enumerate(zip(builder.groups, bucket.pages, strict=True)):
+        table = tables[group.name] = np.zeros((bucket.requests, width), np.int32)
+        for row, work in zip(table, plan.work, strict=False):
+            pages = work.request.pages[k][:width]
+            row[: len(pages)] = pages
     return tables
 
 
@@ -160,7 +153,7 @@ def test_random_traffic(family):
     listed = [d.bucket for d in builder.rungs()]
     assert len(set(listed)) == len(listed) <= 8
     run = program(builder, traced)
-    for plan in steps(300, seed=1):
+    for plan in steps(builder, 300, seed=1):
         host = host_of(plan)
         decision = builder.decide(host)
         tables = tables_of(plan, builder, decision)
@@ -214,7 +207,7 @@ def test_rungs_compile_what_steps_run(family):
             for s in getattr(meta, "common", warmup_common(b, builder.groups)).slots.values()
         )
     before, empties = len(traced), {d.bucket: d for d in builder.rungs()}
-    for plan in steps(60, seed=2):
+    for plan in steps(builder, 60, seed=2):
         decision = builder.decide(host_of(plan))
         none = builder.warmup_decision(decision)
         jax.tree.map(np.testing.assert_array_equal, none, empties[decision.bucket])
