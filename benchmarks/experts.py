@@ -108,14 +108,12 @@ def _changes(first: Tuning, pairs: int) -> list[dict[str, Any]]:
             gate(128, 64, 4, 3) | down(64, 64, 4, 5),
             gate(64, 128, 4, 3) | down(64, 128, 4, 4),
             gate(128, 64, 8, 3) | down(256, 64, 8, 3),
-            dict(rows=64, tail=32),
             dict(rows=128, tail=64) | gate(128, 64, 8, 3) | down(256, 64, 8, 3),
         ]
     return [
         gate(128, 64, 8, 3) | down(256, 64, 8, 4),
         dict(tail=128),
         dict(group=16),
-        dict(tail=32),
         gate(64, 64, 4, 4) | down(128, 64, 4, 4),
         gate(64, 64, 8, 4) | down(128, 64, 8, 4),
         dict(rows=64, tail=64) | gate(128, 64, 4, 4) | down(256, 64, 4, 3),

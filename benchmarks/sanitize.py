@@ -108,15 +108,16 @@ def run_stack() -> None:
     for format in ("bf16", "fp8_e4m3"):
         for heads in (16, 128):
             q = rng.standard_normal((2, heads, RANK + ROPE))
+            with on_host():
+                given = [jnp.asarray(a, jnp.bfloat16) for a in (rows, q)]
+                given += [jnp.asarray(a, jnp.int32) for a in (slots, table, lens, starts)]
+                sizes = {"num_pages": num_pages, "page": page, "rank": RANK, "rope": ROPE}
+                cache = LatentCache.alloc(**sizes, layers=layers, format=format)
             found = []
             for backend, device in (("mosaic", jax.devices()[0]), ("xla", jax.devices("cpu")[0])):
-                with jax.default_device(device):
-                    x, query = (jnp.asarray(a, jnp.bfloat16) for a in (rows, q))
-                    index = [jnp.asarray(a, jnp.int32) for a in (slots, table, lens, starts)]
-                    sizes = {"num_pages": num_pages, "page": page, "rank": RANK, "rope": ROPE}
-                    cache = LatentCache.alloc(**sizes, layers=layers, format=format)
                 run = jax.jit(functools.partial(_stack, backend, layers - 1))
-                found.append([np.asarray(a, np.float32) for a in run(cache, x, query, *index)])
+                result = run(*jax.device_put((cache, *given), device))
+                found.append([np.asarray(a).astype(np.float32) for a in result])
             for ours, want in zip(*found, strict=True):
                 worst = float(np.abs(ours - want).max())
                 assert worst < 0.05, worst

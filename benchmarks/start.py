@@ -78,7 +78,7 @@ def _start(layers: int, folder: str) -> dict:
     """One engine, from settings to the end of its first step."""
     begun = time.perf_counter()
     from benchmarks.random_model import drawn, of_layers
-    from mla_jax.engine import Engine, WarmUp
+    from mla_jax.engine import Engine
     from mla_jax.metadata.packed import pack
     from mla_jax.model.presets import V2_LITE
     from mla_jax.model.sampling import SamplingParams

@@ -51,7 +51,7 @@ def questions(count: int, *, seed: int) -> list[Question]:
 def build_engine(model: DeepseekV3, config: ModelConfig) -> Engine:
     """An engine over a page pool too small for all requests at once."""
     longest = LONGEST + max(map(longest_answer, KINDS))
-    ladder = MLALadder(  # one rung each: five programs serve everything
+    ladder = MLALadder(  # one rung each: three programs serve everything
         decodes=Ladder("decode requests", (REQUESTS,)),
         prefills=Ladder("prefill requests", (REQUESTS,)),
         prefill_tokens=Ladder("prefill tokens", (CHUNK,)),

@@ -416,13 +416,11 @@ class Engine:
     def _check_largest_step(self, serving: Serving) -> None:
         """Refuse a ladder that cannot hold what the scheduler may ask for."""
         most, chunk = serving.max_requests, serving.prefill_chunk
-        longest = serving.max_model_len
-        for decodes in {0, most - 1, most}:
-            prefills = [] if decodes == most else [chunk]
-            lens = [1] * decodes + prefills
-            if lens:
-                keys = [max(longest, n) for n in lens]
-                self.builder.decide(HostBatch.of(np.array(lens), np.array(keys)))
+        many = max(min(most, chunk // 2), 1)  # prompts of two tokens and more
+        prompts = [2] * (many - 1) + [chunk - 2 * (many - 1)]
+        for lens in ([1] * most, [1] * (most - 1) + [chunk], prompts):
+            keys = [max(serving.max_model_len, n) for n in lens]
+            self.builder.decide(HostBatch.of(np.array(lens), np.array(keys)))
 
     def _whole(self) -> "_Whole":
         """Host state that a block changes: mended before it if an earlier one was interrupted."""

@@ -348,7 +348,8 @@ def test_a_setting_is_refused_before_weights_are_read(setting):
 
 
 def test_a_model_may_be_made_by_a_function(model):
-    engine = Engine(lambda: model, CONFIG, num_pages=16, page=8, max_model_len=64, ladder=LADDER)
+    sizes = {"num_pages": 16, "page": 8, "max_requests": 16, "prefill_chunk": 48}
+    engine = Engine(lambda: model, CONFIG, max_model_len=64, ladder=LADDER, **sizes)
     assert engine.stats().pages == 15
 
 

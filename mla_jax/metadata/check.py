@@ -6,6 +6,7 @@ bound. ``check_host`` needs host arrays only; ``HostBatch.of`` refuses bad lengt
 
 from collections.abc import Mapping
 from functools import singledispatch
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -87,7 +88,7 @@ def check_host(
     *,
     bucket: CommonBucket,
     groups: tuple[GroupSpec, ...],
-    page_tables: Mapping[str, np.ndarray] | None = None,
+    page_tables: Mapping[str, np.ndarray] = MappingProxyType({}),
     num_pages: int | None = None,
 ) -> None:
     """Refuse a step that no program of this bucket can run; host arrays only, nothing launched.
@@ -109,7 +110,7 @@ def check_host(
     require("query_lens", queries, inert_behind(host.num_requests, queries), "0 on padding")
     if int(starts[-1]) > host.num_tokens:
         raise MetadataError("num_tokens", host.num_tokens, f"at least {starts[-1]}")
-    for group in groups if page_tables is not None else ():
+    for group in groups if page_tables else ():
         table = page_tables[group.name]
         _require_int32(f"page_table of {group.name}", table)
         both = table[: len(lens)], lens[: len(table)]

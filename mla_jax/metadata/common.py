@@ -187,28 +187,30 @@ class HostBatch:
             MetadataError: lengths that no step can have.
         """
         queries, lens = _lengths("query_lens", query_lens), _lengths("seq_lens", seq_lens)
-        if len(queries) != len(lens):
-            raise MetadataError("seq_lens", f"{len(lens)} entries", f"{len(queries)}, one each")
-        starts = np.zeros(len(queries) + 1, np.int32)
-        total = int(np.add.reduce(queries, dtype=np.int64))
-        if total > INT32_MAX:
-            raise MetadataError("tokens of a step", total, f"at most {INT32_MAX}")
+        n = len(queries)
+        if n != len(lens):
+            raise MetadataError("seq_lens", f"{len(lens)} entries", f"{n}, one each")
         # Ufuncs, not numpy's functions around them: those take as long again.
+        longest_query = longest = 0
+        if n:
+            longest_query, longest = map(int, map(np.maximum.reduce, (queries, lens)))
+            if int(np.minimum.reduce(queries)) < 0 or int(np.minimum.reduce(lens - queries)) < 0:
+                raise _bad_length(queries, lens)
+            if n * longest_query > INT32_MAX:
+                total = int(queries.sum(dtype=np.int64))
+                if total > INT32_MAX:
+                    raise MetadataError("tokens of a step", total, f"at most {INT32_MAX}")
+        starts = np.zeros(n + 1, np.int32)
         np.add.accumulate(queries, out=starts[1:])
-        if len(lens) and int(np.minimum.reduce(lens - queries)) < 0:
-            i = int((lens < queries).argmax())
-            raise MetadataError(
-                f"seq_lens[{i}]", int(lens[i]), f"at least the query length, {int(queries[i])}"
-            )
         host = cls(
             query_starts=starts,
             seq_lens=lens,
             exact=exact,
             is_prefilling=is_prefilling,
-            num_requests=len(lens),
-            num_tokens=total,
-            max_query_len=int(np.maximum.reduce(queries)) if len(queries) else 0,
-            max_seq_len=int(np.maximum.reduce(lens)) if len(lens) else 0,
+            num_requests=n,
+            num_tokens=int(starts[-1]),
+            max_query_len=longest_query,
+            max_seq_len=longest,
         )
         vars(host)["query_lens"] = queries  # known: not to be computed again
         return host
@@ -278,16 +280,29 @@ INT32_MAX = int(np.iinfo(np.int32).max)
 
 
 def _lengths(name: str, given: object) -> Int[np.ndarray, "n"]:
-    """As int32, refused where a length is negative or would wrap."""
+    """As int32, refused where one would wrap; ``of`` refuses negative ones."""
     array = np.asarray(given)
+    if array.dtype == np.int32 and array.ndim == 1:
+        return array
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise MetadataError(name, f"{array.dtype} of shape {array.shape}", "a list of integers")
-    if array.size:
-        least, most = int(np.minimum.reduce(array)), int(np.maximum.reduce(array))
-        if least < 0 or most > INT32_MAX:
-            i = int((array < 0).argmax() if least < 0 else (array > INT32_MAX).argmax())
-            raise MetadataError(f"{name}[{i}]", int(array[i]), f"0 to {INT32_MAX}")
-    return array.astype(np.int32, copy=False)
+    wrong = (array < 0) | (array > INT32_MAX)
+    if wrong.any():
+        i = int(wrong.argmax())
+        raise MetadataError(f"{name}[{i}]", int(array[i]), f"0 to {INT32_MAX}")
+    return array.astype(np.int32)
+
+
+def _bad_length(
+    queries: Int[np.ndarray, "requests"], lens: Int[np.ndarray, "requests"]
+) -> MetadataError:
+    """Which one, and why."""
+    if (queries < 0).any():
+        i = int((queries < 0).argmax())
+        return MetadataError(f"query_lens[{i}]", int(queries[i]), f"0 to {INT32_MAX}")
+    i = int((lens < queries).argmax())
+    least = f"at least the query length, {int(queries[i])}"
+    return MetadataError(f"seq_lens[{i}]", int(lens[i]), least)
 
 
 @jax.tree_util.register_dataclass
@@ -391,14 +406,17 @@ def _check_shapes(query_starts, seq_lens, page_tables, bucket, groups) -> None:
     names = [g.name for g in groups]
     if sorted(page_tables) != sorted(names):
         raise MetadataError("page tables", sorted(page_tables), f"one of each group: {names}")
-    wanted = {"query_starts": (bucket.requests + 1,), "seq_lens": (bucket.requests,)}
-    given = {"query_starts": query_starts.shape, "seq_lens": seq_lens.shape}
+    r = bucket.requests
+    shapes: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = [
+        ("query_starts", query_starts.shape, (r + 1,)),
+        ("seq_lens", seq_lens.shape, (r,)),
+    ]
     for group, width in zip(groups, bucket.pages, strict=True):
-        wanted[f"page table of {group.name}"] = (bucket.requests, width)
-        given[f"page table of {group.name}"] = page_tables[group.name].shape
-    for name, shape in wanted.items():
-        if tuple(given[name]) != shape:
-            raise MetadataError(f"shape of {name}", given[name], f"{shape}, as in {bucket}")
+        name = f"page table of {group.name}"
+        shapes.append((name, page_tables[group.name].shape, (r, width)))
+    for name, given, wanted in shapes:
+        if tuple(given) != wanted:
+            raise MetadataError(f"shape of {name}", given, f"{wanted}, as in {bucket}")
 
 
 def warmup_common(bucket: CommonBucket, groups: tuple[GroupSpec, ...]) -> CommonMetadata:

@@ -115,11 +115,26 @@ def counts_and_rows(
     """``counts``, and the rows of each plan with ``filler`` behind them up to ``size`` rows.
 
     Two views of one array: making another one costs more than filling it.
+
+    Raises:
+        MetadataError: a plan has more rows.
     """
-    words = [*counts]
+    n, columns = len(counts), len(filler)
+    words = _blank(n, len(plans), size, filler).copy()
+    words[:n] = counts
+    start = n
     for plan in plans:
-        for row in plan:
-            words += row
-        words += filler * (size - len(plan))
-    both, n = np.fromiter(words, np.int32, len(words)), len(counts)
-    return both[:n], both[n:].reshape(len(plans), size, len(filler))
+        if len(plan) > size:
+            raise MetadataError("rows of a plan", len(plan), f"at most {size}, the bucket's")
+        if plan:
+            flat = [x for row in plan for x in row]
+            words[start : start + len(flat)] = flat
+        start += size * columns
+    return words[:n], words[n:].reshape(len(plans), size, columns)
+
+
+@cache
+def _blank(counts: int, plans: int, size: int, filler: tuple[int, ...]) -> Int[np.ndarray, "words"]:
+    """No count and no row yet. Not to be written."""
+    rows = np.asarray(filler * (size * plans), np.int32)
+    return np.concatenate([np.zeros(counts, np.int32), rows])

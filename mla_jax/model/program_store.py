@@ -8,6 +8,7 @@ Loading one runs what is in the file: the folder must be yours.
 """
 
 import hashlib
+import importlib
 import pickle
 from collections.abc import Sequence
 from functools import cache
@@ -40,6 +41,9 @@ class ProgramStore:
     def __init__(self, folder: str | Path, placement: Placement):
         self.folder, self.placement = Path(folder), placement
         self.folder.mkdir(parents=True, exist_ok=True)
+        if placement.on_gpu:
+            # Says where the runtime of Mosaic kernels is: without it they are assembled again.
+            importlib.import_module("jax.experimental.mosaic.gpu")
         client = placement.device.client
         self._common = (
             jax.__version__,

@@ -50,6 +50,7 @@ __all__ = [
     "fold_columns",
     "in_place",
     "kernel",
+    "lowered_once",
     "layer_of",
     "matmul",
     "matmul_registers",
@@ -77,6 +78,15 @@ LOWEST = -1.0e30
 LAG = 8.0
 """Powers of two that a running maximum may lag behind: few blocks search for it and rescale sums.
 Weights are at most 2**LAG, which 16 bits and float32 sums hold as exactly as 1."""
+
+
+def lowered_once(*static: str) -> Callable[[Callable], Callable]:
+    """``jax.jit`` with these static arguments: a kernel that several layers call is lowered once.
+
+    Lowering a Mosaic kernel takes a second or more of Python, and a program has its text once for
+    every call that JAX does not know to be the same.
+    """
+    return functools.partial(jax.jit, static_argnames=static)
 
 
 def kernel(body: Callable, **options: Any) -> Callable:

@@ -1,6 +1,7 @@
 """Random traffic of the scheduler through the builders of all families."""
 
 import random
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -13,10 +14,11 @@ from mla_jax.metadata.common import GroupSpec, HostBatch, build_common, warmup_c
 from mla_jax.metadata.deepseek_v4 import V4MetadataBuilder
 from mla_jax.metadata.deepseek_v32 import V32MetadataBuilder
 from mla_jax.metadata.indexer import Indexer
+from mla_jax.metadata.mla import MLAMetadata
 from mla_jax.metadata.packed import pack
 from mla_jax.metadata.window import Windows
 from mla_jax.model.sampling import SamplingParams
-from mla_jax.pages import PagePool
+from mla_jax.pages import PageGroup, PagePool
 from mla_jax.scheduler import Plan, Scheduler
 
 PAGE, LONGEST, REQUESTS, CHUNK = 8, 256, 12, 40
@@ -67,17 +69,17 @@ def v4() -> V4MetadataBuilder:
 BUILDERS = {"v3": v3, "v32": v32, "v4": v4}
 
 
-def steps(count: int, *, seed: int):
+def steps(builder: AttentionMetadataBuilder, count: int, *, seed: int):
     """Plans of a scheduler that is given, cancels and preempts requests at random."""
     rng = random.Random(seed)
+    first, *others = builder.groups  # the first runs out of pages
+    pools = {first: PagePool(40)} | {g: PagePool(40 * REQUESTS) for g in others}
     scheduler = Scheduler(
-        pool=PagePool(40),
-        page=PAGE,
+        groups=[PageGroup(name=g.name, pool=pool, tokens=g.tokens) for g, pool in pools.items()],
         max_requests=REQUESTS,
         max_prefill_tokens=CHUNK,
         max_model_len=LONGEST,
         vocab=99,
-        eos=(),
     )
     for n in range(count):
         for _ in range(rng.choice([0, 0, 1, 3]) if len(scheduler) < 20 or n == 0 else 0):
@@ -100,20 +102,13 @@ def host_of(plan: Plan) -> HostBatch:
 
 
 def tables_of(plan: Plan, builder: AttentionMetadataBuilder, decision) -> dict[str, np.ndarray]:
-    """The first group's pages are the scheduler's; each other's are counted through."""
-    bucket = decision.common_bucket
-    tables = {
-        g.name: np.zeros((bucket.requests, width), np.int32)
-        for g, width in zip(builder.groups, bucket.pages, strict=True)
-    }
-    first, *others = builder.groups
-    for i, work in enumerate(plan.work):
-        length = work.start + work.length
-        need = first.pages_of(length)
-        tables[first.name][i, :need] = work.request.pages[:need]
-        for group in others:
-            need = group.pages_of(length)
-            tables[group.name][i, :need] = 1 + i * LONGEST + np.arange(need)
+    """The scheduler's pages of every group."""
+    bucket, tables = decision.common_bucket, {}
+    for k, (group, width) in enumerate(zip(builder.groups, bucket.pages, strict=True)):
+        table = tables[group.name] = np.zeros((bucket.requests, width), np.int32)
+        for row, work in zip(table, plan.work, strict=False):
+            pages = work.request.pages[k][:width]
+            row[: len(pages)] = pages
     return tables
 
 
@@ -131,6 +126,26 @@ def program(builder: AttentionMetadataBuilder, traced: list):
     return jax.jit(step)
 
 
+def check_counts(meta, host: HostBatch) -> None:
+    """Every part has the split of the host, and the indexer's chunks every query with keys."""
+    decodes = host.leading_up_to(1)
+    tokens = int(host.query_starts[decodes])
+    split = [decodes, host.num_requests - decodes, tokens, host.num_tokens - tokens]
+    if isinstance(meta, MLAMetadata):
+        assert [int(meta.num_decodes), int(meta.num_decode_tokens)] == [decodes, tokens]
+        return
+    parts = [meta.indexer, *([meta.windows] if hasattr(meta, "windows") else [])]
+    assert all(part.counts[:4].tolist() == split for part in parts)
+    ratio = 4 if hasattr(meta, "windows") else 1
+    queries, keys = host.lens_from(decodes)
+    wanted = sum(q for q, k in zip(queries, keys, strict=True) if k // ratio)
+    covered = 0
+    if (prefill := meta.indexer.prefill) is not None:
+        plan = np.asarray(prefill.plan)[: int(prefill.num_chunks)]
+        covered = int((plan[:, 3] - plan[:, 2]).sum())
+    assert wanted <= covered <= sum(queries)
+
+
 @pytest.mark.parametrize("family", BUILDERS)
 def test_random_traffic(family):
     """Programs are the rungs visited, all of them listed before; every step's metadata holds."""
@@ -138,7 +153,7 @@ def test_random_traffic(family):
     listed = [d.bucket for d in builder.rungs()]
     assert len(set(listed)) == len(listed) <= 8
     run = program(builder, traced)
-    for plan in steps(300, seed=1):
+    for plan in steps(builder, 300, seed=1):
         host = host_of(plan)
         decision = builder.decide(host)
         tables = tables_of(plan, builder, decision)
@@ -149,10 +164,27 @@ def test_random_traffic(family):
         positions = [p for w in plan.work for p in range(w.start, w.start + w.length)]
         assert meta.positions[: len(positions)].tolist() == positions
         assert int(meta.real.sum()) == len(positions)
+        check_counts(meta, host)
         visited.add(decision.bucket)
     assert set(traced) == visited <= set(listed)
     assert len(traced) == len(visited)
     assert len(visited) >= len(listed) - 1
+
+
+@pytest.mark.parametrize(("longest", "widths"), [(4096, 1), (163_840, 2), (1 << 20, 3)])
+def test_stated_numbers_of_programs(longest, widths):
+    """docs/metadata.md: 6 for each family, 8 with absorption; times the widths of page tables."""
+    sizes = {"max_requests": 128, "max_prefill_tokens": 512, "max_pages": longest // 64}
+    latent, keys = GroupSpec("latent", 64), Indexer(group=GroupSpec("index_keys", 64))
+    dense = MLAMetadataBuilder(ladder=MLALadder.default(**sizes), group=latent)
+    absorbing = replace(dense, absorb=lambda queries, contexts: 0, absorb_run=4)
+    sparse = V32MetadataBuilder(ladder=default_steps(**sizes), latent=latent, indexer=keys)
+    small = v4()
+    windows = replace(small.windows, group=GroupSpec("window", 64), max_model_len=longest)
+    wide = replace(small, ladder=default_steps(**sizes), windows=windows)
+    assert [len(b.rungs()) // widths for b in (dense, absorbing, sparse, wide)] == [6, 8, 6, 6]
+    for builder in (sparse, wide):  # nothing grows with the square of anything
+        assert all(sum(x.size for x in jax.tree.leaves(d)) < 8192 for d in builder.rungs())
 
 
 @pytest.mark.parametrize("family", BUILDERS)
@@ -174,9 +206,11 @@ def test_rungs_compile_what_steps_run(family):
             (np.asarray(s) == -1).all()
             for s in getattr(meta, "common", warmup_common(b, builder.groups)).slots.values()
         )
-    before = len(traced)
-    for plan in steps(60, seed=2):
+    before, empties = len(traced), {d.bucket: d for d in builder.rungs()}
+    for plan in steps(builder, 60, seed=2):
         decision = builder.decide(host_of(plan))
+        none = builder.warmup_decision(decision)
+        jax.tree.map(np.testing.assert_array_equal, none, empties[decision.bucket])
         tables = tables_of(plan, builder, decision)
         run(pack((host_of(plan).padded_arrays(decision.common_bucket), tables, decision)))
     assert len(traced) == before == len(builder.rungs())

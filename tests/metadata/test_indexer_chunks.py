@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mla_jax.metadata.compat.indexer import plan_indexer_chunks, split_indexer_prefill_chunks
+from mla_jax.metadata.indexer_chunks import indexer_chunks, most_chunks
 from tests.metadata.sparse_batches import LARGE, RX, SMALL, chunk, common, host, indexer, run
 
 INF = 1 << 60
@@ -209,3 +210,32 @@ def test_padding_lanes():
     assert not c.cu_seqlen_ke[5:].any()
     assert c.cu_seq_lens.tolist() == [0, 5] + [11] * (c.cu_seq_lens.size - 2)
     assert set(c.token_to_seq[11:].tolist()) == {c.page_table.shape[0]}
+
+
+@given(st.data())
+def test_no_plan_has_more_chunks_than_its_bucket(data):
+    """``most_chunks`` of a step's sizes bounds every plan of such a step."""
+    requests, queries = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 30))
+    longest, max_logits = (
+        data.draw(st.integers(1, 40)),
+        data.draw(st.sampled_from([1, 50, 200, 9999])),
+    )
+    workspace = data.draw(st.integers(longest, 3 * longest))
+    sizes = {"requests": requests, "queries": queries, "keys": workspace}
+    most = most_chunks(**sizes, max_logits=max_logits)
+    cuts = sorted(data.draw(st.sets(st.integers(1, queries), max_size=requests - 1)) | {queries})
+    rows = [b - a for a, b in zip((0, *cuts), cuts, strict=False) if b > a]
+    keys = [data.draw(st.integers(0, longest)) for _ in rows]
+    found = indexer_chunks(keys, rows, workspace=workspace, max_logits=max_logits, offset=0)
+    assert len([c for c in found if c[4]]) <= most
+
+
+@pytest.mark.parametrize(
+    ("keys", "rows", "max_logits", "count"),
+    [([40] * 4, [2] * 4, 9999, 4), ([40], [9], 80, 5), ([40] * 2, [9, 1], 80, 6)],
+)
+def test_the_bound_is_reached_or_nearly(keys, rows, max_logits, count):
+    """A chunk for each request that fills the workspace, more for those with many logits."""
+    found = indexer_chunks(keys, rows, workspace=40, max_logits=max_logits, offset=0)
+    sizes = {"requests": len(keys), "queries": sum(rows), "keys": 40}
+    assert len(found) == count <= most_chunks(**sizes, max_logits=max_logits) <= count + 2

@@ -67,3 +67,8 @@ def test_counts_and_rows():
     assert rows.tolist() == [[[1, 2], [3, 4], [0, 9]], [[5, 6], [0, 9], [0, 9]]]
     assert counts.dtype == rows.dtype == np.int32
     assert counts_and_rows((), [[]], 0, (0, 9))[1].shape == (1, 0, 2)
+
+
+def test_a_plan_longer_than_its_bucket():
+    with pytest.raises(MetadataError, match="rows of a plan: given 2; allowed: at most 1"):
+        counts_and_rows((0,), [[(1, 2), (3, 4)], []], 1, (0, 0))

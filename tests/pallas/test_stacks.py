@@ -293,6 +293,17 @@ def stack_specs(format, heads=16):
     return pages, spec(STACK[:1], jnp.float32), *queries, *rows, *map(int32, index)
 
 
+def no_copy_of_the_stack(compiled, pages, largest):
+    """Results take the stack's memory; nothing as large as a layer is copied or made."""
+    memory = compiled.memory_analysis()
+    size = pages.size * pages.dtype.itemsize
+    assert memory.alias_size_in_bytes == size
+    assert memory.temp_size_in_bytes < 50 * 10**6 < size / STACK[0]
+    copies = re.findall(r"= \w+\[([\d,]+)\]\S* (?:copy|copy-start)\(", compiled.as_text())
+    elements = [np.prod([int(n) for n in shape.split(",")]) for shape in copies]
+    assert max(elements, default=0) <= largest
+
+
 def through_layers(loop, backend, format, pages, scale, ql, qr, kv, kr, slots, table, lens, at):
     """A step of a model: in each layer the new rows are written, then all are attended to."""
     cache = LatentCache(pages=pages, scale=scale, rank=512, format=FORMATS[format])
@@ -333,13 +344,58 @@ def test_a_loop_over_layers_compiles_for_sm90(loop, name, format, monkeypatch):
     args = stack_specs(format)
     compiled, reports = aot.compile_sm90(fn, *args, donate=(0,))
     assert len(reports) == (4 if name == "mosaic" else 0), [r.name for r in reports]
-    memory = compiled.memory_analysis()
-    size = args[0].size * args[0].dtype.itemsize
-    assert memory.alias_size_in_bytes == size
-    assert memory.temp_size_in_bytes < 50 * 10**6 < size / STACK[0]
-    copies = re.findall(r"= \w+\[([\d,]+)\]\S* (?:copy|copy-start)\(", compiled.as_text())
-    elements = [np.prod([int(n) for n in shape.split(",")]) for shape in copies]
-    assert max(elements, default=0) <= args[2].size, "more than the queries, which are carried"
+    no_copy_of_the_stack(compiled, args[0], args[2].size)  # queries are carried, and copied
+
+
+def chunks_of_context(backend, format, pages, scale, kv, kr, slots, table, lens, at, chunks):
+    """In each layer new rows are written, then a loop gathers the context chunk by chunk."""
+    cache = LatentCache(pages=pages, scale=scale, rank=512, format=FORMATS[format])
+
+    def layer(cache, i):
+        more = {"layer": i, "backend": backend}
+        cache = ops.write_latent(cache, kv, kr, slots, **more)
+
+        def chunk(c, total):
+            rows = ops.gather_latent(
+                cache, table, lens + c, at, rows=TOKENS, dtype=jnp.bfloat16, **more
+            )
+            return total + rows.astype(jnp.float32)
+
+        return cache, jax.lax.fori_loop(0, chunks, chunk, jnp.zeros((TOKENS, 576)))
+
+    cache, sums = jax.lax.scan(layer, cache, jnp.arange(STACK[0], dtype=jnp.int32))
+    return cache.pages, sums
+
+
+@AOT
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "format"), [("mosaic", "bf16"), ("mosaic", "fp8_e4m3"), ("xla", "bf16")]
+)
+def test_a_loop_within_the_loop_compiles_for_sm90(name, format, monkeypatch):
+    """The inner loop reads the stack that the outer one has written."""
+    monkeypatch.setattr(DeviceInfo, "current", lambda: H200)
+    pages, scale, _, _, *rest = stack_specs(format)
+    fn = functools.partial(chunks_of_context, name, format)
+    compiled, reports = aot.compile_sm90(fn, pages, scale, *rest, int32(()), donate=(0,))
+    assert len(reports) == (2 if name == "mosaic" else 0), [r.name for r in reports]
+    no_copy_of_the_stack(compiled, pages, TOKENS * 576)
+
+
+@AOT
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", [None, 3])
+@FORMAT
+def test_pages_move_in_place_for_sm90(format, layer):
+    """In all layers at once: what moves is read, then written, and nothing else is touched."""
+    pages, scale, *_ = stack_specs(format)
+
+    def move(pages, scale, pairs):
+        cache = LatentCache(pages=pages, scale=scale, rank=512, format=FORMATS[format])
+        return ops.copy_blocks(cache, pairs, layer=layer, backend="xla").pages
+
+    compiled, _ = aot.compile_sm90(move, pages, scale, int32((8, 2)), donate=(0,))
+    no_copy_of_the_stack(compiled, pages, 8 * STACK[0] * PAGE * 576)
 
 
 @AOT

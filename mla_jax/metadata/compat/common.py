@@ -126,7 +126,7 @@ class CommonAttentionMetadata:
         """Apply ``resize(array, size, mode)`` to the array of every request and token."""
         per_request = ("seq_lens", "block_table_tensor", "dcp_local_seq_lens", "encoder_seq_lens")
         per_token = ("slot_mapping", "positions", "token_to_req")
-        sizes = dict.fromkeys(per_request, bucket.requests)
+        sizes: dict[str, int] = dict.fromkeys(per_request, bucket.requests)
         sizes |= dict.fromkeys(per_token, bucket.tokens)
         arrays = {n: getattr(self, n) for n in sizes}
         changed = {n: resize(a, sizes[n], "constant") for n, a in arrays.items() if a is not None}

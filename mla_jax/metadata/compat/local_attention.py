@@ -59,7 +59,7 @@ class LocalAttentionBatch:
             bucket=CommonBucket(requests=virtual, tokens=tokens, pages=(width,)),
             query_starts=self.query_starts,
             seq_lens=self.seq_lens,
-            requests=token_to_request(self.query_starts, tokens)[0],
+            requests=token_to_request(jnp.asarray(self.query_starts), tokens)[0],
             page_tables={name: self.page_table},
             num_requests=self.num_virtual,
             max_query_len=jnp.max(self.query_lens, initial=0),

@@ -96,7 +96,9 @@ def _problem(config: MLAPrefillSelectorConfig) -> Problem:
 def _device(capability: DeviceCapability | None) -> DeviceInfo:
     if capability is None:
         return DeviceInfo(platform="cpu", kind="unknown", sm=0)
-    return DeviceInfo(platform="gpu", kind="any", sm=10 * capability.major + capability.minor)
+    return DeviceInfo(
+        platform="gpu", kind="any", sm=10 * capability.major + capability.minor, sms=1
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

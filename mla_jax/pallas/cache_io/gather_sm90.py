@@ -30,6 +30,7 @@ from mla_jax.types import Array, Float, Int
 __all__ = ["gather"]
 
 
+@lib.lowered_once("rows", "dtype", "interpret")
 def gather(
     pages: Float[Array, "*layers pages page row"],
     scale: Float[Array, "*layers"],

@@ -105,8 +105,11 @@ def swap_blocks(
     moved = (i >= 0) & (i < src.shape[-3]) & (j >= 0)
     i, j = jnp.where(moved, i, 0), jnp.where(moved, j, dst.shape[-3])
     if layer is None:  # of one layer, or of all
-        return _scatter(dst, (..., j, slice(None), slice(None)), src[..., i, :, :])
-    return _scatter(dst, (*_writable(dst, layer), j), src[*_readable(src, layer), i])
+        read, written = (..., i, slice(None), slice(None)), (..., j, slice(None), slice(None))
+    else:
+        read, written = (*_readable(src, layer), i), (*_writable(dst, layer), j)
+    # All is read before anything is written: XLA would do both at once, on a copy of the cache.
+    return _scatter(dst, written, lax.optimization_barrier(_bits(src)[read]))
 
 
 def _readable(stack: Array, layer: Array | None) -> tuple[Array, ...]:
@@ -120,11 +123,11 @@ def _writable(stack: Array, layer: Array | None) -> tuple[Array, ...]:
 
 
 def _scatter(pages: Array, index: tuple[Any, ...], values: Array) -> Array:
-    """``pages[index] = values``, dropping indices behind the end.
+    """``pages[index] = values``, or their bits, dropping indices behind the end."""
+    changed = _bits(pages).at[index].set(_bits(values), mode="drop")
+    return changed if changed.dtype == pages.dtype else _bits(changed, pages.dtype)
 
-    One-byte floats go as bytes: scattering them converts the whole cache to float16 and back.
-    """
-    if pages.dtype.itemsize > 1:
-        return pages.at[index].set(values, mode="drop")
-    bits, values = (lax.bitcast_convert_type(x, jnp.uint8) for x in (pages, values))
-    return lax.bitcast_convert_type(bits.at[index].set(values, mode="drop"), pages.dtype)
+
+def _bits(x: Array, dtype: DTypeLike = jnp.uint8) -> Array:
+    """One-byte floats as bytes: scattering them converts the whole cache to float16 and back."""
+    return x if x.dtype.itemsize > 1 else lax.bitcast_convert_type(x, dtype)

@@ -62,6 +62,7 @@ def scratch(
     return buffers
 
 
+@lib.lowered_once("quantised", "tile", "interpret")
 def write(
     pages: Float[Array, "*layers pages page row"],
     scale: Float[Array, "*layers"],

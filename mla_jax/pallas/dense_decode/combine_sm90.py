@@ -62,6 +62,7 @@ TILE = plgpu.Layout.TILED(
 OF_CHAIN = TILE.reduce(1)
 
 
+@lib.lowered_once("heads", "multiprocessors", "early_launch", "interpret")
 def combine(
     out: Float[Array, "rows rank"],
     lse: Float[Array, "rows"],

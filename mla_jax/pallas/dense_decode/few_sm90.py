@@ -70,6 +70,7 @@ def scratch(dtype, sizes: Sizes, quantised: bool) -> dict:
     }
 
 
+@lib.lowered_once("sizes", "scale", "early_launch", "interpret")
 def attend(
     q_latent: jax.Array,
     q_rope: jax.Array,

@@ -108,6 +108,7 @@ def scratch(dtype, copies: int, simulate: bool, quantised: bool = False) -> dict
     return buffers
 
 
+@lib.lowered_once("sizes", "scale", "defer", "prefetch", "early_launch", "interpret")
 def attend(
     q_latent: jax.Array,
     q_rope: jax.Array,

@@ -64,7 +64,7 @@ class PlanFacts:
 class WorkPlan:
     """Pieces, worker by worker, the workers' shares of them, and what to merge."""
 
-    facts: PlanFacts | None = field(default=None, metadata={"static": True})  # None: unchecked
+    facts: PlanFacts | None = field(default=None, metadata={"static": True})  # of make_plan
     slots: int = field(metadata={"static": True})  # rows of the scratch buffer, at most
     workers: int = field(metadata={"static": True})
     tokens: int = field(metadata={"static": True})

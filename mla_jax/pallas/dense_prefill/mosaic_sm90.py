@@ -56,6 +56,7 @@ I32 = jnp.int32
 F32 = jnp.float32
 
 
+@lib.lowered_once("sizes", "scale", "causal", "out_dtype", "interpret")
 def attend(
     q: jax.Array,
     kv: jax.Array,

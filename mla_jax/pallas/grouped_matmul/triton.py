@@ -27,7 +27,20 @@ from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.registry import OneOf, Problem, Requirement, Tuned, Within
 from mla_jax.types import Array, Float, Int
 
-__all__ = ["REQUIREMENT", "Tuning", "heuristic", "routed_experts", "shared_bytes", "tune"]
+__all__ = [
+    "MOST_UNPLANNED",
+    "REQUIREMENT",
+    "Tuning",
+    "combine",
+    "heuristic",
+    "most_tiles",
+    "plan_sizes",
+    "power",
+    "routed_experts",
+    "shared_bytes",
+    "spec",
+    "tune",
+]
 
 REQUIREMENT = Requirement(
     sm=Within(low=80),
@@ -49,10 +62,14 @@ MOST_UNPLANNED = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """Shapes of tiles; what changes the speed, and of its bits at most the last of a result."""
+    """Shapes of tiles: what changes the speed.
+
+    Bits of a result depend on ``rows`` alone, and of it only on whether it is 64 or more, where
+    Hopper multiplies with other instructions; a tail is on the same side as the whole tiles.
+    """
 
     rows: int  # of a tile: 16 to 256
-    tail: int  # a tile of no more rows than this is computed as one of so many; <= rows
+    tail: int  # a tile of no more rows than this is computed as one of so many
     planned: bool  # a kernel lists tiles first; else every pair looks for its own
     group: int  # tiles of an expert that read a block of weights together
     gate_columns: int  # of gate and of up: a block of one program
@@ -69,6 +86,7 @@ class Tuning:
             n = getattr(self, name)
             assert n >= 16 and n & (n - 1) == 0, f"{name}={n}: a power of two, 16 or more"
         assert self.tail <= self.rows, "a tail is no longer than a tile"
+        assert self.tail >= 64 or self.rows < 64, "a tail of 64 rows or more, as whole tiles have"
         assert self.planned or self.tail == self.rows, "a tail needs a plan"
         warps = {self.gate_warps, self.down_warps}
         assert warps <= {1, 2, 4, 8}, "1, 2, 4 or 8 warps"
@@ -158,26 +176,26 @@ def routed_experts(
         return jnp.zeros_like(x)
     _check(tuning, pairs, hidden, width)
     if tuning.planned:
-        tile_count = _most_tiles(pairs, count, tuning.rows)
+        tile_count = most_tiles(pairs, count, tuning.rows)
         tiles, rows = triton_lib.call(
             kernels.plan,
             experts,
             pairs,
             tile_count,
-            out=(_spec((tile_count, kernels.FIELDS.value)), _spec((pairs,))),
+            out=(spec((tile_count, kernels.FIELDS.value)), spec((pairs,))),
             grid=count,
             warps=4,
             stages=1,
-            **_plan_sizes(pairs, count, tuning),
+            **plan_sizes(pairs, count, tuning),
         )
     else:
         tile_count, tiles, rows = pairs, experts, experts  # not read
     sizes = (count, topk, hidden, width)
-    searched = 0 if tuning.planned else _power(pairs)
+    searched = 0 if tuning.planned else power(pairs)
     h = triton_lib.call(
         kernels.gate_up,
         x, gate, up, experts, rows, tiles, pairs,
-        out=_spec((pairs, width), x.dtype),
+        out=spec((pairs, width), x.dtype),
         grid=tile_count * (width // tuning.gate_columns),
         warps=tuning.gate_warps,
         stages=tuning.gate_stages,
@@ -189,7 +207,7 @@ def routed_experts(
     y = triton_lib.call(
         kernels.down,
         h, down, experts, rows, tiles, pairs,
-        out=_spec((pairs, hidden), x.dtype),
+        out=spec((pairs, hidden), x.dtype),
         grid=tile_count * (hidden // tuning.down_columns),
         warps=tuning.down_warps,
         stages=tuning.down_stages,
@@ -218,18 +236,18 @@ def combine(
     return total.astype(y.dtype)
 
 
-def _plan_sizes(pairs: int, count: int, tuning: Tuning) -> dict[str, int]:
+def plan_sizes(pairs: int, count: int, tuning: Tuning) -> dict[str, int]:
     """Static sizes of the planning kernel."""
     return dict(
         EXPERTS=count,
-        BINS=_power(count),
-        CHUNK=min(_power(pairs), 4096),
+        BINS=power(count),
+        CHUNK=min(power(pairs), 4096),
         ROWS=tuning.rows,
         GROUP=tuning.group,
     )
 
 
-def _most_tiles(pairs: int, experts: int, rows: int) -> int:
+def most_tiles(pairs: int, experts: int, rows: int) -> int:
     """Tiles that any choice of experts can need: each has a row, and all but one an expert all."""
     return min(pairs, pairs // rows + min(experts, pairs))
 
@@ -256,10 +274,10 @@ def _divisor(n: int, most: int) -> int:
     return min(n & -n, most)
 
 
-def _power(n: int) -> int:
+def power(n: int) -> int:
     """The smallest power of two from ``n`` on, 16 at least."""
     return max(16, 1 << (n - 1).bit_length())
 
 
-def _spec(shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+def spec(shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)

@@ -24,12 +24,12 @@ def routed_experts(
     Products accumulate in float32 (float32 operands never multiply in TF32); the sum over
     choices is float32.
     """
-    count, topk = gate.shape[0], experts.shape[1]
+    count = gate.shape[0]
     # An index that is no expert sorts behind all of them, and no group holds it.
     flat = jnp.where((experts >= 0) & (experts < count), experts, count).reshape(-1)
     order = jnp.argsort(flat, stable=True)
     sizes = jnp.zeros((count,), jnp.int32).at[flat].add(1, mode="drop")
-    rows = x[order // topk]  # [tokens * topk, hidden], by expert
+    rows = x[order // experts.shape[1]]  # [tokens * topk, hidden], by expert
     exact = x.dtype == jnp.float32
 
     def grouped(a: Array, w: Array) -> Array:
@@ -46,4 +46,4 @@ def routed_experts(
     scaled = y.astype(jnp.float32) * weights.reshape(-1)[order][:, None]
     scaled = jnp.where(chosen[:, None], scaled, 0.0)
     back = jnp.zeros_like(scaled).at[order].set(scaled, unique_indices=True)
-    return back.reshape(x.shape[0], topk, -1).sum(axis=1).astype(x.dtype)
+    return back.reshape(*experts.shape, x.shape[1]).sum(axis=1).astype(x.dtype)
