@@ -99,7 +99,8 @@ def _read_model(
 ) -> nnx.Module:
     model = family.abstract(config, jnp.dtype(dtype))
     sharding = partial(sharding_of, placement=placement)
-    place(model, load(folder, config, dtype=dtype, progress=progress, sharding=sharding))
+    with placement.working():
+        place(model, load(folder, config, dtype=dtype, progress=progress, sharding=sharding))
     return model
 
 

@@ -5,7 +5,8 @@ divided by heads, experts, vocabulary and feed-forward width (``model.sharding``
 a step carries are on every device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +77,15 @@ class Placement:
     def page_locked(self) -> NamedSharding:
         """Of an array in the host's memory that a GPU reads and writes by itself."""
         return self.everywhere.with_memory_kind("pinned_host")
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Within it JAX computes here, whatever mesh or device its caller works under."""
+        with ExitStack() as stack:
+            stack.enter_context(jax.default_device(self.device))
+            if not jax.sharding.get_abstract_mesh().empty:
+                stack.enter_context(jax.set_mesh(self.mesh))
+            yield
 
     def divided(self, axis: int | None) -> NamedSharding:
         """Of an array whose axis number ``axis`` is divided among the devices; None: none is."""

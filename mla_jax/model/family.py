@@ -89,7 +89,7 @@ class CacheGroup:
         """Zeroed pages of all layers, on every device of a placement."""
         form = self._format
         sizes = {"num_pages": num_pages, "page": self.page, "layers": self.layers}
-        with jax.default_device(placement.device):
+        with placement.working():
             if isinstance(form, RecordFormat):
                 cache = RecordCache.alloc(**sizes, format=form)
             else:
@@ -154,7 +154,7 @@ def _dense_builder(config: ModelConfig, serving: Serving) -> MLAMetadataBuilder:
     (group,) = _dense_groups(config, serving)
     crossover = None
     if serving.absorb_prefills:
-        with jax.default_device(serving.placement.device):
+        with serving.placement.working():
             crossover = PrefillCrossover.for_cache(
                 config.dims,
                 dtype=serving.dtype,

@@ -211,7 +211,9 @@ class MLA(nnx.Module):
                 backend=backend,
                 plan=plan,
             )
-            out = out.at[:n].set(contract("thr,hrv->thv", state.out, up.absorbed.v))
+            found = contract("thr,hrv->thv", state.out, up.absorbed.v).astype(out.dtype)
+            # Not ``out.at[:n]``: its empty index crashes XLA's partitioner under ``shard_map``.
+            out = found if n == tokens else lax.dynamic_update_slice_in_dim(out, found, 0, 0)
         if meta.prefill is not None:
             start, size = meta.num_decode_tokens, meta.bucket.prefill_tokens
             alone = not meta.bucket.decodes

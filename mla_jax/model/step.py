@@ -147,9 +147,10 @@ class Step:
         leaves = jax.device_put(leaves, shardings)
 
         def derive(leaves: Sequence[Array]) -> Any:
-            return nnx.merge(graph, jax.tree.unflatten(tree, leaves)).derive()
+            merged: Any = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
+            return merged.derive()
 
-        with jax.default_device(self.placement.device):
+        with self.placement.working():
             derived = jax.jit(derive)(leaves)
         taken = graph, tree, leaves, derived
         self._graph, self._tree, self.leaves, self.derived = taken
@@ -230,7 +231,7 @@ class Step:
             out_shardings=(everywhere, (results, kept)),
             compiler_options=self._options,
         )
-        with jax.default_device(self.placement.device):
+        with self.placement.working():
             return jitted.lower(*arguments)
 
     def _body(

@@ -1,0 +1,80 @@
+"""Eight devices: tokens of one device, an eighth of what is divided on each of them."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests import placement
+from tests.imports import ROOT
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def found():
+    """What a process of eight forced CPU devices says."""
+    flags = "--xla_force_host_platform_device_count=8"
+    more = {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.placement"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env=os.environ | more,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_tokens_are_those_of_one_device_under_random_traffic(found):
+    assert (found["devices"], found["explicit"]) == (8, True)
+    assert (found["wrong"], found["lost"]) == (0, 0)
+    assert found["completed"] > placement.MIXES
+    assert found["preemptions"] > 0
+    assert found["compiles"] == found["rungs"] == 3
+
+
+def test_each_device_holds_an_eighth_of_what_is_divided(found):
+    """Loaded from a folder, each leaf as the file has it."""
+    parts = found["leaves"]
+    assert all(same for _, _, same in parts.values())
+    assert all(share == (1 / 8 if divided else 1) for divided, share, _ in parts.values())
+    assert sum(divided for divided, _, _ in parts.values()) >= 8
+    assert set(found["derived"]) == {1 / 8}
+
+
+def test_caches_are_whole_and_the_same_on_every_device(found):
+    for caches in (found["caches"], found["caches_after"]):
+        assert all(cache == [8, 1, True] for cache in caches)
+
+
+def test_an_error_of_the_devices_is_overcome_without_a_compilation(found):
+    assert "deleted" in found["error"]
+    assert found["after"] == [0, 1, 3]
+
+
+def test_a_mesh_of_auto_axes_is_the_same_placement(found):
+    wrong, equal, parts = found["auto"]
+    assert (wrong, equal, parts) == (0, True, [1 / 8, 1])
+
+
+def test_an_engine_works_whatever_mesh_its_caller_works_under(found):
+    """``jax.set_mesh`` with Explicit axes: on those devices, and on one of them."""
+    assert (found["inside"], found["lone"]) == (0, True)
+
+
+def test_stored_programs_of_eight_devices_are_read(found):
+    """Engines of the same placement make no others."""
+    assert found["stored"] == [3, 3]
+
+
+def test_what_the_devices_do_not_divide_is_whole_everywhere(found):
+    assert found["three"] == [[1], True]
+
+
+def test_a_mesh_of_two_axes_is_refused(found):
+    assert "a mesh of one axis" in found["refusal"]
