@@ -1,4 +1,4 @@
-"""The command line: ``mla-jax generate | inspect | explain | support-matrix | demo``.
+"""The command line: ``mla-jax generate | warm | inspect | explain | support-matrix | demo``.
 
 Results go to stdout, progress and messages to stderr. Bad input is one clear message and exit
 code 2.
@@ -7,6 +7,7 @@ code 2.
 import io
 import json
 import sys
+import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from mla_jax import ops
 from mla_jax.cache import ELEMENT_FORMATS, LatentCache
 from mla_jax.checks import is_real
 from mla_jax.config import MLADims, ModelConfig
-from mla_jax.engine import Engine
+from mla_jax.engine import Engine, WarmUp
 from mla_jax.errors import EngineError, MLAError
 from mla_jax.metadata.mla import DecodeMetadata, PrefillMetadata
 from mla_jax.model.memory import plan_memory
@@ -41,6 +42,7 @@ try:
         DownloadColumn,
         MofNCompleteColumn,
         Progress,
+        TextColumn,
         TimeElapsedColumn,
         TransferSpeedColumn,
     )
@@ -71,6 +73,22 @@ IgnoreKey = Annotated[
 _MOST_GIB = 1e9  # an exbibyte
 _MOST = 2**31 - 1  # of a size: kernels count in int32
 Size = Annotated[int, typer.Option(min=1, max=_MOST)]
+DtypeOption = Annotated[Dtype, typer.Option(help="Of weights and activations.")]
+CacheOption = Annotated[CacheDtype, typer.Option(help="auto: as --dtype.")]
+Chunk = Annotated[int, typer.Option(help="Prompt tokens of one step.")]
+Requests = Annotated[int, typer.Option(help="Requests running at once.")]
+Pages = Annotated[int | None, typer.Option(help="Default: enough for all at once.")]
+Length = Annotated[int | None, typer.Option(help="Default: the model's limit.")]
+Backend = Annotated[str | None, typer.Option(help="Of every operation that has it.")]
+Devices = Annotated[int, typer.Option(min=0, help="How many to divide weights over; 0: all.")]
+Folder = Annotated[
+    Path | None,
+    typer.Option(help="Compiled programs, kept for later runs. Yours alone: they are run."),
+]
+CacheFolder = Annotated[
+    Path | None,
+    typer.Option("--cache", help="JAX's persistent compilation cache."),
+]
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -132,14 +150,17 @@ def generate(
     top_k: int = 0,
     top_p: float = 1.0,
     seed: int = 0,
-    dtype: Annotated[Dtype, typer.Option(help="Of weights and activations.")] = "bfloat16",
-    cache_dtype: Annotated[CacheDtype, typer.Option(help="auto: as --dtype.")] = "auto",
+    dtype: DtypeOption = "bfloat16",
+    cache_dtype: CacheOption = "auto",
     page_size: int = 64,
-    prefill_chunk: Annotated[int, typer.Option(help="Prompt tokens of one step.")] = 512,
-    max_requests: Annotated[int, typer.Option(help="Requests running at once.")] = 32,
-    num_pages: Annotated[int | None, typer.Option(help="Default: enough for all at once.")] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Default: the model's limit.")] = None,
-    backend: Annotated[str | None, typer.Option(help="Attention backend.")] = None,
+    prefill_chunk: Chunk = 512,
+    max_requests: Requests = 32,
+    num_pages: Pages = None,
+    max_model_len: Length = None,
+    backend: Backend = None,
+    devices: Devices = 1,
+    programs: Folder = None,
+    cache: CacheFolder = None,
     ignore_key: IgnoreKey = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a request.")] = False,
 ) -> None:
@@ -154,13 +175,17 @@ def generate(
         stop_token_ids=tuple(ids_of(stop_ids, vocab=config.vocab, where="--stop-ids")),
         ignore_eos=ignore_eos,
     )
+    _keep_compilations(cache)
     tokenizer = TextTokenizer.open(model_dir)
     read = Reader(vocab=config.vocab, tokenizer=tokenizer)
     prompts = read.prompts(ids=prompt_ids, text=prompt, file=prompts_file)
     limit = config.max_positions if max_model_len is None else max_model_len
     rows = [_rows(p, max_new_tokens, limit) for p in prompts]
-    max_requests = min(max_requests, len(prompts))
-    if num_pages is None:
+    if programs is None:  # else the settings as they are, for other runs to find its programs
+        max_requests = min(max_requests, len(prompts))
+    if num_pages is None and programs is not None:
+        num_pages = 1 + max_requests * cdiv(limit, max(page_size, 1))
+    elif num_pages is None:
         # Sizes below 1 are refused by the engine.
         needs = sorted((cdiv(n, max(page_size, 1)) for n in rows), reverse=True)
         num_pages = 1 + sum(needs[: max(max_requests, 1)])
@@ -172,12 +197,90 @@ def generate(
         page=page_size,
         max_requests=max_requests,
         prefill_chunk=prefill_chunk,
-        max_model_len=limit if max_model_len is not None else max(rows) + 1,
+        max_model_len=limit if max_model_len is not None or programs else max(rows) + 1,
         backend=backend,
         ignore_keys=ignore_key or (),
+        devices=_devices(devices),
+        programs=programs,
     )
     for i, completion in enumerate(_serve(engine, [p.ids for p in prompts], params)):
         _print_completion(i, completion, tokenizer, as_json=as_json)
+
+
+@app.command()
+def warm(
+    model_dir: Path,
+    programs: Annotated[
+        Path, typer.Option(help="Where the programs go. Yours alone: whoever reads them runs them.")
+    ],
+    dtype: DtypeOption = "bfloat16",
+    cache_dtype: CacheOption = "auto",
+    page_size: int = 64,
+    prefill_chunk: Chunk = 512,
+    max_requests: Requests = 32,
+    num_pages: Pages = None,
+    max_model_len: Length = None,
+    backend: Backend = None,
+    devices: Devices = 1,
+    cache: CacheFolder = None,
+    ignore_key: IgnoreKey = None,
+) -> None:
+    """Compile every program of these settings; ``generate --programs`` with the same finds them."""
+    config = ModelConfig.from_hf(model_dir, ignore_keys=ignore_key or ())
+    _keep_compilations(cache)
+    limit = config.max_positions if max_model_len is None else max_model_len
+    if num_pages is None:
+        num_pages = 1 + max_requests * cdiv(limit, max(page_size, 1))
+    engine = _load(
+        model_dir,
+        dtype=dtype,
+        cache_format=_CACHE_OF_DTYPE[dtype] if cache_dtype == "auto" else cache_dtype,
+        num_pages=num_pages,
+        page=page_size,
+        max_requests=max_requests,
+        prefill_chunk=prefill_chunk,
+        max_model_len=limit,
+        backend=backend,
+        ignore_keys=ignore_key or (),
+        devices=_devices(devices),
+        programs=programs,
+    )
+    print(engine.explain())
+    start = time.perf_counter()
+    state = TextColumn("{task.fields[state]}")
+    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), state)
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("programs", total=len(engine.builder.rungs()), state="")
+
+        def report(state: WarmUp) -> None:
+            bar.update(task, completed=state.done, state=_left(state))
+
+        count = engine.warm_up(progress=report)
+    print(f"{count} programs ready in {time.perf_counter() - start:.1f} s: {programs}")
+
+
+def _left(state: WarmUp) -> str:
+    """Which rung was made ready last, and how long the others take."""
+    if state.done == state.total:
+        return f"{state.bucket}"
+    return f"{state.bucket}, {state.remaining:.0f} s left"
+
+
+def _keep_compilations(folder: Path | None) -> None:
+    """Let JAX keep what XLA compiles, however short it took."""
+    if folder is None:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def _devices(count: int) -> list[jax.Device] | None:
+    """The first ``count`` devices, or all of them; None: one, which JAX chooses."""
+    found = jax.local_devices()
+    if count > len(found):
+        raise EngineError("--devices", count, f"at most {len(found)}, those of this machine")
+    return None if count == 1 else found[: count or len(found)]
 
 
 def _rows(prompt: Prompt, new: int, limit: int) -> int:
@@ -214,7 +317,7 @@ def _serve(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> 
         completions = engine.generate(prompts, params, on_progress=report)
     s = engine.stats()
     print(
-        f"{s.new_tokens} tokens in {s.steps} steps, {s.compiles} programs compiled, "
+        f"{s.new_tokens} tokens in {s.steps} steps, {s.compiles} programs, "
         f"{s.pages_peak} of {s.pages} pages at most, {s.preemptions} preemptions",
         file=sys.stderr,
     )

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 
+import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
@@ -12,10 +13,11 @@ from flax import nnx
 import mla_jax
 from mla_jax import cli, demo
 from mla_jax.cache import ELEMENT_FORMATS
-from mla_jax.engine import Engine
+from mla_jax.engine import Engine, WarmUp
 from mla_jax.errors import EngineError
 from mla_jax.model.deepseek_v3 import DeepseekV3
 from mla_jax.model.prefill_crossover import PathRate, PrefillCrossover
+from mla_jax.model.step import Step
 from mla_jax.model.weights import save
 from mla_jax.tokenizer import TextTokenizer
 from tests.model import tiny
@@ -103,6 +105,8 @@ def test_settings_follow_the_prompts_unless_given(settings, folder):
         "max_model_len": 9,
         "backend": None,
         "ignore_keys": (),
+        "devices": None,
+        "programs": None,
     }
     given = settings(
         *(*args, "--dtype", "float32", "--num-pages", 99, "--max-model-len", 64),
@@ -111,6 +115,62 @@ def test_settings_follow_the_prompts_unless_given(settings, folder):
     assert (given["cache_format"], given["num_pages"], given["max_model_len"]) == ("fp32", 99, 64)
     assert (given["prefill_chunk"], given["backend"]) == (32, "xla")
     assert settings(*args, "--cache-dtype", "fp8_e4m3")["cache_format"] == "fp8_e4m3"
+
+
+SMALL = ("--dtype", "float32", "--page-size", 8, "--max-requests", 2, "--max-model-len", 32)
+
+
+def test_programs_made_by_warm_serve_generate(run, folder, tmp_path, monkeypatch):
+    """With the same settings nothing is compiled; how many prompts there are does not matter."""
+    programs = tmp_path / "programs"
+    code, out, err = run("warm", folder, *SMALL, "--programs", programs)
+    assert code == 0
+    files = sorted(programs.iterdir())
+    assert f"{len(files)} rungs, a program each:" in out
+    assert out.count("MLABucket(") == len(files) > 1
+    assert f"{len(files)} programs ready in" in out.splitlines()[-1]
+    assert "cache group latent: 1 layers, 9 pages of 8 tokens" in out
+    assert f"{len(files)}/{len(files)}" in err
+
+    def compile(*_):
+        raise AssertionError("a program was compiled")
+
+    monkeypatch.setattr(Step, "_lowered", compile)
+    ask = ("--prompt-ids", "1,2,3", "--max-new-tokens", 4, "--ignore-eos")
+    code, out, _ = run("generate", folder, *ask, *SMALL, "--programs", programs)
+    assert code == 0
+    assert out.startswith("[0] length: ")
+    assert sorted(programs.iterdir()) == files
+    with pytest.raises(AssertionError, match="compiled"):
+        cli.main(["generate", *map(str, (folder, *ask, *SMALL, "--programs", tmp_path / "other"))])
+
+
+def test_what_xla_compiles_is_kept_where_asked(run, folder, tmp_path):
+    """In a process of its own: JAX opens its cache once."""
+    command = [sys.executable, "-m", "mla_jax", "generate", folder, "--prompt-ids", "1,2"]
+    command += [*SMALL, "--max-new-tokens", "2", "--cache", tmp_path / "cache"]
+    done = subprocess.run([str(x) for x in command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "cache").iterdir())) > 1
+
+
+def test_the_bar_says_which_rung_and_how_long_still():
+    state = WarmUp(done=2, total=6, bucket="decodes=8", seconds=10.0)
+    assert cli._left(state) == "decodes=8, 20 s left"
+    assert cli._left(WarmUp(done=6, total=6, bucket="b", seconds=1.0)) == "b"
+
+
+def test_devices_are_counted(settings, run, folder):
+    args = ("generate", folder, "--prompt-ids", "1")
+    assert settings(*args, "--devices", 1)["devices"] is None
+    assert settings(*args, "--devices", 0)["devices"] == jax.local_devices()
+
+
+def test_more_devices_than_there_are_are_refused(run, folder):
+    for command in (("generate", "--prompt-ids", "1"), ("warm", "--programs", "nowhere")):
+        code, _, err = run(command[0], folder, *command[1:], "--devices", 999)
+        assert code == 2
+        assert "--devices: given 999; allowed: at most" in err
 
 
 @pytest.mark.parametrize(
