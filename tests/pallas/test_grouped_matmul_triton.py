@@ -113,13 +113,13 @@ def test_the_requirement_asks_for_packages_and_imports_none():
         "from mla_jax import ops\n"
         "from tests.pallas.test_grouped_matmul_triton import DEVICES, V2_LITE, problem\n"
         "ops.REGISTRY.explain(problem(V2_LITE, 8), DEVICES[90])\n"
-        "print(sorted({'triton', 'jax_triton', 'torch'} & set(sys.modules)))\n"
+        "print(sorted({'triton', 'torch'} & set(sys.modules)))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=imports.ROOT, capture_output=True, text=True,
     )  # fmt: skip
     assert done.stdout == "[]\n", done.stderr
-    assert triton.REQUIREMENT.packages == ("jax_triton", "triton")
+    assert triton.REQUIREMENT.packages == ("triton",)
 
 
 @pytest.mark.parametrize(("pairs", "experts", "rows"), [(1, 64, 16), (100, 7, 16), (64, 64, 32)])
@@ -208,7 +208,7 @@ def test_compiles_without_spilling(sm, tokens):
             assert report.shared <= DEVICES[sm].shared_memory, (name, t, report)
 
 
-AOT = aot.available() or missing("jax_triton", "triton")
+AOT = aot.available() or missing("triton")
 
 
 @pytest.mark.skipif(bool(AOT), reason=AOT or "available")
