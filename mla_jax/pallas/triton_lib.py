@@ -11,6 +11,7 @@ XLA hands it copies of what a loop slices out of stacked weights, where this one
 # Triton may be missing where types are checked, and states few types.
 # pyright: reportMissingImports=false
 # pyright: reportAttributeAccessIssue=false
+# pyright: reportPrivateImportUsage=false
 
 import functools
 import inspect
