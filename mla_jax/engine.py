@@ -194,6 +194,7 @@ class Engine:
         )
         self._check_largest_step(serving)
         check_cache_fits(self.groups, self._pages, self.placement.device)
+        self._caches: dict[str, Any] = {}
         self._alloc()
         self._step = Step(
             model if isinstance(model, nnx.Module) else model(),
@@ -381,9 +382,11 @@ class Engine:
                     yield event
                     if event.completion is not None:
                         return
+                    self._mend()  # before an event is read that may be told again
         finally:
             self._abandoned.update(ids)
-            self._drop()
+            if not self._broken:  # else by the next call: this may be the garbage collector's
+                self._drop()
 
     def stats(self) -> Stats:
         """Counts, read without touching the device."""
@@ -403,8 +406,10 @@ class Engine:
         )
 
     def _alloc(self) -> None:
-        """Caches of zeros in place of those that are there."""
-        self._caches: dict[str, Any] = {}
+        """Caches of zeros in place of those that are there, of which no traceback keeps any."""
+        for leaf in jax.tree.leaves(self._caches):
+            leaf.delete()
+        self._caches = {}
         for group, pages in zip(self.groups, self._pages, strict=True):
             self._caches[group.name] = group.alloc(pages, self.placement)
 
@@ -451,6 +456,12 @@ class Engine:
             self.scheduler.apply(outcome)
             self._tell(outcome)
         self._outcomes = ()
+
+    def _mend(self) -> None:
+        """Make host state whole again if a call was interrupted."""
+        if self._broken:
+            self._recover()
+            self._broken = False
 
     def _recover(self) -> None:
         """After an interruption: everything is computed again but what was drawn already."""
@@ -519,10 +530,9 @@ class Engine:
         if event is None:
             return
         box = self._claimed.get(event.id, self._unread)
-        if any(e is event for e in reversed(box)):
-            return
-        box.append(event)
-        self._new_tokens += event.token_id is not None
+        if not any(e is event for e in reversed(box)):
+            box.append(event)
+            self._new_tokens += event.token_id is not None
         if event.completion is not None:
             self._logits.pop(event.id, None)
 
@@ -542,8 +552,7 @@ class _Whole:
         self._engine = engine
 
     def __enter__(self) -> None:
-        if self._engine._broken:
-            self._engine._recover()
+        self._engine._mend()
         self._engine._broken = True
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:

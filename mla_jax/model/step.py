@@ -133,18 +133,26 @@ class Step:
         self.take(model)
 
     def take(self, model: nnx.Module) -> None:
-        """Serve the weights that ``model`` has now, with everything derived from them anew."""
-        self._graph, state = nnx.split(model)
-        leaves, self._tree = jax.tree.flatten(state)
+        """Serve the weights that ``model`` has now, with everything derived from them anew.
+
+        Interrupted, it goes on with those that it had.
+        """
+        graph, state = nnx.split(model)
+        leaves, tree = jax.tree.flatten(state)
         paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
         shardings = [
             sharding_of(path, leaf.shape, self.placement)
             for path, leaf in zip(paths, leaves, strict=True)
         ]
-        self.leaves = jax.device_put(leaves, shardings)
-        derive = jax.jit(lambda leaves: self._merged(leaves).derive())
+        leaves = jax.device_put(leaves, shardings)
+
+        def derive(leaves: Sequence[Array]) -> Any:
+            return nnx.merge(graph, jax.tree.unflatten(tree, leaves)).derive()
+
         with jax.default_device(self.placement.device):
-            self.derived = derive(self.leaves)
+            derived = jax.jit(derive)(leaves)
+        taken = graph, tree, leaves, derived
+        self._graph, self._tree, self.leaves, self.derived = taken
 
     def _merged(self, leaves: Sequence[Array]) -> Any:
         return nnx.merge(self._graph, jax.tree.unflatten(self._tree, leaves))
