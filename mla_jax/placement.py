@@ -11,7 +11,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import (
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
 
 from mla_jax.errors import ArgumentError
 
@@ -68,19 +75,19 @@ class Placement:
         return self.device.platform in ("gpu", "cuda")
 
     @property
-    def everywhere(self) -> NamedSharding:
+    def everywhere(self) -> Sharding:
         """Of an array that each device holds whole."""
+        if self.size == 1:
+            return SingleDeviceSharding(self.device)  # as ``jax.device_put(x, device)`` gives
         return NamedSharding(self.mesh, PartitionSpec())
 
     @property
-    def page_locked(self) -> NamedSharding:
+    def page_locked(self) -> Sharding:
         """Of an array in the host's memory that a GPU reads and writes by itself."""
         return self.everywhere.with_memory_kind("pinned_host")
 
-    def divided(self, axis: int | None) -> NamedSharding:
-        """Of an array whose axis number ``axis`` is divided among the devices; None: none is."""
-        if axis is None:
-            return self.everywhere
+    def divided(self, axis: int) -> NamedSharding:
+        """Of an array whose axis number ``axis`` is divided among the devices."""
         return NamedSharding(self.mesh, PartitionSpec(*[None] * axis, SHARDS))
 
 
