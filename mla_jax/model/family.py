@@ -12,19 +12,32 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mla_jax.cache import ELEMENT_FORMATS, LatentCache
+from mla_jax.cache import ELEMENT_FORMATS, FORMATS, LatentCache, RecordCache
 from mla_jax.config import ModelConfig
 from mla_jax.errors import ConfigError
-from mla_jax.formats import CacheFormat
-from mla_jax.metadata.buckets import Ladder, MLALadder, powers_of_two
+from mla_jax.formats import CacheFormat, RecordFormat
+from mla_jax.metadata.buckets import Ladder, MLALadder, StepLadder, default_steps, powers_of_two
 from mla_jax.metadata.builder import AttentionMetadataBuilder, MLAMetadataBuilder
 from mla_jax.metadata.common import GroupSpec
+from mla_jax.metadata.deepseek_v4 import V4MetadataBuilder
+from mla_jax.metadata.deepseek_v32 import V32MetadataBuilder
+from mla_jax.metadata.indexer import Indexer
+from mla_jax.metadata.window import Windows
 from mla_jax.model.deepseek_v3 import DeepseekV3
 from mla_jax.model.prefill_crossover import PrefillCrossover
 from mla_jax.placement import Placement
 from mla_jax.types import cdiv
 
-__all__ = ["FAMILIES", "CacheGroup", "Family", "ServedConfig", "Serving", "family_of"]
+__all__ = [
+    "FAMILIES",
+    "CacheGroup",
+    "Family",
+    "ServedConfig",
+    "Serving",
+    "V4Config",
+    "V32Config",
+    "family_of",
+]
 
 
 class ServedConfig(Protocol):
@@ -40,15 +53,15 @@ class ServedConfig(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class CacheGroup:
-    """Layers whose caches have the same pages: one array ``[layers, pages, page, row]``."""
+    """Layers whose caches have the same pages, as one stack ``[layers, pages, …]``."""
 
     name: str
     layers: int
     page: int  # rows of a page
     ratio: int = 1  # tokens that a row stands for
-    rank: int
-    rope: int
-    format: str | CacheFormat
+    rank: int = 0  # of a format of elements; a record has its own widths
+    rope: int = 0
+    format: str | CacheFormat | RecordFormat  # a key of FORMATS, or what is there
 
     @property
     def tokens(self) -> int:
@@ -58,7 +71,9 @@ class CacheGroup:
     @property
     def page_bytes(self) -> int:
         """Bytes of one page in all layers."""
-        form = ELEMENT_FORMATS[self.format] if isinstance(self.format, str) else self.format
+        form = self._format
+        if isinstance(form, RecordFormat):
+            return self.layers * form.page_bytes(self.page)
         return self.layers * self.page * form.row_bytes(self.rank, self.rope)
 
     @property
@@ -66,17 +81,19 @@ class CacheGroup:
         """The group as metadata sees it."""
         return GroupSpec(name=self.name, page=self.page, ratio=self.ratio)
 
-    def alloc(self, num_pages: int, placement: Placement) -> LatentCache:
+    @property
+    def _format(self) -> CacheFormat | RecordFormat:
+        return FORMATS[self.format] if isinstance(self.format, str) else self.format
+
+    def alloc(self, num_pages: int, placement: Placement) -> LatentCache | RecordCache:
         """Zeroed pages of all layers, on every device of a placement."""
+        form = self._format
+        sizes = {"num_pages": num_pages, "page": self.page, "layers": self.layers}
         with jax.default_device(placement.device):
-            cache = LatentCache.alloc(
-                num_pages=num_pages,
-                page=self.page,
-                rank=self.rank,
-                rope=self.rope,
-                format=self.format,
-                layers=self.layers,
-            )
+            if isinstance(form, RecordFormat):
+                cache = RecordCache.alloc(**sizes, format=form)
+            else:
+                cache = LatentCache.alloc(**sizes, rank=self.rank, rope=self.rope, format=form)
         return jax.device_put(cache, placement.everywhere)  # without a copy on one device
 
 
@@ -176,7 +193,115 @@ DEEPSEEK_V3 = Family(
     module=DeepseekV3,
 )
 
-FAMILIES: tuple[Family, ...] = (DEEPSEEK_V3,)
+
+@dataclass(frozen=True, kw_only=True)
+class V32Config:
+    """What caches and metadata of a V3.2 follow from; its indexer's widths are the record's."""
+
+    family: str = "deepseek_v32"
+    vocab: int = 129280
+    layers: int = 61
+    rank: int = 512
+    rope: int = 64
+    max_positions: int = 163840
+    eos: tuple[int, ...] = (1,)
+
+
+def _v32_groups(config: V32Config, serving: Serving) -> tuple[CacheGroup, ...]:
+    """Latents, as records where 8 bits are asked for, and the indexer's keys; equal pages."""
+    quantised = ELEMENT_FORMATS[serving.cache_format].quantised
+    widths = {} if quantised else {"rank": config.rank, "rope": config.rope}
+    form = "ds_mla" if quantised else serving.cache_format
+    each = {"layers": config.layers, "page": serving.page}
+    return (
+        CacheGroup(name="latent", **each, **widths, format=form),
+        CacheGroup(name="index_keys", **each, format="index_key"),
+    )
+
+
+def _v32_builder(config: V32Config, serving: Serving) -> V32MetadataBuilder:
+    latent, keys = (group.spec for group in _v32_groups(config, serving))
+    return V32MetadataBuilder(
+        ladder=_sparse_ladder(serving), latent=latent, indexer=Indexer(group=keys)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class V4Config:
+    """What caches and metadata of a V4 follow from."""
+
+    family: str = "deepseek_v4"
+    vocab: int = 129280
+    compress_ratios: tuple[int, ...] = (0, 0, *(4, 128) * 20, 4)  # of each layer; 0 = window only
+    window: int = 128
+    max_positions: int = 1048576
+    eos: tuple[int, ...] = (1,)
+
+    def __post_init__(self):
+        if not {4, 128} <= set(self.compress_ratios) <= {0, 4, 128}:
+            given = sorted(set(self.compress_ratios))
+            raise ConfigError("compress_ratios", given, "layers of 4 and of 128, and of 0 or none")
+
+
+def _v4_groups(config: V4Config, serving: Serving) -> tuple[CacheGroup, ...]:
+    """The window of all layers; compressed states of some; the indexer's keys of those of 4.
+
+    A page of states covers as many tokens as four of the window, or 128 where that is less than
+    a row.
+    """
+    page, ratios = serving.page, config.compress_ratios
+    fours, far = ratios.count(4), ratios.count(128)
+    rows = max(1, 4 * page // 128)
+    return (
+        CacheGroup(name="window", layers=len(ratios), page=page, format="v4"),
+        CacheGroup(name="states_4", layers=fours, page=page, ratio=4, format="v4"),
+        CacheGroup(name="states_128", layers=far, page=rows, ratio=128, format="v4"),
+        CacheGroup(name="index_keys", layers=fours, page=page, ratio=4, format="index_key"),
+    )
+
+
+def _v4_builder(config: V4Config, serving: Serving) -> V4MetadataBuilder:
+    window, *compressed, keys = (group.spec for group in _v4_groups(config, serving))
+    windows = Windows(
+        group=window,
+        window=config.window,
+        compress_ratios=config.compress_ratios,
+        max_model_len=serving.max_model_len,
+        max_batched_tokens=serving.prefill_chunk,
+    )
+    return V4MetadataBuilder(
+        ladder=_sparse_ladder(serving),
+        windows=windows,
+        compressed=tuple(compressed),
+        indexer=Indexer(group=keys),
+    )
+
+
+def _sparse_ladder(serving: Serving) -> StepLadder:
+    return serving.ladder or default_steps(
+        max_requests=serving.max_requests,
+        max_prefill_tokens=serving.prefill_chunk,
+        max_pages=cdiv(serving.max_model_len, serving.page),
+    )
+
+
+DEEPSEEK_V32 = Family(
+    name="deepseek_v32",
+    model_types=("deepseek_v32",),
+    groups=_v32_groups,
+    builder=_v32_builder,
+    module=None,
+)
+
+DEEPSEEK_V4 = Family(
+    name="deepseek_v4",
+    model_types=("deepseek_v4",),
+    groups=_v4_groups,
+    builder=_v4_builder,
+    module=None,
+)
+
+FAMILIES: tuple[Family, ...] = (DEEPSEEK_V3, DEEPSEEK_V32, DEEPSEEK_V4)
 
 
 def family_of(model_type: str, families: Sequence[Family] = FAMILIES) -> Family:
