@@ -76,7 +76,7 @@ class WarmUp:
 
 def load_model(
     folder: str | Path, *, dtype: DTypeLike = jnp.bfloat16, progress: Progress | None = None
-) -> tuple[nnx.Module, Any]:
+) -> tuple[Any, Any]:
     """The model of a Hugging Face folder, and its configuration.
 
     Raises:
@@ -99,7 +99,8 @@ def _read_model(
 ) -> nnx.Module:
     model = family.abstract(config, jnp.dtype(dtype))
     sharding = partial(sharding_of, placement=placement)
-    place(model, load(folder, config, dtype=dtype, progress=progress, sharding=sharding))
+    leaves = load(folder, config, dtype=jnp.dtype(dtype), progress=progress, sharding=sharding)
+    place(model, leaves)
     return model
 
 

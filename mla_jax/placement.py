@@ -35,10 +35,8 @@ class Placement:
     mesh: Mesh
 
     @classmethod
-    def of(
-        cls, devices: "Placement | Mesh | Sequence[jax.Device] | jax.Device | None"
-    ) -> "Placement":
-        """From devices, from a mesh of one axis, or the device that JAX takes by itself.
+    def of(cls, devices: Any) -> "Placement":
+        """From devices, from a mesh of one axis, or (None) the device that JAX takes by itself.
 
         Raises:
             ArgumentError: no device, devices of several kinds, or a mesh of several axes.
