@@ -6,6 +6,7 @@ a step moves one ``StepBatch`` to the device and reads only what was drawn. What
 """
 
 import itertools
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -56,6 +57,9 @@ class Stats:
     preemptions: int
     recoveries: int  # steps that were interrupted or failed, after which caches were made anew
     compiles: int  # programs made ready: compiled, or read from the folder of programs
+    weight_bytes: int  # weights and what is derived from them, on each device
+    cache_bytes: int  # caches, on each device
+    workspace_bytes: int  # the most that a program made ready needs beside them while it runs
     buckets: dict[Any, int]  # steps run in each
 
 
@@ -403,6 +407,9 @@ class Engine:
             preemptions=self.scheduler.preemptions,
             recoveries=self._recoveries,
             compiles=self._step.compiled,
+            weight_bytes=_bytes_of((self._step.leaves, self._step.derived)),
+            cache_bytes=_bytes_of(self._caches),
+            workspace_bytes=self._step.workspace_bytes,
             buckets=dict(self._buckets),
         )
 
@@ -559,6 +566,12 @@ class _Whole:
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         # A refusal comes before anything is changed.
         self._engine._broken = kind is not None and not issubclass(kind, EngineError)
+
+
+def _bytes_of(tree: Any) -> int:
+    """Of the arrays of a tree, on one device."""
+    arrays = jax.tree.leaves(tree)
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in arrays)
 
 
 def _dtype_of(model: nnx.Module) -> jnp.dtype:

@@ -129,7 +129,7 @@ class Step:
         self._store, self._facts = None, ()
         if store is not None:
             self._store, self._facts = ProgramStore(store[0], self.placement), tuple(store[1])
-        self.compiled = 0
+        self.compiled = self.workspace_bytes = 0
         self.take(model)
 
     def take(self, model: Any) -> None:
@@ -200,6 +200,8 @@ class Step:
                 self._store.save(facts, program)
         self._programs[layout] = program
         self.compiled += 1
+        memory = program.memory_analysis()
+        self.workspace_bytes = max(self.workspace_bytes, memory.temp_size_in_bytes)
         return program
 
     @property
