@@ -376,7 +376,7 @@ def main() -> None:
     rows = Bench(given.cases, given.limit, given.jobs, given.compile_share).run()
     record = {
         "device": jax.devices()[0].device_kind,
-        "versions": {k: metadata.version(k) for k in ("jax", "triton", "jax-triton")},
+        "versions": {k: metadata.version(k) for k in ("jax", "triton")},
         "date": str(datetime.date.today()),
         "clocks": clocks(),
         "method": METHOD,

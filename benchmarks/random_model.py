@@ -5,6 +5,7 @@ that draws all leaves at once takes minutes to compile.
 """
 
 import dataclasses
+import math
 from functools import partial
 
 import jax
@@ -15,6 +16,9 @@ from mla_jax.config import ModelConfig
 from mla_jax.model.deepseek_v3 import DeepseekV3
 
 __all__ = ["drawn", "of_layers"]
+
+LARGE = 2**28
+"""Elements of a leaf that is drawn row by row."""
 
 
 def of_layers(config: ModelConfig, layers: int) -> ModelConfig:
@@ -36,6 +40,21 @@ def drawn(config: ModelConfig) -> DeepseekV3:
     return nnx.merge(graph, jax.tree.unflatten(tree, jax.block_until_ready(made)))
 
 
-@partial(jax.jit, static_argnums=(1, 2))
 def _leaf(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    """Large stacks row by row: drawing one takes several times its memory."""
+    if math.prod(shape) < LARGE or len(shape) < 3:
+        return _normal(key, shape, dtype)
+    leaf = jnp.zeros(shape, dtype)
+    for i, each in enumerate(jax.random.split(key, shape[0])):
+        leaf = _put(leaf, _normal(each, shape[1:], dtype), i)
+    return leaf
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _normal(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
     return (0.02 * jax.random.normal(key, shape, jnp.bfloat16)).astype(dtype)
+
+
+@partial(jax.jit, donate_argnums=0)
+def _put(leaf: jax.Array, row: jax.Array, i: int) -> jax.Array:
+    return leaf.at[i].set(row)

@@ -158,6 +158,8 @@ def _row(case: Case, engine: Engine) -> dict:
         "weight_bytes": sum(x.nbytes for x in engine._step.leaves),
         "derived_bytes": sum(x.nbytes for x in jax.tree.leaves(engine._step.derived)),
         "cache_bytes": sum(x.nbytes for x in jax.tree.leaves(engine._caches)),
+        "workspace_bytes": engine.stats().workspace_bytes,
+        "in_use_bytes": memory.get("bytes_in_use", 0),
     }
 
 

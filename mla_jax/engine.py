@@ -6,6 +6,7 @@ a step moves one ``StepBatch`` to the device and reads only what was drawn. What
 """
 
 import itertools
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -56,6 +57,9 @@ class Stats:
     preemptions: int
     recoveries: int  # steps that were interrupted or failed, after which caches were made anew
     compiles: int  # programs made ready: compiled, or read from the folder of programs
+    weight_bytes: int  # weights and what is derived from them, on each device
+    cache_bytes: int  # caches, on each device
+    workspace_bytes: int  # the most that a program made ready needs beside them while it runs
     buckets: dict[Any, int]  # steps run in each
 
 
@@ -76,7 +80,7 @@ class WarmUp:
 
 def load_model(
     folder: str | Path, *, dtype: DTypeLike = jnp.bfloat16, progress: Progress | None = None
-) -> tuple[nnx.Module, Any]:
+) -> tuple[Any, Any]:
     """The model of a Hugging Face folder, and its configuration.
 
     Raises:
@@ -100,7 +104,8 @@ def _read_model(
     model = family.abstract(config, jnp.dtype(dtype))
     sharding = partial(sharding_of, placement=placement)
     with placement.working():
-        place(model, load(folder, config, dtype=dtype, progress=progress, sharding=sharding))
+        leaves = load(folder, config, dtype=jnp.dtype(dtype), progress=progress, sharding=sharding)
+        place(model, leaves)
     return model
 
 
@@ -403,6 +408,9 @@ class Engine:
             preemptions=self.scheduler.preemptions,
             recoveries=self._recoveries,
             compiles=self._step.compiled,
+            weight_bytes=_bytes_of((self._step.leaves, self._step.derived)),
+            cache_bytes=_bytes_of(self._caches),
+            workspace_bytes=self._step.workspace_bytes,
             buckets=dict(self._buckets),
         )
 
@@ -416,12 +424,14 @@ class Engine:
 
     def _check_largest_step(self, serving: Serving) -> None:
         """Refuse a ladder that cannot hold what the scheduler may ask for."""
-        most, chunk = serving.max_requests, serving.prefill_chunk
+        most, chunk, longest = serving.max_requests, serving.prefill_chunk, serving.max_model_len
         many = max(min(most, chunk // 2), 1)  # prompts of two tokens and more
-        prompts = [2] * (many - 1) + [chunk - 2 * (many - 1)]
-        for lens in ([1] * most, [1] * (most - 1) + [chunk], prompts):
-            keys = [max(serving.max_model_len, n) for n in lens]
-            self.builder.decide(HostBatch.of(np.array(lens), np.array(keys)))
+        one = min(chunk, longest)
+        first = min(max(chunk - 2 * (many - 1), 1), longest)
+        whole = [longest] * min(chunk // longest, most)  # prompts as long as any
+        for lens in ([1] * most, [1] * (most - 1) + [one], [2] * (many - 1) + [first], whole):
+            if lens:
+                self.builder.decide(HostBatch.of(np.array(lens), np.array([longest] * len(lens))))
 
     def _whole(self) -> "_Whole":
         """Host state that a block changes: mended before it if an earlier one was interrupted."""
@@ -559,6 +569,12 @@ class _Whole:
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         # A refusal comes before anything is changed.
         self._engine._broken = kind is not None and not issubclass(kind, EngineError)
+
+
+def _bytes_of(tree: Any) -> int:
+    """Of the arrays of a tree, on one device."""
+    arrays = jax.tree.leaves(tree)
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in arrays)
 
 
 def _dtype_of(model: nnx.Module) -> jnp.dtype:

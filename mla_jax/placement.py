@@ -12,7 +12,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import (
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
 
 from mla_jax.errors import ArgumentError
 
@@ -29,10 +36,8 @@ class Placement:
     mesh: Mesh
 
     @classmethod
-    def of(
-        cls, devices: "Placement | Mesh | Sequence[jax.Device] | jax.Device | None"
-    ) -> "Placement":
-        """From devices, from a mesh of one axis, or the device that JAX takes by itself.
+    def of(cls, devices: Any) -> "Placement":
+        """From devices, from a mesh of one axis, or (None) the device that JAX takes by itself.
 
         Raises:
             ArgumentError: no device, devices of several kinds, or a mesh of several axes.
@@ -69,12 +74,14 @@ class Placement:
         return self.device.platform in ("gpu", "cuda")
 
     @property
-    def everywhere(self) -> NamedSharding:
+    def everywhere(self) -> Sharding:
         """Of an array that each device holds whole."""
+        if self.size == 1:
+            return SingleDeviceSharding(self.device)  # as ``jax.device_put(x, device)`` gives
         return NamedSharding(self.mesh, PartitionSpec())
 
     @property
-    def page_locked(self) -> NamedSharding:
+    def page_locked(self) -> Sharding:
         """Of an array in the host's memory that a GPU reads and writes by itself."""
         return self.everywhere.with_memory_kind("pinned_host")
 
@@ -87,10 +94,8 @@ class Placement:
                 stack.enter_context(jax.set_mesh(self.mesh))
             yield
 
-    def divided(self, axis: int | None) -> NamedSharding:
-        """Of an array whose axis number ``axis`` is divided among the devices; None: none is."""
-        if axis is None:
-            return self.everywhere
+    def divided(self, axis: int) -> NamedSharding:
+        """Of an array whose axis number ``axis`` is divided among the devices."""
         return NamedSharding(self.mesh, PartitionSpec(*[None] * axis, SHARDS))
 
 

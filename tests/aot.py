@@ -70,11 +70,11 @@ def available() -> str:
 
 
 def compile_sm90(
-    fn: Callable, *args: Any, donate: tuple[int, ...] = ()
+    fn: Callable, *args: Any, donate: tuple[int, ...] = (), options: dict[str, Any] | None = None
 ) -> tuple[Any, list[KernelReport]]:
     """The compiled ``fn`` and a report on each of its Mosaic GPU kernels, in name order.
 
-    ``donate`` are positions of arguments whose memory the results may take.
+    ``donate`` are positions of arguments whose memory the results may take, ``options`` XLA's.
     """
     topology = topologies.get_topology_desc(platform="cuda", target_config=_H200, topology="1x1x1")
     mesh = topologies.make_mesh(topology, (1,), ("device",))
@@ -83,7 +83,7 @@ def compile_sm90(
     with tempfile.TemporaryDirectory() as folder:
         flags = {f"MOSAIC_GPU_DUMP_{k}": "1" for k in ("PTXAS", "PTX")}
         with _environment(MOSAIC_GPU_DUMP_TO=folder, **flags):
-            compiled = jax.jit(fn, donate_argnums=donate).lower(*specs).compile()
+            compiled = jax.jit(fn, donate_argnums=donate).lower(*specs).compile(options)
         reports = [_read(path) for path in sorted(Path(folder).glob("*.ptxas"))]
     return compiled, reports
 

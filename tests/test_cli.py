@@ -190,7 +190,7 @@ def test_more_devices_than_there_are_are_refused(run, folder):
         (("--prompt-ids", "1", "--num-pages", "1"), "num_pages: given 1; allowed: 2 or more"),
         (("--prompt-ids", "1", "--page-size", "0"), "page: given 0"),
         (("--prompt-ids", "1", "--max-requests", "0"), "max_requests: given 0"),
-        (("--prompt-ids", "1", "--prefill-chunk", "0"), "max_prefill_tokens: given 0"),
+        (("--prompt-ids", "1", "--prefill-chunk", "0"), "prefill_chunk: given 0"),
         (("--prompt-ids", "1", "--temperature", "-1"), "temperature: given -1.0"),
         (("--prompt-ids", "1", "--stop-ids", "70"), "--stop-ids: token 0: given 70"),
         (("--prompt-ids", "1", "--dtype", "int8"), "'int8' is not one of 'float32', 'bfloat16'"),

@@ -236,7 +236,7 @@ class Users:
 
 
 def test_two_hundred_faults_at_every_stage(engine, single, monkeypatch):
-    """The engine goes on after each; events of ``add`` come once, streams go on, pages are whole."""
+    """The engine goes on after each; events come once, streams go on, pages are whole."""
     for ask in KINDS:
         single(ask)
     pool_of(engine).capacity = 13  # of the longest alone: preemptions

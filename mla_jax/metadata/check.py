@@ -93,7 +93,7 @@ def check_host(
 ) -> None:
     """Refuse a step that no program of this bucket can run; host arrays only, nothing launched.
 
-    Vectorised: some 20 µs, of which page tables cost most.
+    Vectorised: 17 to 30 µs of a CPU for 128 to 512 requests with their page tables.
     """
     widths = tuple(g.pages_of(host.max_seq_len) for g in groups)
     bucket.check_holds(requests=host.num_requests, tokens=host.num_tokens, pages=widths)

@@ -94,7 +94,9 @@ class DeepseekV3(nnx.Module):
 
         self.embed = Embed(config.vocab, config.hidden, dtype=dtype, rngs=rngs)
         periods = periods_of(config.sparse_layers)
-        self.stacks = nnx.List(Stack(period, block, rngs) for period in periods)
+        self.stacks: Sequence[Stack[Block]] = nnx.List(
+            Stack(period, block, rngs) for period in periods
+        )
         self.final_norm = RMSNorm(config.hidden, eps=config.eps, dtype=dtype)
         if not config.tied:
             self.lm_head = Head(config.hidden, config.vocab, dtype=dtype, rngs=rngs)

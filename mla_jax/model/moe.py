@@ -115,11 +115,12 @@ class Experts(nnx.Module):
             mine = jnp.where((chosen >= 0) & (mine >= 0) & (mine < gate.shape[0]), mine, -1)
             return lax.psum(run(x, gate, up, down, weights, mine), SHARDS)
 
-        leaves = [w[...] for w in (self.gate, self.up, self.down)]
-        if placement is None or not divides(placement, leaves[0].shape[0]):
-            return run(x, *leaves, weights, chosen)
+        gate, up, down = self.gate[...], self.up[...], self.down[...]
+        if placement is None or not divides(placement, gate.shape[0]):
+            return run(x, gate, up, down, weights, chosen)
         given = (0, 0, 0, None, None, None)
-        return divided(share, placement, given=given, returned=None)(*leaves, x, weights, chosen)
+        on_all = divided(share, placement, given=given, returned=None)
+        return on_all(gate, up, down, x, weights, chosen)
 
 
 class MoE(nnx.Module):

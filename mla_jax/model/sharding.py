@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec, Sharding
 
 from mla_jax.placement import SHARDS, Placement
 
@@ -43,7 +43,7 @@ def divided_axis(path: str) -> int | None:
     return None
 
 
-def sharding_of(path: str, shape: tuple[int, ...], placement: Placement) -> NamedSharding:
+def sharding_of(path: str, shape: tuple[int, ...], placement: Placement) -> Sharding:
     """Where the leaf of this path is."""
     axis = divided_axis(path)
     if axis is None or not divides(placement, shape[axis]):

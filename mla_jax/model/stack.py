@@ -82,20 +82,20 @@ def periods_of(kinds: Sequence[Any]) -> tuple[Period, ...]:
     return tuple(found)
 
 
-class Stack(nnx.Module):
+class Stack[Block: nnx.Module](nnx.Module):
     """The blocks of one period; every weight has a leading axis of ``repeats``."""
 
-    def __init__(self, period: Period, make: Callable[[Any, nnx.Rngs], nnx.Module], rngs: nnx.Rngs):
+    def __init__(self, period: Period, make: Callable[[Any, nnx.Rngs], Block], rngs: nnx.Rngs):
         """``make(kind, rngs)`` is one block."""
 
-        def stacked(kind: Any) -> nnx.Module:
+        def stacked(kind: Any) -> Block:
             keys = jax.random.split(rngs.params(), period.repeats)
             return nnx.vmap(lambda key: make(kind, nnx.Rngs(key)))(keys)
 
         self.blocks = nnx.List(stacked(kind) for kind in period.kinds)
         self.period = period
 
-    def block(self, place: Place) -> nnx.Module:
+    def block(self, place: Place) -> Block:
         """One layer as a module of its own; its weights are copies."""
         graph, state = nnx.split(self.blocks[place.block])
         return nnx.merge(graph, jax.tree.map(lambda leaf: leaf[place.index], state))
@@ -103,7 +103,7 @@ class Stack(nnx.Module):
     def run[Carry](
         self,
         carry: Carry,
-        layer: Callable[[nnx.Module, Any, Int[Array, ""] | int, Carry], Carry],
+        layer: Callable[[Block, Any, Int[Array, ""] | int, Carry], Carry],
         *,
         beside: Sequence[Any] | None = None,
     ) -> Carry:

@@ -114,7 +114,7 @@ class Step:
 
     def __init__(
         self,
-        model: nnx.Module,
+        model: Any,
         builder: AttentionMetadataBuilder,
         *,
         placement: Placement | None = None,
@@ -129,10 +129,10 @@ class Step:
         self._store, self._facts = None, ()
         if store is not None:
             self._store, self._facts = ProgramStore(store[0], self.placement), tuple(store[1])
-        self.compiled = 0
+        self.compiled = self.workspace_bytes = 0
         self.take(model)
 
-    def take(self, model: nnx.Module) -> None:
+    def take(self, model: Any) -> None:
         """Serve the weights that ``model`` has now, with everything derived from them anew.
 
         Interrupted, it goes on with those that it had.
@@ -156,6 +156,7 @@ class Step:
         self._graph, self._tree, self.leaves, self.derived = taken
 
     def _merged(self, leaves: Sequence[Array]) -> Any:
+        """The module with these leaves."""
         return nnx.merge(self._graph, jax.tree.unflatten(self._tree, leaves))
 
     def run(
@@ -170,7 +171,8 @@ class Step:
         if program is None:
             program = self.compile(packed.layout, caches)
         arguments = self.leaves, self.derived, caches
-        return self._staging.run(lambda words: program(*arguments, words), packed.words)
+        words = np.asarray(packed.words)
+        return self._staging.run(lambda words: program(*arguments, words), words)
 
     def compile(self, layout: Layout, caches: Mapping[str, Any]) -> Callable[..., Any]:
         """The program of batches laid out so, from the folder if it is there.
@@ -199,6 +201,8 @@ class Step:
                 self._store.save(facts, program)
         self._programs[layout] = program
         self.compiled += 1
+        memory = program.memory_analysis()
+        self.workspace_bytes = max(self.workspace_bytes, memory.temp_size_in_bytes)
         return program
 
     @property
@@ -208,10 +212,12 @@ class Step:
     def _trees(self, layout: Layout, arguments: Any) -> tuple[Any, Any]:
         """Structure of a program's arguments and results, without tracing it."""
         _, _, caches, _ = arguments
-        none = jax.ShapeDtypeStruct((), np.int32)
-        logits = none if self.want_logits else None
-        out = none, (StepOutput(drawn=none, logits=logits), caches)
+        out = 0, (self._output(0), caches)
         return jax.tree.structure((arguments, {})), jax.tree.structure(out)
+
+    def _output(self, drawn: Any, logits: Any = 0) -> StepOutput:
+        """A tree like a program's output, of whatever stands for its leaves."""
+        return StepOutput(drawn=drawn, logits=logits if self.want_logits else None)
 
     def _lowered(self, layout: Layout, arguments: Any) -> jax.stages.Lowered:
         def run(
@@ -223,7 +229,7 @@ class Step:
 
         everywhere = self.placement.everywhere
         drawn = self.placement.page_locked if self._staging.page_locked else everywhere
-        results = StepOutput(drawn=drawn, logits=everywhere if self.want_logits else None)
+        results = self._output(drawn, everywhere)
         kept = jax.tree.map(lambda leaf: leaf.sharding, arguments[2])
         jitted = jax.jit(
             run,

@@ -74,7 +74,7 @@ def load(
     *,
     dtype: str | np.dtype | type,
     progress: Progress | None = None,
-    sharding: Callable[[str, tuple[int, ...]], jax.sharding.NamedSharding] | None = None,
+    sharding: Callable[[str, tuple[int, ...]], jax.sharding.Sharding] | None = None,
 ) -> dict[str, Array]:
     """Leaves by path, on the default device unless ``sharding(path, shape)`` says where.
 
@@ -104,7 +104,7 @@ def load(
 class _Filling:
     """Leaves in the making. A stack begins as zeros and gets its rows in place."""
 
-    sharding: Callable[[str, tuple[int, ...]], jax.sharding.NamedSharding] | None
+    sharding: Callable[[str, tuple[int, ...]], jax.sharding.Sharding] | None
     leaves: dict[str, Array] = field(default_factory=dict)
 
     def put(self, path: str, array: np.ndarray, place: Place | None) -> None:
@@ -116,8 +116,15 @@ class _Filling:
             return
         if path not in self.leaves:
             self.leaves[path] = jnp.zeros(shape, array.dtype, device=sharding)
-        row = sharding and sharding.update(spec=jax.sharding.PartitionSpec(*sharding.spec[1:]))
-        self.leaves[path] = _set_row(self.leaves[path], jax.device_put(array, row), place.index)
+        row = jax.device_put(array, _of_a_row(sharding))
+        self.leaves[path] = _set_row(self.leaves[path], row, place.index)
+
+
+def _of_a_row(sharding: jax.sharding.Sharding | None) -> jax.sharding.Sharding | None:
+    """Of a stack's row, where the stack itself is on these devices."""
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return sharding
+    return sharding.update(spec=jax.sharding.PartitionSpec(*sharding.spec[1:]))
 
 
 @partial(jax.jit, donate_argnums=0)

@@ -1,25 +1,48 @@
-"""The one place that imports Triton and jax-triton, both optional (extra ``triton``).
+"""The one place that imports Triton, an optional package (extra ``triton``): compile and launch.
 
 Import it only where a Triton kernel is about to run: files of kernels do, and are themselves
-imported by their wrappers inside a function. Triton compiles without a GPU; jax-triton needs
-jaxlib's CUDA plugin, so it is imported by the call alone.
+imported by their wrappers inside a function. Compiling needs no GPU; jaxlib's CUDA plugin, which
+launches, comes with JAX.
+
+This is the form of jax-triton 0.4, a typed custom call. The one of jax-triton 0.3 is no such, and
+XLA hands it copies of what a loop slices out of stacked weights, where this one gets addresses.
 """
 
-# Both packages may be missing where types are checked, and Triton states few types.
+# Triton may be missing where types are checked, and states few types.
 # pyright: reportMissingImports=false
 # pyright: reportAttributeAccessIssue=false
+# pyright: reportPrivateImportUsage=false
 
+import functools
 import inspect
+import zlib
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import triton
 import triton.language as tl
+from jax._src.lib import gpu_triton  # what jax-triton and Pallas use; there is no public name
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.types import Array
 
-__all__ = ["call", "jit", "tl"]
+__all__ = ["call", "compiled", "jit", "tl"]
+
+TARGET = "triton_kernel_call_ffi"
+"""Where jaxlib's CUDA plugin takes Triton kernels; typed."""
+
+NAMES = {
+    "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8_e4m3fn": "fp8e4nv",
+    "int32": "i32", "int8": "i8", "uint8": "u8", "bool": "i1",
+}  # fmt: skip
+"""Element types by their names in Triton."""
+
+ALIGNMENT = 16
+"""Bytes: what a kernel may assume of every array, and the launch checks."""
 
 
 def jit(fn: Callable) -> Any:
@@ -42,20 +65,58 @@ def call(
     """Launch ``kernel(*args, *out, **constants)`` on ``grid`` programs; returns ``out``.
 
     ``out`` is one ``jax.ShapeDtypeStruct`` or a tuple of them; what is returned begins with
-    whatever memory held. Numbers among ``args`` are arguments of the kernel, not part of its
-    text, as far as the release of jax-triton allows.
+    whatever memory held. Integers among ``args`` are no part of the program's text.
     """
-    import jax_triton
-
-    accepted = inspect.signature(jax_triton.triton_call).parameters
-    name = "out_type" if "out_type" in accepted else "out_shape"  # since 0.4, before 0.4
-    return jax_triton.triton_call(
-        *args,
-        kernel=kernel,
-        grid=(grid,),
-        num_warps=warps,
-        num_stages=stages,
-        compute_capability=DeviceInfo.current().sm or None,
-        **{name: out},
-        **constants,
+    outs = out if isinstance(out, tuple) else (out,)
+    program = compiled(
+        kernel,
+        tuple("i32" if isinstance(x, int) else _pointer(x.dtype) for x in (*args, *outs)),
+        tuple(constants.items()),
+        sm=DeviceInfo.current().sm,
+        warps=warps,
+        stages=stages,
     )
+    meta, text = program.metadata, program.asm
+    assert not meta.global_scratch_size, f"{meta.name} asks for memory that nobody allocates"
+    binary = gpu_triton.TritonKernel(
+        meta.name, warps, 1, meta.shared, text["ptx"], str(text["ttir"]), meta.target.arch
+    )
+    parameters = [
+        gpu_triton.create_scalar_parameter(x, "i32")
+        if isinstance(x, int)
+        else gpu_triton.create_array_parameter(0, ALIGNMENT)
+        for x in (*args, *outs)
+    ]
+    launch = gpu_triton.TritonKernelCall(binary, grid, 1, 1, parameters)
+    run = jax.ffi.ffi_call(TARGET, out)
+    arrays = [x for x in args if not isinstance(x, int)]
+    return run(*arrays, opaque=zlib.compress(launch.to_proto(meta.name, b"")))
+
+
+@functools.cache
+def compiled(
+    kernel: Any,
+    types: tuple[str, ...],
+    constants: tuple[tuple[str, Any], ...],
+    *,
+    sm: int,
+    warps: int,
+    stages: int,
+) -> Any:
+    """A kernel compiled for ``sm``, from the Triton types of its arguments, in order."""
+    names = kernel.arg_names
+    positions = {name: i for i, name in enumerate(names)}
+    signature = dict(zip(names, types, strict=False)) | {k: "constexpr" for k, _ in constants}
+    assert len(types) + len(constants) == len(names) == len(signature), "arguments do not fit"
+    source = ASTSource(
+        kernel,
+        signature,
+        constexprs={(positions[k],): v for k, v in constants},
+        attrs={(i,): [["tt.divisibility", ALIGNMENT]] for i, t in enumerate(types) if t[0] == "*"},
+    )
+    options = {"num_warps": warps, "num_stages": stages}
+    return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
+
+
+def _pointer(dtype: Any) -> str:
+    return f"*{NAMES[jnp.dtype(dtype).name]}"

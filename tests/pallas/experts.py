@@ -116,25 +116,14 @@ class Report:
 def compile_triton(kernel, constants: dict, *, dtype: str, sm: int, warps: int, stages: int):
     """Compile one of the experts' programs for a device that is not there."""
     import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
-    indices = dict.fromkeys(("experts", "rows", "tiles"), "*i32")
-    numbers = dict.fromkeys(("pairs", "tile_count"), "i32")
-    kinds = indices | numbers | dict.fromkeys(constants, "constexpr")
-    names = kernel.arg_names
-    signature = {name: kinds.get(name, f"*{dtype}") for name in names}
-    aligned = {
-        (i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n][0] == "*"
-    }
-    source = ASTSource(
-        kernel,
-        signature,
-        constexprs={(names.index(k),): v for k, v in constants.items()},
-        attrs=aligned,
-    )
-    options = {"num_warps": warps, "num_stages": stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
+    from mla_jax.pallas import triton_lib
+
+    kinds = dict.fromkeys(("experts", "rows", "tiles"), "*i32")
+    kinds |= dict.fromkeys(("pairs", "tile_count"), "i32")
+    types = tuple(kinds.get(n, f"*{dtype}") for n in kernel.arg_names if n not in constants)
+    constants = tuple(constants.items())
+    compiled = triton_lib.compiled(kernel, types, constants, sm=sm, warps=warps, stages=stages)
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])

@@ -50,7 +50,7 @@ REQUIREMENT = Requirement(
         "hidden": Within(low=64, multiple=64),
         "width": Within(low=64, multiple=64),
     },
-    packages=("jax_triton", "triton"),
+    packages=("triton",),
 )
 
 FEWEST_SHARED = 101376
