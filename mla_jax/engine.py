@@ -426,10 +426,10 @@ class Engine:
         """Refuse a ladder that cannot hold what the scheduler may ask for."""
         most, chunk, longest = serving.max_requests, serving.prefill_chunk, serving.max_model_len
         many = max(min(most, chunk // 2), 1)  # prompts of two tokens and more
-        one = min(chunk, longest)
+        one, two = min(chunk, longest), min(2, longest)
         first = min(max(chunk - 2 * (many - 1), 1), longest)
         whole = [longest] * min(chunk // longest, most)  # prompts as long as any
-        for lens in ([1] * most, [1] * (most - 1) + [one], [2] * (many - 1) + [first], whole):
+        for lens in ([1] * most, [1] * (most - 1) + [one], [two] * (many - 1) + [first], whole):
             if lens:
                 self.builder.decide(HostBatch.of(np.array(lens), np.array([longest] * len(lens))))
 

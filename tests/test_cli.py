@@ -118,6 +118,7 @@ def test_settings_follow_the_prompts_unless_given(settings, folder):
 
 
 SMALL = ("--dtype", "float32", "--page-size", 8, "--max-requests", 2, "--max-model-len", 32)
+SMALL += ("--prefill-chunk", 8)
 
 
 def test_programs_made_by_warm_serve_generate(run, folder, tmp_path, monkeypatch):

@@ -142,7 +142,7 @@ def toy():
 
 
 def test_a_toy_with_two_groups_is_served_by_the_same_engine(toy):
-    """Preempted, in chunks, cancelled: tokens are those by hand, and the pages of both are whole."""
+    """Preempted, in chunks, cancelled: tokens are those by hand, pages of both are whole."""
     engine = Engine(
         toy, ToyConfig(), family=TOY, num_pages=14, page=4, max_requests=4, prefill_chunk=7
     )

@@ -5,6 +5,8 @@ import dataclasses
 import jax
 import pytest
 
+from mla_jax.errors import MetadataError
+from mla_jax.metadata.buckets import Ladder
 from tests import traffic
 
 
@@ -71,3 +73,25 @@ def test_a_compilation_is_heard_of():
     compiled = traffic.Compilations()
     jax.jit(lambda x: x + 1)(2.5).block_until_ready()
     assert compiled.count >= 1
+
+
+def test_nobody_need_absorb(model, engine, single):
+    """``shared/repro/absorb.py``: called or not, tokens are the same."""
+    asked = traffic.asks(6, seed=2)
+    want = [single(ask).token_ids for ask in asked]
+    model.absorb()
+    engine.take(model)
+    assert [engine.generate([a.prompt], a.params)[0].token_ids for a in asked] == want
+
+
+def test_a_ladder_smaller_than_the_settings_is_refused(model):
+    """``shared/repro/ladder.py``: when the engine is made, before any request lives."""
+    for part, size in (("decodes", 4), ("prefills", 2), ("prefill_tokens", 8), ("pages", 3)):
+        small = dataclasses.replace(traffic.LADDER, **{part: Ladder(part, (size,))}, mixed=())
+        with pytest.raises(MetadataError, match=f"number of {part}: given .*allowed: 0 to {size}"):
+            traffic.engine(model, ladder=small)
+
+
+def test_a_chunk_longer_than_any_request_is_taken(model):
+    assert traffic.engine(model, ladder=None, prefill_chunk=512, max_model_len=16).stats().pages
+    assert traffic.engine(model, ladder=None, prefill_chunk=512, max_model_len=1).stats().pages
