@@ -137,11 +137,11 @@ def test_runs_over_pages_equal_the_expanded_path():
     def absorbed(q, cache, table, qs, lens):
         attn = nnx.merge(graph, state)
         meta, _ = query_runs(qs, lens, table, longest=4, runs=TOKENS // 4 + 5)
-        q_latent = contract("thd,hdr->thr", q[..., : DIMS.nope], attn.k_absorb[...])
+        q_latent = contract("thd,hdr->thr", q[..., : DIMS.nope], attn.absorbed().k)
         part = ops.mla_decode(
             q_latent, q[..., DIMS.nope :], cache, meta, scale=attn.scale, backend="mosaic"
         )
-        out = contract("thr,hrv->thv", part.out, attn.v_absorb[...])
+        out = contract("thr,hrv->thv", part.out, attn.absorbed().v)
         return AttnState(out=out, lse=part.lse)
 
     got = absorbed(q, cache, jnp.asarray(wide), qs, lens)
