@@ -140,8 +140,8 @@ class _Layer:
         self.dims = dataclasses.replace(V3.dims, heads=heads, q_rank=None)
         config = dataclasses.replace(V3, hidden=64, dims=self.dims)
         layer = MLA(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-        layer.absorb()
-        self.graph, self.state = nnx.split(layer)
+        self.graph, state = nnx.split(layer)
+        self.state = state, layer.absorbed()
 
     def compiled(self, queries: int, context: int, *, absorb: int) -> Callable[[], None]:
         """One call on one request; ``absorb`` is a run length, 0 = expanded."""
@@ -154,7 +154,8 @@ class _Layer:
 
         def attend(state, cache, x, starts, lens, table):
             meta = build_mla(starts, lens, table, jnp.int32(0), bucket=bucket, page=PAGE)
-            return nnx.merge(self.graph, state)(x, meta, cache, backend="mosaic")
+            layer = nnx.merge(self.graph, state[0])
+            return layer(x, meta, cache, absorbed=state[1], backend="mosaic")
 
         made = jax.jit(
             lambda key: jax.random.normal(key, (pages, PAGE, self.dims.row), jnp.bfloat16)
@@ -178,7 +179,7 @@ class _Layer:
     def projection(self) -> Callable[[], None]:
         """The up-projection of one full workspace."""
         x = jax.random.normal(jax.random.key(0), (32768, self.dims.rank), jnp.bfloat16)
-        up = jax.jit(lambda state, x: nnx.merge(self.graph, state).kv_up(x))
+        up = jax.jit(lambda state, x: nnx.merge(self.graph, state[0]).kv_up(x))
         up(self.state, x).block_until_ready()
         return lambda: up(self.state, x).block_until_ready()
 

@@ -15,7 +15,7 @@ from benchmarks import paths
 from mla_jax.cache import FORMATS, LatentCache
 from mla_jax.metadata.buckets import MLABucket
 from mla_jax.metadata.mla import build_mla
-from mla_jax.model.mla import MLA
+from mla_jax.model.mla import MLA, Absorbed, plan_step
 from mla_jax.model.presets import V3
 from mla_jax.model.rope import cos_sin, rotate
 from mla_jax.types import cdiv
@@ -103,26 +103,27 @@ class _Made:
 
     meta: jax.stages.Compiled
     program: jax.stages.Compiled
-    state: nnx.State
+    given: tuple[nnx.State, Absorbed]
 
     @classmethod
     def of(cls, case: Case) -> "_Made":
         layer = MLA(V3, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-        layer.absorb()
         graph, state = nnx.split(layer)
+        given = state, layer.absorbed()
 
         x, cache, *batch = _specs(case)
 
         def metadata(starts, lens, table, decodes):
             meta = build_mla(starts, lens, table, decodes, bucket=case.bucket, page=PAGE)
-            return meta, layer.plan(meta, cache, dtype=x.dtype)
+            return meta, plan_step(V3.dims, meta, cache, dtype=x.dtype)
 
-        def attend(state, cache, x, meta, plan):
-            return nnx.merge(graph, state)(x, meta, cache, plan=plan)
+        def attend(given, cache, x, meta, plan):
+            state, absorbed = given
+            return nnx.merge(graph, state)(x, meta, cache, absorbed=absorbed, plan=plan)
 
         shared = jax.eval_shape(metadata, *batch)
-        program = jax.jit(attend, donate_argnums=(1,)).lower(state, cache, x, *shared).compile()
-        return cls(meta=jax.jit(metadata).lower(*batch).compile(), program=program, state=state)
+        program = jax.jit(attend, donate_argnums=(1,)).lower(given, cache, x, *shared).compile()
+        return cls(meta=jax.jit(metadata).lower(*batch).compile(), program=program, given=given)
 
 
 def _specs(case: Case) -> tuple:
@@ -151,10 +152,11 @@ def _inputs(case: Case) -> tuple:
     return jax.block_until_ready((x, cache, *(jnp.asarray(a, jnp.int32) for a in batch)))
 
 
-def _weights(state: nnx.State) -> dict[str, jax.Array]:
+def _weights(given: tuple[nnx.State, Absorbed]) -> dict[str, jax.Array]:
+    state, absorbed = given
     found = {k: state[k]["kernel"][...] for k in ("q_down", "q_up", "kv_down", "kv_up", "out")}
     norms = {k: state[k]["scale"][...] for k in ("q_norm", "kv_norm")}
-    return found | norms | {k: state[k][...] for k in ("k_absorb", "v_absorb")}
+    return found | norms | {"k_absorb": absorbed.k, "v_absorb": absorbed.v}
 
 
 def _error(case: Case, made: _Made, args: tuple, y: jax.Array) -> float:
@@ -165,7 +167,7 @@ def _error(case: Case, made: _Made, args: tuple, y: jax.Array) -> float:
         prior = cache.pages[table[r]].reshape(-1, D.row)[: case.context]
         mine = x[r * n : (r + 1) * n]
         for t in sorted({0, n // 2, n - 1}):
-            want = _reference(_weights(made.state), mine, prior, jnp.int32(t))
+            want = _reference(_weights(made.given), mine, prior, jnp.int32(t))
             got = y[r * n + t].astype(jnp.float32)
             worst = max(worst, float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want)))
     return worst
@@ -206,7 +208,7 @@ def _peer(case: Case, made: _Made, args: tuple, slots, positions) -> tuple[paths
 
     x, cache, starts, lens, table, _ = args
     angles = jax.jit(lambda p: cos_sin(p, V3.rope))(positions)
-    weights, pages = _weights(made.state), tm.tensor(cache.pages).clone()
+    weights, pages = _weights(made.given), tm.tensor(cache.pages).clone()
     slots = tm.tensor(slots).to(torch.int64)
     if case.decode:
         layer = tm.DecodeLayer(weights, D, *angles, scale=V3.scale)
@@ -234,12 +236,12 @@ def _row(case: Case, made: _Made, with_peer: bool) -> dict:
     x, held = args[0], [jax.tree.map(jnp.copy, args[1])]
 
     def once():
-        y, held[0] = made.program(made.state, held[0], x, meta, plan)
+        y, held[0] = made.program(made.given, held[0], x, meta, plan)
         return y.block_until_ready()
 
     def many(n):
         for _ in range(n):
-            y, held[0] = made.program(made.state, held[0], x, meta, plan)
+            y, held[0] = made.program(made.given, held[0], x, meta, plan)
         y.block_until_ready()
 
     error = _error(case, made, args, once())
