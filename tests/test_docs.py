@@ -14,7 +14,6 @@ from mla_jax.model.weight_table import expected_shapes
 from tests import imports
 
 
-
 def blocks(name: str) -> list[str]:
     """The Python examples of a page."""
     page = (imports.ROOT / name).read_text()
@@ -24,6 +23,9 @@ def blocks(name: str) -> list[str]:
 README = blocks("README.md")
 PAGES = {"metadata": 1, "sharding": 2, "starting": 1, "families": 1}
 """Pages of docs/ with examples, and how many."""
+
+COMPILE = {("starting", 0), ("sharding", 0)}
+"""Examples that compile several programs."""
 
 TINY = ModelConfig(
     family="deepseek_v2",
@@ -64,7 +66,12 @@ def test_readme_examples_run(source, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "index"), [(name, i) for name, count in PAGES.items() for i in range(count)]
+    ("name", "index"),
+    [
+        pytest.param(name, i, marks=[pytest.mark.slow] if (name, i) in COMPILE else [])
+        for name, count in PAGES.items()
+        for i in range(count)
+    ],
 )
 def test_examples_of_documents_run(name, index, capsys):
     check_prints(blocks(f"docs/{name}.md")[index], capsys)
@@ -91,7 +98,9 @@ NAMED = re.compile(r"`((?:mla_jax|tests|docs|tools|benchmarks)/[\w/]+\.\w+)`")
 
 @pytest.mark.parametrize("page", DOCUMENTS, ids=lambda p: str(p.relative_to(imports.ROOT)))
 def test_named_files_exist(page):
-    assert not [name for name in NAMED.findall(page.read_text()) if not (imports.ROOT / name).exists()]
+    assert not [
+        name for name in NAMED.findall(page.read_text()) if not (imports.ROOT / name).exists()
+    ]
 
 
 def check_prints(source, capsys):
