@@ -178,7 +178,7 @@ class MoEConfig:
             raise ConfigError("MoEConfig.topk_groups", self.topk_groups, f"at most {self.groups}")
         each = self.experts // self.groups
         if self.method == "noaux_tc" and each < 2:
-            hint = "A group is valued by its two best experts."
+            hint = "noaux_tc scores a group by its two best experts, so it needs two."
             raise ConfigError("MoEConfig.groups", self.groups, f"at most {self.experts // 2}", hint)
         if self.topk > self.topk_groups * each:
             allowed = f"at most {self.topk_groups * each}, the experts of the kept groups"

@@ -13,12 +13,19 @@ from mla_jax.model import weights
 from mla_jax.model.weight_table import expected_shapes
 from tests import imports
 
-BLOCKS, METADATA, SHARDING = (
-    re.findall(
-        r"^```python\n(.*?)^```", (imports.ROOT / name).read_text(), re.MULTILINE | re.DOTALL
-    )
-    for name in ("README.md", "docs/metadata.md", "docs/sharding.md")
-)
+
+def blocks(name: str) -> list[str]:
+    """The Python examples of a page."""
+    page = (imports.ROOT / name).read_text()
+    return re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+
+
+README = blocks("README.md")
+PAGES = {"metadata": 1, "sharding": 2, "starting": 1, "families": 1}
+"""Pages of docs/ with examples, and how many."""
+
+COMPILE = {("starting", 0), ("sharding", 0)}
+"""Examples that compile several programs."""
 
 TINY = ModelConfig(
     family="deepseek_v2",
@@ -42,10 +49,10 @@ def test_generated_documents_are_up_to_date():
 
 
 def test_the_readme_has_its_examples():
-    assert len(BLOCKS) == 3
+    assert len(README) == 3
 
 
-@pytest.mark.parametrize("source", BLOCKS, ids=["jit", "flax", "engine"])
+@pytest.mark.parametrize("source", README, ids=["jit", "flax", "engine"])
 def test_readme_examples_run(source, tmp_path, monkeypatch, capsys):
     """Each block on its own; a tiny folder stands in for the checkpoint that it names."""
     draw = np.random.default_rng(0).standard_normal
@@ -58,9 +65,42 @@ def test_readme_examples_run(source, tmp_path, monkeypatch, capsys):
     check_prints(source, capsys)
 
 
-@pytest.mark.parametrize("source", METADATA + SHARDING, ids=["metadata", "sharding"])
-def test_examples_of_documents_run(source, capsys):
-    check_prints(source, capsys)
+@pytest.mark.parametrize(
+    ("name", "index"),
+    [
+        pytest.param(name, i, marks=[pytest.mark.slow] if (name, i) in COMPILE else [])
+        for name, count in PAGES.items()
+        for i in range(count)
+    ],
+)
+def test_examples_of_documents_run(name, index, capsys):
+    check_prints(blocks(f"docs/{name}.md")[index], capsys)
+
+
+def test_every_page_with_examples_is_run():
+    """Architecture and the kernels' pages show signatures and equations, which are not run."""
+    found = {p.stem: len(blocks(f"docs/{p.name}")) for p in (imports.ROOT / "docs").glob("*.md")}
+    assert {name: n for name, n in found.items() if n and name != "architecture"} == PAGES
+
+
+LINK = re.compile(r"\]\(([^)\s#]+)(?:#[^)\s]*)?\)")
+DOCUMENTS = [*imports.ROOT.glob("*.md"), *(imports.ROOT / "docs").rglob("*.md")]
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda p: str(p.relative_to(imports.ROOT)))
+def test_links_lead_somewhere(page):
+    links = [link for link in LINK.findall(page.read_text()) if "://" not in link]
+    assert not [link for link in links if not (page.parent / link).exists()]
+
+
+NAMED = re.compile(r"`((?:mla_jax|tests|docs|tools|benchmarks)/[\w/]+\.\w+)`")
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda p: str(p.relative_to(imports.ROOT)))
+def test_named_files_exist(page):
+    assert not [
+        name for name in NAMED.findall(page.read_text()) if not (imports.ROOT / name).exists()
+    ]
 
 
 def check_prints(source, capsys):

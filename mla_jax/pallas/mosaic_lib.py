@@ -90,10 +90,11 @@ def lowered_once(*static: str) -> Callable[[Callable], Callable]:
 
 
 def kernel(body: Callable, **options: Any) -> Callable:
-    """``plgpu.kernel`` whose arrays begin where an allocation does; for refs see ``in_place``.
+    """``plgpu.kernel`` whose operands and results are never a slice of another array.
 
-    XLA hands a kernel a slice of an array in place, and lets it write its result into one,
-    wherever that begins; Mosaic refuses what is not aligned to 256 bytes.
+    XLA may pass a kernel a slice of an array in place, and may have it write its result into one,
+    wherever the slice begins; Mosaic refuses what is not aligned to 256 bytes. So operands and
+    results are kept apart from other arrays. For refs see ``in_place``.
 
     Raises:
         ArgumentError: what it allocates is more shared memory than a thread block of the device
@@ -108,8 +109,7 @@ def kernel(body: Callable, **options: Any) -> Callable:
                 "a Mosaic kernel under jax.shard_map",
                 "check_vma=True",
                 "check_vma=False",
-                "JAX does not see what varies between devices inside of a kernel; "
-                'backend="xla" runs with its check.',
+                'Mosaic kernels cannot be checked by shard_map; backend="xla" runs with the check.',
             )
         whole = [lax.optimization_barrier(x) if isinstance(x, jax.Array) else x for x in operands]
         return jax.tree.map(lax.optimization_barrier, run(*whole))
@@ -278,10 +278,11 @@ def store_rows(src, dst, start, count, *, rows: int, step: int) -> None:
 
 
 def afresh(x: jax.Array, *, simulate: bool) -> jax.Array:
-    """The number of a warpgroup, and what follows from it is computed in every turn of a loop.
+    """``x``, equal in all threads of a warp, hidden from the hoisting of loop invariants.
 
-    Descriptors of products that do not change in a loop are kept in registers of a thread, from
-    where each takes longer to its product than one that is computed in those of a warp.
+    ``x`` is a warpgroup's number. What is computed from it is computed again in every turn of a
+    loop: computing the descriptors of matrix products again, in registers of the warp, is faster
+    than moving them there from registers of a thread.
     """
     if simulate:
         return x

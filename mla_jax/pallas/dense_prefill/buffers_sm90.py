@@ -39,7 +39,7 @@ class Sizes:
     block: int  # keys of one step
     stages: int  # blocks in shared memory, a power of two
     heads_together: int  # heads whose tiles are interleaved: their keys share the L2 cache
-    heads_last: int  # as many at least are in the end: among many tiles the dear ones come early
+    heads_last: int  # heads scheduled last, at least: with many tiles, expensive ones come first
     workers: int
     held: int  # chunks of 64 columns of the queries that stay in registers
     dynamic: bool  # a thread block takes the next tile when it is free; else one in ``workers``
