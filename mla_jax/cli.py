@@ -275,7 +275,7 @@ def _keep_compilations(folder: Path | None) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
-def _devices(count: int) -> list[jax.Device] | None:
+def _devices(count: int) -> list[Any] | None:
     """The first ``count`` devices, or all of them; None: one, which JAX chooses."""
     found = jax.local_devices()
     if count > len(found):

@@ -201,8 +201,8 @@ class Step:
                 self._store.save(facts, program)
         self._programs[layout] = program
         self.compiled += 1
-        memory = program.memory_analysis()
-        self.workspace_bytes = max(self.workspace_bytes, memory.temp_size_in_bytes)
+        if memory := program.memory_analysis():
+            self.workspace_bytes = max(self.workspace_bytes, memory.temp_size_in_bytes)
         return program
 
     @property
