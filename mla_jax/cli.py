@@ -247,23 +247,18 @@ def warm(
     )
     print(engine.explain())
     start = time.perf_counter()
-    state = TextColumn("{task.fields[state]}")
-    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), state)
+    left = TextColumn("{task.fields[left]}")
+    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), left)
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("programs", total=len(engine.builder.rungs()), state="")
+        task = bar.add_task("programs", total=len(engine.builder.rungs()), left="")
 
         def report(state: WarmUp) -> None:
-            bar.update(task, completed=state.done, state=_left(state))
+            left = f"{state.remaining:.0f} s left" if state.done < state.total else ""
+            bar.console.print(f"ready: {state.bucket}", soft_wrap=True, highlight=False)
+            bar.update(task, completed=state.done, left=left)
 
         count = engine.warm_up(progress=report)
     print(f"{count} programs ready in {time.perf_counter() - start:.1f} s: {programs}")
-
-
-def _left(state: WarmUp) -> str:
-    """Which rung was made ready last, and how long the others take."""
-    if state.done == state.total:
-        return f"{state.bucket}"
-    return f"{state.bucket}, {state.remaining:.0f} s left"
 
 
 def _keep_compilations(folder: Path | None) -> None:

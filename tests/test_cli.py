@@ -155,10 +155,17 @@ def test_what_xla_compiles_is_kept_where_asked(run, folder, tmp_path):
     assert len(list((tmp_path / "cache").iterdir())) > 1
 
 
-def test_the_bar_says_which_rung_and_how_long_still():
-    state = WarmUp(done=2, total=6, bucket="decodes=8", seconds=10.0)
-    assert cli._left(state) == "decodes=8, 20 s left"
-    assert cli._left(WarmUp(done=6, total=6, bucket="b", seconds=1.0)) == "b"
+def test_the_bar_says_which_rung_and_how_long_still(run, folder, tmp_path, monkeypatch):
+    def warm_up(engine, *, progress):
+        for done in (1, 2):
+            progress(WarmUp(done=done, total=3, bucket=f"rung {done}", seconds=10.0 * done))
+        return 3
+
+    monkeypatch.setattr(Engine, "warm_up", warm_up)
+    code, _, err = run("warm", folder, *SMALL, "--programs", tmp_path)
+    assert code == 0
+    assert "ready: rung 1\nready: rung 2\n" in err
+    assert "2/3" in err and "10 s left" in err
 
 
 def test_devices_are_counted(settings, run, folder):
