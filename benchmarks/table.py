@@ -1,4 +1,4 @@
-"""``python -m benchmarks.table`` writes docs/performance.md from the newest results."""
+"""``python -m benchmarks.table`` writes docs/performance.md and a table of docs/starting.md."""
 
 import json
 import math
@@ -6,11 +6,12 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["page"]
+__all__ = ["page", "starting"]
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "performance.md"
+STARTING = ROOT / "docs" / "starting.md"
 
 HEAD = """# Performance
 
@@ -91,6 +92,17 @@ SERVE: Columns = {
     "ms": ("ms", 1),
     "layers": ("layers", 0),
     "programs": ("programs", 0),
+    "weights, bytes": ("weight_bytes", 0),
+    "caches, bytes": ("cache_bytes", 0),
+    "workspace, bytes": ("workspace_bytes", 0),
+    "peak, bytes": ("peak_bytes", 0),
+}
+START: Columns = {
+    "layers": ("layers", 0),
+    "programs": ("programs", 0),
+    "one program, s": ("compile_s", 1),
+    "cold, s": ("cold_s", 1),
+    "stored, s": ("warm_s", 1),
 }
 
 
@@ -131,6 +143,11 @@ SUITES = {
     ),
     "metadata": Suite("All metadata of one step, and parts that are derived later.", METADATA),
     "serve": Suite("Decode steps of a model with random weights, by attention backend.", SERVE),
+    "start": Suite(
+        "How long an engine takes until it serves, with nothing compiled before and with stored "
+        "programs (docs/starting.md).",
+        START,
+    ),
     "serve_prefill": Suite("Prefill of a model with random weights, by attention backend.", SERVE),
 }
 
@@ -188,5 +205,16 @@ def _row(row: dict, columns: Columns) -> str:
     return f"| `{row['case']}` | {' | '.join(cells)} |"
 
 
+def starting() -> str:
+    """The text of docs/starting.md with the newest figures of suite ``start``."""
+    newest = max(RESULTS.glob("*_start_*.json"), key=_date)
+    rows = [_row(row, START) for row in json.loads(newest.read_text())["rows"]]
+    table = [f"| case | {' | '.join(START)} |", f"|---|{'---|' * len(START)}", *rows]
+    begin, end = "<!-- start: written by benchmarks.table -->", "<!-- end -->"
+    before, rest = STARTING.read_text().split(begin)
+    return "\n".join([before + begin, *table, end]) + rest.split(end, 1)[1]
+
+
 if __name__ == "__main__":
     PAGE.write_text(page())
+    STARTING.write_text(starting())

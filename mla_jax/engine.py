@@ -27,7 +27,7 @@ from mla_jax.cache import ELEMENT_FORMATS
 from mla_jax.checks import checked_size
 from mla_jax.errors import EngineError
 from mla_jax.inputs import check_cache_fits, checked_params, checked_prompts, checked_wishes
-from mla_jax.metadata.buckets import MLALadder
+from mla_jax.metadata.buckets import CONTEXT_ROWS, MLALadder
 from mla_jax.metadata.common import HostBatch
 from mla_jax.metadata.packed import pack
 from mla_jax.model.family import Family, ServedConfig, Serving, family_of
@@ -176,7 +176,7 @@ class Engine:
             max_requests=checked_size("max_requests", max_requests),
             prefill_chunk=checked_size("prefill_chunk", prefill_chunk),
             max_model_len=length,
-            context_rows=min(length, 4096) if context_rows is None else context_rows,
+            context_rows=min(length, CONTEXT_ROWS) if context_rows is None else context_rows,
             cache_format=_checked_format(cache_format, jnp.dtype(dtype)),
             dtype=jnp.dtype(dtype),
             backend=backend,

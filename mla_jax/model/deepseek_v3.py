@@ -10,7 +10,7 @@ from mla_jax.cache import LatentCache
 from mla_jax.config import ModelConfig
 from mla_jax.metadata.mla import MLAMetadata
 from mla_jax.model.embed import Embed, Head, project_to_vocab
-from mla_jax.model.mla import MLA, Absorbed, plan_step
+from mla_jax.model.mla import MLA, Absorbed, StepPlan, plan_step
 from mla_jax.model.mlp import SwiGLU
 from mla_jax.model.moe import MoE
 from mla_jax.model.norm import RMSNorm
@@ -45,7 +45,7 @@ class Block(nnx.Module):
         layer: Int[Array, ""] | int | None = None,
         absorbed: Absorbed | None = None,
         backend: str | None = None,
-        plan: object = None,
+        plan: StepPlan | None = None,
         placement: Placement | None = None,
     ) -> tuple[Float[Array, "tokens hidden"], LatentCache]:
         """One step of this layer; arguments as ``MLA`` takes them."""

@@ -29,7 +29,7 @@ from mla_jax.model.sharding import divided, divides
 from mla_jax.placement import Placement
 from mla_jax.types import Array, AttnState, Float, Int
 
-__all__ = ["MLA", "Absorbed", "absorb_weights", "plan_step"]
+__all__ = ["MLA", "Absorbed", "StepPlan", "absorb_weights", "plan_step"]
 
 
 class Absorbed(NamedTuple):
@@ -45,6 +45,13 @@ def absorb_weights(kv_up: Float[Array, "rank heads nope_v"], *, nope: int) -> Ab
     return Absorbed(u_k.transpose(1, 2, 0), u_v.transpose(1, 0, 2))
 
 
+class StepPlan(NamedTuple):
+    """What all layers of a step share. None: nothing to do, or the backend makes no plan."""
+
+    decode: object = None  # of ``mla_decode``
+    prefill: object = None  # of ``mla_prefill`` over the new tokens
+
+
 def plan_step(
     dims: MLADims,
     meta: MLAMetadata,
@@ -53,19 +60,33 @@ def plan_step(
     dtype: DTypeLike,
     backend: str | None = None,
     placement: Placement | None = None,
-) -> object:
-    """What all layers of a step share when they decode; None where there is nothing."""
-    if meta.decode is None:
-        return None
+) -> StepPlan:
+    """The plans of a step, made once for all its layers."""
     shares = placement.size if placement and divides(placement, dims.heads) else 1
-    return ops.plan_decode(
-        meta.decode,
-        cache,
-        tokens=meta.bucket.decode_tokens,
-        heads=dims.heads // shares,
-        dtype=dtype,
-        backend=backend,
-    )
+    heads, decode, prefill = dims.heads // shares, None, None
+    if meta.decode is not None:
+        decode = ops.plan_decode(
+            meta.decode,
+            cache,
+            tokens=meta.bucket.decode_tokens,
+            heads=heads,
+            dtype=dtype,
+            backend=backend,
+        )
+    if meta.prefill is not None:
+        prefill = ops.plan_prefill(
+            meta.prefill,
+            tokens=meta.bucket.prefill_tokens,
+            keys=meta.bucket.prefill_tokens,
+            heads=heads,
+            nope=dims.nope,
+            rope=dims.rope,
+            v=dims.v,
+            dtype=dtype,
+            out_dtype=None if meta.context is None else jnp.float32,
+            backend=backend,
+        )
+    return StepPlan(decode, prefill)
 
 
 class _Rows(NamedTuple):
@@ -143,7 +164,7 @@ class MLA(nnx.Module):
         layer: Int[Array, ""] | int | None = None,
         absorbed: Absorbed | None = None,
         backend: str | None = None,
-        plan: object = None,
+        plan: StepPlan | None = None,
         placement: Placement | None = None,
     ) -> tuple[Float[Array, "tokens hidden"], LatentCache]:
         """Write the new rows, attend over pages and new tokens, project back.
@@ -175,6 +196,7 @@ class MLA(nnx.Module):
         if placement is not None and divides(placement, self.dims.heads):
             given = (1, 1, None, None, 1, 0, None, None, None, None)
             attend = divided(attend, placement, given=given, returned=(1, None))
+        plan = StepPlan() if plan is None else plan
         heads, cache = attend(
             q_nope, q_rope, latent, k_rope, kv_up, absorbed, meta, cache, number, plan
         )
@@ -189,7 +211,7 @@ class MLA(nnx.Module):
         *,
         layer: Int[Array, ""] | int | None,
         backend: str | None,
-        plan: object,
+        plan: StepPlan,
     ) -> tuple[Float[Array, "tokens heads v"], LatentCache]:
         """Attention of some heads, or all, and the cache with the new rows."""
         tokens, heads, _ = new.q_nope.shape
@@ -209,7 +231,7 @@ class MLA(nnx.Module):
                 scale=self.scale,
                 layer=layer,
                 backend=backend,
-                plan=plan,
+                plan=plan.decode,
             )
             found = contract("thr,hrv->thv", state.out, up.absorbed.v).astype(out.dtype)
             # Not ``out.at[:n]``: its empty index crashes XLA's partitioner under ``shard_map``.
@@ -228,6 +250,7 @@ class MLA(nnx.Module):
                 kv_up=up.kv_up,
                 layer=layer,
                 backend=backend,
+                plan=plan.prefill,
             )
             found = state.out.astype(out.dtype)
             out = found if alone else lax.dynamic_update_slice_in_dim(out, found, start, 0)
@@ -245,10 +268,12 @@ class MLA(nnx.Module):
         kv_up: Float[Array, "rank heads nope_v"] | None = None,
         layer: Int[Array, ""] | int | None = None,
         backend: str | None = None,
+        plan: object = None,
     ) -> AttnState:
         """Expanded attention of new tokens among themselves and over their cached context.
 
         ``kv_up`` is the up-projection of these heads; None: the layer's own, of all heads.
+        ``plan`` is that of the new tokens; each chunk of context makes its own.
         """
         expand = partial(
             self._expanded,
@@ -256,8 +281,8 @@ class MLA(nnx.Module):
             backend=backend,
         )
         if context is None:
-            return expand(q, latent, k_rope, new)
-        state = expand(q, latent, k_rope, new, out_dtype=jnp.float32)
+            return expand(q, latent, k_rope, new, plan=plan)
+        state = expand(q, latent, k_rope, new, out_dtype=jnp.float32, plan=plan)
         gathering = ops.named("gather_latent", backend)
         merging = ops.named("merge_attn_states", backend)
 
@@ -306,6 +331,7 @@ class MLA(nnx.Module):
         causal: bool = True,
         out_dtype: DTypeLike | None = None,
         backend: str | None = None,
+        plan: object = None,
     ) -> AttnState:
         """Up-project the latents and attend; nothing is copied per head."""
         return ops.mla_prefill(
@@ -317,4 +343,5 @@ class MLA(nnx.Module):
             causal=causal,
             out_dtype=out_dtype,
             backend=backend,
+            plan=plan,
         )

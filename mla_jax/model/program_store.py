@@ -9,6 +9,7 @@ Loading one runs what is in the file: the folder must be yours.
 
 import hashlib
 import importlib
+import inspect
 import pickle
 from collections.abc import Sequence
 from functools import cache
@@ -20,7 +21,7 @@ from jax.experimental import serialize_executable
 
 from mla_jax.placement import Placement
 
-__all__ = ["ProgramStore", "source_digest"]
+__all__ = ["ProgramStore", "source_digest", "source_of"]
 
 
 @cache
@@ -30,6 +31,16 @@ def source_digest() -> str:
     for path in sorted(root.rglob("*.py")):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
+
+
+def source_of(kind: type) -> str:
+    """The file that defines a class outside of this package: programs follow from it too."""
+    if kind.__module__.split(".")[0] == __name__.split(".")[0]:
+        return kind.__qualname__
+    try:
+        return Path(inspect.getfile(kind)).read_text()
+    except (OSError, TypeError):  # made in a console, of which there is no file
+        return f"{kind.__module__}.{kind.__qualname__} {id(kind)}"
 
 
 class ProgramStore:

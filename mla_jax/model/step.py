@@ -20,7 +20,7 @@ from mla_jax.metadata.builder import AttentionMetadataBuilder
 from mla_jax.metadata.common import build_common
 from mla_jax.metadata.packed import Layout, Packed, pack
 from mla_jax.metadata.staging import Staging, received
-from mla_jax.model.program_store import ProgramStore
+from mla_jax.model.program_store import ProgramStore, source_of
 from mla_jax.model.sampling import SamplingBatch, sample
 from mla_jax.model.sharding import sharding_of
 from mla_jax.placement import Placement
@@ -128,7 +128,8 @@ class Step:
         self._programs: dict[Layout, Callable[..., tuple[Array, tuple[StepOutput, Any]]]] = {}
         self._store, self._facts = None, ()
         if store is not None:
-            self._store, self._facts = ProgramStore(store[0], self.placement), tuple(store[1])
+            self._store = ProgramStore(store[0], self.placement)
+            self._facts = (*store[1], source_of(type(model)), source_of(type(builder)))
         self.compiled = self.workspace_bytes = 0
         self.take(model)
 

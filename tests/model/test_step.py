@@ -1,6 +1,8 @@
 """The paged step against whole sequences without a cache."""
 
 import dataclasses
+import importlib.util
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ from mla_jax import ops
 from mla_jax.metadata.buckets import MLABucket
 from mla_jax.metadata.packed import pack
 from mla_jax.model.mla import absorb_weights
+from mla_jax.model.program_store import source_of
 from mla_jax.pallas.dense_decode import ref
 from mla_jax.pallas.registry import Registry
 from tests.model import tiny
@@ -198,3 +201,22 @@ def test_absorbed_weights_are_the_two_halves():
     k, v = absorb_weights(kv_up, nope=8)
     np.testing.assert_array_equal(k, np.einsum("rhd->hdr", kv_up[..., :8]))
     np.testing.assert_array_equal(v, np.einsum("rhd->hrd", kv_up[..., 8:]))
+
+
+def test_a_program_follows_from_code_outside_of_the_package(tmp_path):
+    """Two models of one name whose files differ have programs of their own."""
+
+    def kind(path, text):
+        path.write_text(text)
+        spec = importlib.util.spec_from_file_location("outside", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    with pytest.MonkeyPatch.context() as patch:
+        sources = []
+        for name, text in (("a.py", "class Toy: x = 1\n"), ("b.py", "class Toy: x = 2\n")):
+            patch.setitem(sys.modules, "outside", kind(tmp_path / name, text))
+            sources.append(source_of(sys.modules["outside"].Toy))
+    assert sources == ["class Toy: x = 1\n", "class Toy: x = 2\n"]
+    assert source_of(tiny.Step) == "Step"  # of this package: its digest covers it
