@@ -39,7 +39,7 @@ def main() -> None:
     if not (best := _records(rows)):
         parser.error("no case with two measured tunings; measure what --cases prints")
     first = records[0]
-    path = ROOT / folder_name(first["device"]) / "dense_decode.json"
+    path = ROOT / folder_name(first["device"]) / "mla_decode.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     versions = ", ".join(f"{k} {v}" for k, v in first["versions"].items())
     date = max(re.findall(r"\d{4}-\d\d-\d\d", " ".join(map(str, given.results))), default="")

@@ -54,7 +54,7 @@ class MLAError(Exception):
 class UnsupportedError(MLAError, NotImplementedError):
     """No backend, or not the one asked for, can run this problem.
 
-    ``dense_decode[mosaic]: page=16 not in {64, 128}. Would accept: xla.``
+    ``mla_decode[mosaic]: page=16 not in {64, 128}. Would accept: xla.``
     """
 
     op: str

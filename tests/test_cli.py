@@ -460,7 +460,7 @@ def test_the_support_matrix_is_a_table(run):
     code, out, _ = run("support-matrix")
     assert code == 0
     assert out.startswith("|")
-    assert "dense_decode" in out
+    assert "mla_decode" in out
 
 
 def test_without_its_packages_it_says_what_to_install():

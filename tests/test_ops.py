@@ -87,7 +87,7 @@ REFUSED = [
     (lambda: decode(change={"max_query_len": 0}), "max_query_len: given 0; allowed: 1 or more"),
     (lambda: decode(scale=jnp.float32(1)), "allowed: a finite Python number. It is static"),
     (lambda: decode(scale=float("nan")), "mla_decode: scale: given nan"),
-    (lambda: decode(tuning=64), "dense_decode[xla]: tuning: given 64; allowed: None"),
+    (lambda: decode(tuning=64), "mla_decode[xla]: tuning: given 64; allowed: None"),
     (lambda: prefill(q=(4, 3, 3)), "mla_prefill: widths: given q 3, k_rope 4, kv 14"),
     (lambda: prefill(kv=(5, 3, 8)), "Pass kv as the up-projection leaves it"),
     (lambda: prefill(k_rope=(6, 4)), "given keys=6; allowed: keys=5"),
@@ -119,7 +119,7 @@ def test_unknown_backend_lists_the_names(our_errors):
     with pytest.raises(UnsupportedError) as refusal:
         decode(backend="mosiac")
     assert str(refusal.value) == (
-        "dense_decode[mosiac]: no backend of this name (registered: mosaic, xla). "
+        "mla_decode[mosiac]: no backend of this name (registered: mosaic, xla). "
         "Would accept: xla."
     )
 
@@ -144,7 +144,7 @@ def plan_of(case, backend=None):
 def test_a_backend_without_plans(rng, our_errors):
     case = decode_case(rng, seq_lens=[3, 4], page=4)
     assert plan_of(case, "xla") is None
-    with pytest.raises(ArgumentError, match=r"dense_decode\[xla\]: plan: given tuple"):
+    with pytest.raises(ArgumentError, match=r"mla_decode\[xla\]: plan: given tuple"):
         ops.mla_decode(*case.args, scale=1.0, backend="xla", plan=())
 
 
@@ -212,7 +212,7 @@ def test_plans_of_prefill(rng, monkeypatch, our_errors):
     """None where there is nothing to plan; the kernel's own is that of the call, or refused."""
     case = prefill_case(rng, dims=V2_LITE, query_lens=[200, 0, 3])
     assert prefill_plan(case, backend="xla") is None
-    with pytest.raises(ArgumentError, match=r"dense_prefill\[xla\]: plan: given tuple"):
+    with pytest.raises(ArgumentError, match=r"mla_prefill\[xla\]: plan: given tuple"):
         ops.mla_prefill(*case.args, scale=1.0, backend="xla", plan=())
     monkeypatch.setattr(DeviceInfo, "current", lambda: H200)
     plan = prefill_plan(case, backend="mosaic")
@@ -270,7 +270,7 @@ def test_explain_takes_shapes(rng):
     args = jax.eval_shape(lambda *a: a, *case.args)
     text = ops.explain("mla_decode", *args, scale=1.0)
     assert text.splitlines()[0].startswith(
-        "dense_decode(dtype=bfloat16, out=bfloat16, heads=3, cache=bf16, rank=16, rope=4, page=4, "
+        "mla_decode(dtype=bfloat16, out=bfloat16, heads=3, cache=bf16, rank=16, rope=4, page=4, "
         "max_query_len=1, tokens=2, requests=2, width=1)"
     )
     assert text.splitlines()[-1] == "runs xla"

@@ -135,7 +135,7 @@ class PrefillCrossover:
             return None
         name = jnp.dtype(dtype).name
         problem = Problem.of(
-            "dense_decode",
+            "mla_decode",
             dtype=name,
             out=name,
             heads=dims.heads,

@@ -112,7 +112,7 @@ def _decode(op, q_latent, q_rope, cache, meta, scale, out_dtype) -> Problem:
     if meta.max_query_len < 1:
         raise ArgumentError(f"{op}: max_query_len", meta.max_query_len, "1 or more")
     return Problem.of(
-        "dense_decode",
+        "mla_decode",
         dtype=str(q_latent.dtype),
         out=_activation(f"{op}: out_dtype", out_dtype or q_latent.dtype),
         heads=size["heads"],
@@ -161,7 +161,7 @@ def _prefill(op, q, kv, k_rope, meta, scale, causal, out_dtype) -> Problem:
     if not isinstance(causal, bool):
         raise ArgumentError(f"{op}: causal", causal, "True or False, static")
     return Problem.of(
-        "dense_prefill",
+        "mla_prefill",
         dtype=str(q.dtype),
         out=_activation(f"{op}: out_dtype", out_dtype or q.dtype),
         heads=size["heads"],

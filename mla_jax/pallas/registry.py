@@ -21,7 +21,7 @@ type Feature = str | int | bool
 
 @dataclass(frozen=True)
 class Problem:
-    """One call of an operation, as shapes and dtypes: ``Problem.of("dense_decode", page=64)``."""
+    """One call of an operation, as shapes and dtypes: ``Problem.of("mla_decode", page=64)``."""
 
     op: str
     features: tuple[tuple[str, Feature], ...]  # in the order given

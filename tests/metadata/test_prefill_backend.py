@@ -79,7 +79,7 @@ def config(dims=R1, dtype="bfloat16", features=()):
 
 def registry(order=(), **classes: type) -> PrefillRegistry:
     return PrefillRegistry(
-        op="dense_prefill",
+        op="mla_prefill",
         order=order,
         paths={n: f"{HERE}.{c.__name__}" for n, c in classes.items()},
     )
@@ -216,7 +216,7 @@ def test_an_explicit_choice_is_that_backend_or_an_error():
 
 def test_a_failed_import_is_a_reason():
     backends = PrefillRegistry(
-        op="dense_prefill",
+        op="mla_prefill",
         order=(Priority(names=("A", "B", "C")),),
         paths={"A": "no_such_package.A", "B": f"{HERE}.NoSuchClass", "C": f"{HERE}.Plain"},
     )
@@ -267,14 +267,14 @@ def test_bad_registrations(name):
         registry(A=Plain).register(name, f"{HERE}.Plain")
 
 
-PREFERRED = ops.REGISTRY.of("dense_prefill")[0].name
+PREFERRED = ops.REGISTRY.of("mla_prefill")[0].name
 
 
 def with_kernel(monkeypatch, backends, requirement=None):
     """The registry of operations with a Hopper kernel that needs this, or with none."""
-    kernels = [Backend(op="dense_prefill", name="mosaic", run=print, requirement=r)
+    kernels = [Backend(op="mla_prefill", name="mosaic", run=print, requirement=r)
                for r in [requirement] if r is not None]  # fmt: skip
-    kept = [b for b in ops.REGISTRY.backends if (b.op, b.name) != ("dense_prefill", "mosaic")]
+    kept = [b for b in ops.REGISTRY.backends if (b.op, b.name) != ("mla_prefill", "mosaic")]
     monkeypatch.setattr(ops, "REGISTRY", Registry((*kernels, *kept)))
     backends._chosen.clear()
 

@@ -70,7 +70,7 @@ def test_absorbed_decode_equals_expanded_prefill(moe, q_rank):
 def test_one_plan_serves_all_layers(monkeypatch):
     """Every layer of a step gets the plan that was made once; prefill alone makes none."""
     made, used = [], []
-    (xla,) = (b for b in ops.REGISTRY.of("dense_decode") if b.name == "xla")
+    (xla,) = (b for b in ops.REGISTRY.of("mla_decode") if b.name == "xla")
 
     def run(*args, plan, **kwargs):
         used.append(plan)

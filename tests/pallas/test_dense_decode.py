@@ -12,7 +12,7 @@ from tests import cases
 from tests.cases import GLM, TINY, V2_LITE, V3, decode_case, run
 from tests.compare import judge, same_bits
 
-OP = "dense_decode"
+OP = "mla_decode"
 
 
 def solve(case, backend, **kwargs):

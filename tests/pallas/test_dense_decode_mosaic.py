@@ -25,7 +25,7 @@ from tests import aot
 from tests.cases import GLM, V2_LITE, V3, decode_case, steep
 from tests.compare import judge, same_bits
 
-OP = "dense_decode"
+OP = "mla_decode"
 H200 = DeviceInfo(platform="gpu", kind="NVIDIA H200", sm=90, sms=132)
 
 

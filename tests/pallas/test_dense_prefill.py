@@ -12,7 +12,7 @@ from mla_jax.ops import mla_prefill
 from tests.cases import GLM, TINY, V2_LITE, V3, prefill_case, run
 from tests.compare import close_states, judge, same_bits
 
-OP = "dense_prefill"
+OP = "mla_prefill"
 NO_ROPE = dataclasses.replace(TINY, rope=0)
 
 

@@ -25,7 +25,7 @@ from tests import aot
 from tests.cases import GLM, V2_LITE, V3, prefill_case, starts, steep
 from tests.compare import judge, same_bits
 
-OP = "dense_prefill"
+OP = "mla_prefill"
 H200 = DeviceInfo(platform="gpu", kind="NVIDIA H200", sm=90, sms=132)
 
 

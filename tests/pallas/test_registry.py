@@ -14,7 +14,7 @@ H200 = DeviceInfo(platform="gpu", kind="H200", sm=90, sms=132)
 
 
 def backend(name, **requirement):
-    return Backend(op="dense_decode", name=name, run=print, requirement=Requirement(**requirement))
+    return Backend(op="mla_decode", name=name, run=print, requirement=Requirement(**requirement))
 
 
 REGISTRY = Registry(
@@ -30,7 +30,7 @@ REGISTRY = Registry(
 
 
 def problem(**features):
-    return Problem.of("dense_decode", **({"page": 64, "rank": 512} | features))
+    return Problem.of("mla_decode", **({"page": 64, "rank": 512} | features))
 
 
 @pytest.mark.parametrize(
@@ -52,21 +52,21 @@ def test_the_first_that_qualifies(device, features, name):
     [
         (
             "mosaic", A100, {"page": 16},
-            "dense_decode[mosaic]: page=16 not in {64, 128}; device sm80, needs sm90. "
+            "mla_decode[mosaic]: page=16 not in {64, 128}; device sm80, needs sm90. "
             "Would accept: triton, xla.",
         ),
         (
             "triton", CPU, {"rank": 520},
-            "dense_decode[triton]: rank=520 not in [16, 512] multiples of 16; "
+            "mla_decode[triton]: rank=520 not in [16, 512] multiples of 16; "
             "device cpu, needs sm80 or newer. Would accept: xla.",
         ),
         (
             "missing", CPU, {},
-            "dense_decode[missing]: package no_such_package is not installed. Would accept: xla.",
+            "mla_decode[missing]: package no_such_package is not installed. Would accept: xla.",
         ),
         (
             "mosiac", CPU, {},
-            "dense_decode[mosiac]: no backend of this name (registered: mosaic, triton, missing, "
+            "mla_decode[mosiac]: no backend of this name (registered: mosaic, triton, missing, "
             "xla). Would accept: xla.",
         ),
     ],
@@ -84,14 +84,14 @@ def test_a_device_of_unknown_size_is_refused_where_that_matters():
     with pytest.raises(UnsupportedError, match="H999: the number of its multiprocessors is unk"):
         sizes.choose(problem(), unknown, "mosaic")
     assert sizes.choose(problem(), H200).name == "mosaic"
-    for op in ("dense_decode", "dense_prefill"):
+    for op in ("mla_decode", "mla_prefill"):
         (kernel,) = [b for b in ops.REGISTRY.of(op) if b.name == "mosaic"]
         assert kernel.requirement.workers
 
 
 def test_none_qualifies():
     only = Registry(REGISTRY.backends[:1])
-    with pytest.raises(UnsupportedError, match=r"dense_decode: mosaic: device cpu, needs sm90\."):
+    with pytest.raises(UnsupportedError, match=r"mla_decode: mosaic: device cpu, needs sm90\."):
         only.choose(problem(), CPU)
     with pytest.raises(UnsupportedError, match="sparse: no such operation"):
         only.choose(Problem.of("sparse"), CPU)
@@ -99,22 +99,22 @@ def test_none_qualifies():
 
 def test_a_feature_the_problem_lacks_is_refused():
     with pytest.raises(UnsupportedError, match="page=None not in"):
-        REGISTRY.choose(Problem.of("dense_decode", rank=512), H200, "mosaic")
+        REGISTRY.choose(Problem.of("mla_decode", rank=512), H200, "mosaic")
 
 
 def test_explain_and_matrix():
     text = REGISTRY.explain(problem(page=16), A100)
     assert text.splitlines() == [
-        "dense_decode(page=16, rank=512) on sm80 (A100)",
+        "mla_decode(page=16, rank=512) on sm80 (A100)",
         "  mosaic: refused: page=16 not in {64, 128}; device sm80, needs sm90",
         "  triton: accepted",
         "  missing: refused: package no_such_package is not installed",
         "  xla: accepted",
         "runs triton",
     ]
-    assert "refused: dense_decode[mosaic]" in REGISTRY.explain(problem(), CPU, "mosaic")
+    assert "refused: mla_decode[mosaic]" in REGISTRY.explain(problem(), CPU, "mosaic")
     rows = REGISTRY.support_matrix().splitlines()
-    assert rows[2] == "| `dense_decode` | `mosaic` | sm90 | page in {64, 128} | none |"
+    assert rows[2] == "| `mla_decode` | `mosaic` | sm90 | page in {64, 128} | none |"
     assert len(rows) == 2 + len(REGISTRY.backends)
 
 

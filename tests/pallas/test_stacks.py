@@ -26,7 +26,7 @@ from tests import aot
 from tests.cases import V2_LITE, decode_case, draw, paged, stacked, starts
 from tests.compare import same_bits
 
-OP = "dense_decode"
+OP = "mla_decode"
 H200 = DeviceInfo(platform="gpu", kind="NVIDIA H200", sm=90, sms=132)
 LAYERS = 3
 LAYER = pytest.mark.parametrize("layer", range(LAYERS))

@@ -42,7 +42,7 @@ TABLE = tuning.Table(
     ],
 )
 def test_the_nearest_record(features, us, octaves):
-    found, distance = TABLE.nearest(Problem.of("dense_decode", **features))
+    found, distance = TABLE.nearest(Problem.of("mla_decode", **features))
     assert (found.us, distance) == (us, octaves)
 
 
@@ -51,12 +51,12 @@ def test_the_nearest_record(features, us, octaves):
     [{"heads": 20, "tokens": 128, "width": 64}, {"heads": 16, "tokens": 20, "width": 64}],
 )
 def test_nothing_near(features):
-    assert TABLE.nearest(Problem.of("dense_decode", **features)) is None
+    assert TABLE.nearest(Problem.of("mla_decode", **features)) is None
 
 
 def test_an_unknown_device_has_the_heuristic():
     sizes = {"heads": 16, "max_query_len": 1, "page": 64, "tokens": 8, "width": 4}
-    problem = Problem.of("dense_decode", cache="bf16", **sizes)
+    problem = Problem.of("mla_decode", cache="bf16", **sizes)
     found = mosaic.tune(problem, UNKNOWN)
     assert found.value == mosaic.heuristic(16, 1, workers=132)
     assert "nothing near was measured on NVIDIA H999" in found.source
@@ -95,7 +95,7 @@ def test_what_was_not_compared_is_the_heuristics(case):
     """``explain`` says so, of every case of the benchmark that no packaged record holds."""
     shape = {"tokens": case.batch * case.queries, "width": -(-max(case.lens) // decode.PAGE)}
     problem = Problem.of(
-        "dense_decode", cache=case.format, heads=case.heads, max_query_len=case.queries,
+        "mla_decode", cache=case.format, heads=case.heads, max_query_len=case.queries,
         page=decode.PAGE, **shape,
     )  # fmt: skip
     found = mosaic.tune(problem, H200)
@@ -128,8 +128,8 @@ def test_records_are_the_best_of_two(tmp_path, monkeypatch, capsys):
     assert "no case with two measured tunings" in capsys.readouterr().err
     assert not (tmp_path / "nvidia_h999").exists()
     main(measured)
-    data = json.loads((tmp_path / "nvidia_h999" / "dense_decode.json").read_text())
-    sound("dense_decode", data)
+    data = json.loads((tmp_path / "nvidia_h999" / "mla_decode.json").read_text())
+    sound("mla_decode", data)
     (entry,) = data["records"]
     assert entry["features"]["max_query_len"] == two.queries
     assert (entry["us"], sorted(entry["others"].values())) == (8.0, [8.5, 9.0])
@@ -142,7 +142,7 @@ def test_workers_are_the_devices_whatever_was_measured_where(monkeypatch):
     found = tuning.Record(features={}, tuning=fields, us=1.0, others={"x": 2.0})
     monkeypatch.setattr(tuning, "lookup", lambda problem, device: (found, "measured"))
     small = DeviceInfo(platform="gpu", kind="NVIDIA H20", sm=90, sms=78)
-    assert mosaic.tune(Problem.of("dense_decode"), small).value.workers == 78
+    assert mosaic.tune(Problem.of("mla_decode"), small).value.workers == 78
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ __all__ = [
     "XLAPrefillImpl",
 ]
 
-OP = "dense_prefill"
+OP = "mla_prefill"
 """The operation's name in the registry, its matrix, its refusals, and ours."""
 
 

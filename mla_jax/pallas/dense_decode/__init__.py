@@ -5,7 +5,7 @@ from mla_jax.pallas.registry import Backend
 
 BACKENDS = (
     Backend(
-        op="dense_decode",
+        op="mla_decode",
         name="mosaic",
         run=mosaic.dense_decode,
         requirement=mosaic.REQUIREMENT,
@@ -13,5 +13,5 @@ BACKENDS = (
         tune=mosaic.tune,
         plan=mosaic.make_plan,
     ),
-    Backend(op="dense_decode", name="xla", run=ref.dense_decode),
+    Backend(op="mla_decode", name="xla", run=ref.dense_decode),
 )

@@ -5,7 +5,7 @@ from mla_jax.pallas.registry import Backend
 
 BACKENDS = (
     Backend(
-        op="dense_prefill",
+        op="mla_prefill",
         name="mosaic",
         run=mosaic.dense_prefill,
         requirement=mosaic.REQUIREMENT,
@@ -13,5 +13,5 @@ BACKENDS = (
         tune=mosaic.tune,
         plan=mosaic.make_plan,
     ),
-    Backend(op="dense_prefill", name="xla", run=ref.dense_prefill),
+    Backend(op="mla_prefill", name="xla", run=ref.dense_prefill),
 )
