@@ -119,8 +119,7 @@ def test_unknown_backend_lists_the_names(our_errors):
     with pytest.raises(UnsupportedError) as refusal:
         decode(backend="mosiac")
     assert str(refusal.value) == (
-        "mla_decode[mosiac]: no backend of this name (registered: mosaic, xla). "
-        "Would accept: xla."
+        "mla_decode[mosiac]: no backend of this name (registered: mosaic, xla). Would accept: xla."
     )
 
 

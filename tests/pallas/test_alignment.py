@@ -16,8 +16,10 @@ from mla_jax.cache import FORMATS
 from mla_jax.pallas.cache_io import mosaic as cache_io
 from mla_jax.pallas.dense_decode import mosaic as dense_decode
 from mla_jax.pallas.dense_prefill import mosaic as dense_prefill
+from mla_jax.pallas.device import DeviceInfo
 from tests import aot
 
+H200 = DeviceInfo(platform="gpu", kind="NVIDIA H200", sm=90, sms=132)
 BF16, F32, I32 = jnp.dtype("bfloat16"), jnp.dtype("float32"), jnp.dtype("int32")
 BEFORE = {BF16: 2, F32: 1, I32: 1}  # elements: one word
 TOKENS, REQUESTS, HEADS, PAGE = 300, 3, 5, 16
@@ -42,7 +44,8 @@ TABLE = whole(np.arange(REQUESTS * 13).reshape(REQUESTS, 13))
 OPERATIONS = {
     "decode": (
         functools.partial(
-            dense_decode.dense_decode, max_query_len=1, scale=0.1, format=BFLOAT, out_dtype=BF16
+            dense_decode.dense_decode, max_query_len=1, scale=0.1, format=BFLOAT, out_dtype=BF16,
+            tuning=dense_decode.heuristic(HEADS, 1, workers=H200.sms),
         ),
         [
             data(REQUESTS, HEADS, 512), data(REQUESTS, HEADS, 64), data(40, PAGE, 576), fp32(1.0),
@@ -50,7 +53,13 @@ OPERATIONS = {
         ],
     ),
     "prefill": (
-        functools.partial(dense_prefill.dense_prefill, scale=0.1, causal=True, out_dtype=BF16),
+        functools.partial(
+            dense_prefill.dense_prefill, scale=0.1, causal=True, out_dtype=BF16,
+            tuning=dense_prefill.heuristic(
+                TOKENS, TOKENS, HEADS, requests=len(STARTS) - 1, nope=128, rope=64, v=128,
+                causal=True, device=H200,
+            ),
+        ),
         [
             data(TOKENS, HEADS, 192), data(TOKENS, HEADS, 256), data(TOKENS, 64),
             whole(STARTS), whole(STARTS),
