@@ -23,6 +23,7 @@ from mla_jax.config import MLADims, ModelConfig
 from mla_jax.engine import Engine, WarmUp
 from mla_jax.errors import EngineError, MLAError
 from mla_jax.metadata.mla import DecodeMetadata, PrefillMetadata
+from mla_jax.model.family import Serving, family_of
 from mla_jax.model.memory import plan_memory
 from mla_jax.model.prefill_crossover import PrefillCrossover
 from mla_jax.model.sampling import SamplingParams
@@ -348,7 +349,10 @@ def inspect(
     ignore_key: IgnoreKey = None,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
-    """Print what config.json says: family, widths, cache bytes per token, a memory plan."""
+    """Print what config.json says: family, widths, cache bytes per token, a memory plan.
+
+    ``programs`` are those that an engine of default settings compiles on this machine.
+    """
     if not (is_real(memory) and 0 < memory <= _MOST_GIB):
         allowed = f"GiB above 0, at most {_MOST_GIB:,.0f}"
         raise EngineError("--memory", memory, allowed, "A GPU of 80 GB has about 79.")
@@ -357,6 +361,9 @@ def inspect(
         print(json.dumps(facts))
         return
     for name, value in facts.items():
+        if isinstance(value, list):
+            print("\n  ".join([f"{name}: {len(value)}", *value]))
+            continue
         inner = value.items() if isinstance(value, dict) else ()
         print(f"{name}: {'  '.join(f'{k}={v:,}' for k, v in inner) if inner else value}")
 
@@ -384,6 +391,10 @@ def _facts(config: ModelConfig, dtype: str, memory: float) -> dict[str, Any]:
         f"tokens_in_{memory:g}_gib": {
             name: p.tokens(int(memory * 2**30)) for name, p in plans.items()
         },
+        "programs": [
+            str(rung.bucket)
+            for rung in family_of(config.family).builder(config, Serving.of(config)).rungs()
+        ],
     }
 
 

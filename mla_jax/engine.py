@@ -22,15 +22,13 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from mla_jax import ops
-from mla_jax.cache import ELEMENT_FORMATS
 from mla_jax.checks import checked_size
 from mla_jax.errors import EngineError
 from mla_jax.inputs import check_cache_fits, checked_params, checked_prompts, checked_wishes
-from mla_jax.metadata.buckets import CONTEXT_ROWS, MLALadder
+from mla_jax.metadata.buckets import MLALadder
 from mla_jax.metadata.common import HostBatch
 from mla_jax.metadata.packed import pack
-from mla_jax.model.family import Family, ServedConfig, Serving, family_of
+from mla_jax.model.family import Family, Serving, family_of
 from mla_jax.model.sampling import SamplingParams
 from mla_jax.model.sharding import sharding_of
 from mla_jax.model.step import Step, StepBatch, empty_batch
@@ -163,25 +161,21 @@ class Engine:
         self.config, self.want_logits = config, want_logits
         self.family = family_of(config.family) if family is None else family
         self.placement = Placement.of(devices)
-        length = _checked_length(config, max_model_len)
-        if context_rows is not None:
-            checked_size("context_rows", context_rows)
-        names = ops.REGISTRY.names
-        if backend is not None and backend not in names:
-            raise EngineError("backend", backend, f"{' or '.join(names)}, or None: the best")
         if dtype is None:
-            dtype = _dtype_of(model) if isinstance(model, nnx.Module) else jnp.bfloat16
-        serving = Serving(
-            page=checked_size("page", page),
-            max_requests=checked_size("max_requests", max_requests),
-            prefill_chunk=checked_size("prefill_chunk", prefill_chunk),
-            max_model_len=length,
-            context_rows=min(length, CONTEXT_ROWS) if context_rows is None else context_rows,
-            cache_format=_checked_format(cache_format, jnp.dtype(dtype)),
-            dtype=jnp.dtype(dtype),
+            loaded = isinstance(model, nnx.Module)
+            dtype = _dtype_of(model) if loaded else jnp.dtype(jnp.bfloat16)
+        serving = Serving.of(
+            config,
+            page=page,
+            max_requests=max_requests,
+            prefill_chunk=prefill_chunk,
+            max_model_len=max_model_len,
+            dtype=dtype,
+            cache_format=cache_format,
+            ladder=ladder,
+            context_rows=context_rows,
             backend=backend,
             absorb_prefills=absorb_prefills,
-            ladder=ladder,
             placement=self.placement,
         )
         self.builder = self.family.builder(config, serving)
@@ -194,7 +188,7 @@ class Engine:
             ],
             max_requests=max_requests,
             max_prefill_tokens=prefill_chunk,
-            max_model_len=length,
+            max_model_len=serving.max_model_len,
             vocab=config.vocab,
             eos=config.eos,
         )
@@ -581,24 +575,6 @@ def _dtype_of(model: nnx.Module) -> jnp.dtype:
     """That of most leaves: norms and routers may have more digits."""
     leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
     return jnp.dtype(Counter(leaf.dtype for leaf in leaves).most_common(1)[0][0])
-
-
-def _checked_length(config: ServedConfig, max_model_len: int | None) -> int:
-    most = config.max_positions
-    if max_model_len is None:
-        return most
-    allowed = f"at most {most} positions"
-    return checked_size("max_model_len", max_model_len, high=most, allowed=allowed)
-
-
-def _checked_format(name: str | None, dtype: jnp.dtype) -> str:
-    """A key of ``FORMATS``; by default the plain one that stores the dtype."""
-    plain = {f.dtype: f.name for f in ELEMENT_FORMATS.values() if not f.quantised}
-    if name is None:
-        name = plain.get(dtype.name, "bf16")
-    if name not in ELEMENT_FORMATS:
-        raise EngineError("cache_format", repr(name), ", ".join(ELEMENT_FORMATS))
-    return name
 
 
 def _page_counts(groups: Sequence[Any], num_pages: int) -> list[int]:

@@ -287,6 +287,15 @@ def test_a_folder_that_is_no_model_is_refused(run, tmp_path, command):
     assert "none" in err
 
 
+def test_inspect_lists_the_programs_of_an_engine(run, folder):
+    code, out, _ = run("inspect", folder, "--json")
+    programs = json.loads(out)["programs"]
+    assert code == 0
+    assert 1 < len(programs) == len(set(programs))
+    _, text, _ = run("inspect", folder)
+    assert f"programs: {len(programs)}\n  {programs[0]}" in text
+
+
 def test_inspect_counts_bytes(run, folder):
     code, out, _ = run("inspect", folder, "--json", "--memory", 1, "--dtype", "float32")
     facts = json.loads(out)

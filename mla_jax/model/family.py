@@ -11,12 +11,22 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
+from mla_jax import ops
 from mla_jax.cache import ELEMENT_FORMATS, FORMATS, LatentCache, RecordCache
+from mla_jax.checks import checked_size
 from mla_jax.config import ModelConfig
-from mla_jax.errors import ConfigError
+from mla_jax.errors import ConfigError, EngineError
 from mla_jax.formats import CacheFormat, RecordFormat
-from mla_jax.metadata.buckets import Ladder, MLALadder, StepLadder, default_steps, powers_of_two
+from mla_jax.metadata.buckets import (
+    CONTEXT_ROWS,
+    Ladder,
+    MLALadder,
+    StepLadder,
+    default_steps,
+    powers_of_two,
+)
 from mla_jax.metadata.builder import AttentionMetadataBuilder, MLAMetadataBuilder
 from mla_jax.metadata.common import GroupSpec
 from mla_jax.metadata.deepseek_v4 import V4MetadataBuilder
@@ -112,6 +122,62 @@ class Serving:
     absorb_prefills: bool
     ladder: MLALadder | None
     placement: Placement
+
+    @classmethod
+    def of(
+        cls,
+        config: ServedConfig,
+        *,
+        page: int = 64,
+        max_requests: int = 32,
+        prefill_chunk: int = 512,
+        max_model_len: int | None = None,
+        dtype: DTypeLike = jnp.bfloat16,
+        cache_format: str | None = None,
+        ladder: MLALadder | None = None,
+        context_rows: int | None = None,
+        backend: str | None = None,
+        absorb_prefills: bool = True,
+        placement: Placement | None = None,
+    ) -> "Serving":
+        """Settings as ``Engine`` takes them, checked, with what follows where they are None.
+
+        Raises:
+            EngineError: a setting that can never be served.
+        """
+        most = config.max_positions
+        length = most
+        if max_model_len is not None:
+            allowed = f"at most {most} positions"
+            length = checked_size("max_model_len", max_model_len, high=most, allowed=allowed)
+        if context_rows is not None:
+            checked_size("context_rows", context_rows)
+        names = ops.REGISTRY.names
+        if backend is not None and backend not in names:
+            raise EngineError("backend", backend, f"{' or '.join(names)}, or None: the best")
+        return cls(
+            page=checked_size("page", page),
+            max_requests=checked_size("max_requests", max_requests),
+            prefill_chunk=checked_size("prefill_chunk", prefill_chunk),
+            max_model_len=length,
+            context_rows=min(length, CONTEXT_ROWS) if context_rows is None else context_rows,
+            cache_format=_checked_format(cache_format, jnp.dtype(dtype)),
+            dtype=jnp.dtype(dtype),
+            backend=backend,
+            absorb_prefills=absorb_prefills,
+            ladder=ladder,
+            placement=Placement.of(placement),
+        )
+
+
+def _checked_format(name: str | None, dtype: jnp.dtype) -> str:
+    """A key of ``ELEMENT_FORMATS``; by default the plain one that stores the dtype."""
+    plain = {f.dtype: f.name for f in ELEMENT_FORMATS.values() if not f.quantised}
+    if name is None:
+        name = plain.get(dtype.name, "bf16")
+    if name not in ELEMENT_FORMATS:
+        raise EngineError("cache_format", repr(name), ", ".join(ELEMENT_FORMATS))
+    return name
 
 
 @dataclass(frozen=True, kw_only=True)
