@@ -472,7 +472,7 @@ class Engine:
         """After an interruption: everything is computed again but what was drawn already."""
         self.scheduler.recover(self._outcomes)
         for outcome in self._outcomes:
-            self._tell(outcome)
+            self._tell(outcome, again=True)
         self._outcomes = ()
         self._recoveries += 1
         self._alloc()
@@ -529,13 +529,13 @@ class Engine:
         completion = replace(event.completion, logits=stacked)
         return replace(outcome, event=replace(event, completion=completion))
 
-    def _tell(self, outcome: Outcome) -> None:
-        """Deliver an outcome's event to its reader, once: it may be there already."""
+    def _tell(self, outcome: Outcome, *, again: bool = False) -> None:
+        """Deliver an outcome's event to its reader; ``again``: unless it is there already."""
         event = outcome.event
         if event is None:
             return
         box = self._claimed.get(event.id, self._unread)
-        if not any(e is event for e in reversed(box)):
+        if not (again and any(e is event for e in box)):
             box.append(event)
             self._new_tokens += event.token_id is not None
         if event.completion is not None:

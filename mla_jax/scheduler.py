@@ -268,6 +268,9 @@ class Scheduler:
 
     def _grow(self, request: Request) -> bool:
         """Give it the pages of its next token, if need be at the cost of younger requests."""
+        held = zip(self.groups, request.pages, strict=True)
+        if all(request.computed < len(pages) * group.tokens for group, pages in held):
+            return True  # most steps: the last page has room
         while not self._can_hold(request, request.computed + 1):
             victim = self.running[-1]
             self._preempt(victim)

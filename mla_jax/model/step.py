@@ -130,7 +130,7 @@ class Step:
         if store is not None:
             self._store = ProgramStore(store[0], self.placement)
             self._facts = (*store[1], source_of(type(model)), source_of(type(builder)))
-        self.compiled = self.workspace_bytes = 0
+        self._workspaces: dict[Layout, int] = {}  # bytes, of each program
         self.take(model)
 
     def take(self, model: Any) -> None:
@@ -200,11 +200,20 @@ class Step:
             program = self._lowered(layout, arguments).compile()
             if self._store is not None:
                 self._store.save(facts, program)
-        self._programs[layout] = program
-        self.compiled += 1
         if memory := program.memory_analysis():
-            self.workspace_bytes = max(self.workspace_bytes, memory.temp_size_in_bytes)
+            self._workspaces[layout] = memory.temp_size_in_bytes
+        self._programs[layout] = program
         return program
+
+    @property
+    def compiled(self) -> int:
+        """Programs made ready."""
+        return len(self._programs)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """The most that a program needs beside its arguments and results while it runs."""
+        return max(self._workspaces.values(), default=0)
 
     @property
     def _options(self) -> dict[str, bool | int | str] | None:
