@@ -404,3 +404,41 @@ def test_two_thousand_requests_with_cancellations_and_a_pool_too_small(model):
     assert (stats.live, stats.pages_used) == (0, 0)
     assert stats.compiles == len(stats.buckets) == 3
     assert stats.steps == sum(stats.buckets.values())
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_caches_stay_where_they_are(model, tmp_path, stored):
+    """A step writes its rows into the memory that it was given, also by a stored program."""
+
+    def places() -> list[int]:
+        engine = Engine(
+            model,
+            CONFIG,
+            num_pages=65,
+            page=8,
+            max_requests=16,
+            prefill_chunk=48,
+            ladder=LADDER,
+            programs=tmp_path if stored else None,
+        )
+        engine.add([1, 2, 3], wish(3))
+        found = [engine._caches["latent"].pages.unsafe_buffer_pointer()]
+        for _ in range(3):  # a prefill, two decodes
+            engine.step()
+            found.append(engine._caches["latent"].pages.unsafe_buffer_pointer())
+        return found
+
+    for _ in range(1 + stored):
+        assert len(set(places())) == 1
+
+
+@pytest.mark.gpu
+def test_a_step_takes_no_memory_for_a_second_cache(model, tmp_path):
+    """With all default programs made ahead of time and stored, as a server does."""
+    engine = Engine(model, CONFIG, num_pages=2**17, page=64, max_model_len=128, programs=tmp_path)
+    engine.warm_up()
+    memory = engine.placement.device.memory_stats
+    before = memory()["peak_bytes_in_use"]
+    cache = engine.stats().cache_bytes
+    engine.generate([[1, 2, 3]] * 3, wish(4))
+    assert memory()["peak_bytes_in_use"] - before < cache / 2
