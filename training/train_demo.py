@@ -26,6 +26,7 @@ from mla_jax.config import MLADims, ModelConfig, MoEConfig, RopeConfig, YarnConf
 from mla_jax.demo_task import CHARACTERS, EOS, KINDS, PAD
 from mla_jax.model import weights
 from mla_jax.model.deepseek_v3 import DeepseekV3
+from mla_jax.model.stack import periods_of, places_of
 from mla_jax.pallas.dense_prefill import ref as dense_prefill
 from mla_jax.types import Array, Float, Int
 from training.accuracy import LENGTHS, accuracy
@@ -124,6 +125,11 @@ def rounded(params: nnx.State) -> nnx.State:
     return jax.tree.map(through, params)
 
 
+def _is_matrix(path: tuple, weight: Array) -> bool:
+    """What weight decay is for: neither norms nor biases, in a stack of layers or not."""
+    return weight.ndim > (2 if "stacks" in jax.tree_util.keystr(path) else 1)
+
+
 class Trainer:
     """A model split into structure, float32 masters and the rest, with its optimiser."""
 
@@ -131,7 +137,7 @@ class Trainer:
         model = DeepseekV3(config, dtype=jnp.float32, rngs=nnx.Rngs(recipe.seed))
         self.graph, self.params, self.rest = nnx.split(model, nnx.Param, ...)
         self.config, self.recipe = config, recipe
-        matrices = jax.tree.map(lambda w: w.ndim > 1, self.params)
+        matrices = jax.tree.map_with_path(_is_matrix, self.params)
         self.optimiser = optax.chain(
             optax.clip_by_global_norm(recipe.clip),
             optax.scale_by_adam(b2=0.98),
@@ -182,7 +188,7 @@ class Trainer:
         """Share of the routed tokens that each expert of each sparse layer gets."""
         model = nnx.merge(self.graph, rounded(params), self.rest)
         h, loads = model.embed(tokens), []
-        for block in model.layers:
+        for block in map(model.layer, range(self.config.layers)):
             if block.sparse:
                 seen = h + jax.vmap(block.attn.full)(block.attn_norm(h))
                 _, experts = block.moe.router(block.mlp_norm(seen).reshape(-1, h.shape[-1]))
@@ -193,11 +199,14 @@ class Trainer:
 
     def balance(self, loads: Float[Array, "layers experts"]) -> None:
         """Move each expert's choice bias against its excess load."""
-        blocks = [block for block in self.params["layers"].values() if "moe" in block]
-        for block, load in zip(blocks, loads, strict=True):
+        sparse = self.config.sparse_layers
+        places = places_of(periods_of(sparse))
+        routed = [place for place, routes in zip(places, sparse, strict=True) if routes]
+        for place, load in zip(routed, loads, strict=True):
+            block = self.params["stacks"][place.stack]["blocks"][place.block]
             bias = block["moe"]["router"]["choice_bias"]
-            excess = jnp.clip(load / load.mean() - 1, -1, 1)
-            bias[...] = bias[...] - self.recipe.balance * excess.astype(jnp.float32)
+            excess = jnp.clip(load / load.mean() - 1, -1, 1).astype(jnp.float32)
+            bias[...] = bias[...].at[place.index].add(-self.recipe.balance * excess)
 
     def run(self) -> Iterator[dict]:
         """Train through all stages; a record after every chunk."""

@@ -15,7 +15,7 @@ pytest.importorskip("tokenizers")
 from mla_jax.config import MLADims, RopeConfig
 from mla_jax.demo_task import decode, solve
 from training.batches import sample_batch
-from training.train_demo import CONFIG, Recipe, Stage, Trainer
+from training.train_demo import CONFIG, Recipe, Stage, Trainer, _is_matrix
 
 TINY = replace(
     CONFIG,
@@ -68,7 +68,8 @@ def test_bias_moves_against_the_load():
     loads = np.full((1, 8), 0.1, np.float32)
     loads[0, 2] = 0.3
     trainer.balance(jnp.asarray(loads))
-    bias = trainer.params["layers"][0]["moe"]["router"]["choice_bias"][...]
+    block = trainer.params["stacks"][0]["blocks"][0]
+    bias = block["moe"]["router"]["choice_bias"][0]
     assert bias[2] < 0
     assert (np.delete(np.asarray(bias), 2) > 0).all()
 
@@ -80,3 +81,11 @@ def test_saved_weights_are_what_was_trained(tmp_path):
     again.resume(tmp_path)
     kept = [nnx.state(t.model(), nnx.Param) for t in (trainer, again)]
     jax.tree.map(np.testing.assert_array_equal, *kept)
+
+
+def test_decay_is_for_matrices_alone():
+    trainer = Trainer(TINY, Recipe())
+    decayed = jax.tree.map_with_path(_is_matrix, trainer.params)
+    for path, leaf in nnx.to_flat_state(decayed):
+        name = ".".join(map(str, path))
+        assert leaf.get_value() != name.endswith(("scale", "bias")), name

@@ -82,15 +82,22 @@ class Tuning:
     down_stages: int
 
     def __post_init__(self):
+        def require(name: str, holds: bool, allowed: str) -> None:
+            if not holds:
+                what = f"routed_experts: tuning.{name}"
+                raise ArgumentError(what, getattr(self, name), allowed)
+
         for name in ("rows", "tail", "gate_columns", "gate_depth", "down_columns", "down_depth"):
             n = getattr(self, name)
-            assert n >= 16 and n & (n - 1) == 0, f"{name}={n}: a power of two, 16 or more"
-        assert self.tail <= self.rows, "a tail is no longer than a tile"
-        assert self.tail >= 64 or self.rows < 64, "a tail of 64 rows or more, as whole tiles have"
-        assert self.planned or self.tail == self.rows, "a tail needs a plan"
-        warps = {self.gate_warps, self.down_warps}
-        assert warps <= {1, 2, 4, 8}, "1, 2, 4 or 8 warps"
-        assert min(self.group, self.gate_stages, self.down_stages) >= 1, "at least one"
+            require(name, n >= 16 and n & (n - 1) == 0, "a power of two, 16 or more")
+        require("tail", self.tail <= self.rows, f"at most rows={self.rows}")
+        whole = self.tail >= 64 or self.rows < 64
+        require("tail", whole, f"64 or more with rows={self.rows}")
+        require("planned", self.planned or self.tail == self.rows, "True with a tail")
+        for name in ("gate_warps", "down_warps"):
+            require(name, getattr(self, name) in (1, 2, 4, 8), "1, 2, 4 or 8")
+        for name in ("group", "gate_stages", "down_stages"):
+            require(name, getattr(self, name) >= 1, "1 or more")
 
 
 def tune(problem: Problem, device: DeviceInfo) -> Tuned:
