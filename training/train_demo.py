@@ -188,7 +188,7 @@ class Trainer:
         """Share of the routed tokens that each expert of each sparse layer gets."""
         model = nnx.merge(self.graph, rounded(params), self.rest)
         h, loads = model.embed(tokens), []
-        for block in map(model.layer, range(self.config.layers)):
+        for block in model.layers:
             if block.sparse:
                 seen = h + jax.vmap(block.attn.full)(block.attn_norm(h))
                 _, experts = block.moe.router(block.mlp_norm(seen).reshape(-1, h.shape[-1]))

@@ -14,7 +14,7 @@ from mla_jax.model.mla import MLA, Absorbed, StepPlan, plan_step
 from mla_jax.model.mlp import SwiGLU
 from mla_jax.model.moe import MoE
 from mla_jax.model.norm import RMSNorm
-from mla_jax.model.stack import Stack, periods_of, places_of
+from mla_jax.model.stack import Layers, Stack, periods_of
 from mla_jax.placement import Placement
 from mla_jax.types import Array, Bool, Float, Int
 
@@ -102,10 +102,10 @@ class DeepseekV3(nnx.Module):
             self.lm_head = Head(config.hidden, config.vocab, dtype=dtype, rngs=rngs)
         self.tied, self.dims = config.tied, config.dims
 
-    def layer(self, number: int) -> Block:
-        """One layer as a module of its own, its weights copied: to look at, and for tests."""
-        place = places_of([stack.period for stack in self.stacks])[number]
-        return self.stacks[place.stack].block(place)
+    @property
+    def layers(self) -> Layers[Block]:
+        """The decoder's layers in order, each with copies of its weights."""
+        return Layers(self.stacks)
 
     def derive(self) -> list[list[Absorbed]]:
         """What serving needs beside the weights: of each stack, each block's absorbed ones.

@@ -16,7 +16,7 @@ from jax import lax
 
 from mla_jax.types import Array, Int
 
-__all__ = ["Period", "Place", "Stack", "periods_of", "places_of"]
+__all__ = ["Layers", "Period", "Place", "Stack", "periods_of", "places_of"]
 
 LONGEST_PERIOD = 8
 """Kinds of one period, at most."""
@@ -128,3 +128,23 @@ class Stack[Block: nnx.Module](nnx.Module):
             return turn(carry, (first, *only))[0]
         starts = first + length * jnp.arange(self.period.repeats, dtype=jnp.int32)
         return lax.scan(turn, carry, (starts, state, list(beside)))[0]
+
+
+class Layers[Block: nnx.Module](Sequence[Block]):
+    """The layers of some stacks, one by one: each a module of its own whose weights are copies.
+
+    To look at a layer, and for tests; what is written to it stays there.
+    """
+
+    def __init__(self, stacks: Sequence[Stack[Block]]):
+        self._stacks, self._places = stacks, places_of([stack.period for stack in stacks])
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, number: Any) -> Any:
+        """Layer ``number``, or a list of layers for a slice."""
+        if isinstance(number, slice):
+            return [self[i] for i in range(len(self))[number]]
+        place = self._places[number]
+        return self._stacks[place.stack].block(place)

@@ -26,7 +26,7 @@ WIDTH = 10  # pages of a request
 
 @functools.cache
 def layer() -> MLA:
-    return tiny.model(tiny.config(None, layers=1, sparse_layers=(False,))).layer(0).attn
+    return tiny.model(tiny.config(None, layers=1, sparse_layers=(False,))).layers[0].attn
 
 
 @functools.cache

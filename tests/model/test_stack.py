@@ -46,8 +46,12 @@ def test_a_stack_is_its_layers_one_after_the_other(sparse):
     ids = jnp.arange(9)[None] % cfg.vocab
     h = model.embed(ids)
     for i in range(cfg.layers):
-        h = model.layer(i).full(h)
+        h = model.layers[i].full(h)
     np.testing.assert_allclose(model.full(ids), model.final_norm(h), atol=1e-5)
+    assert len(model.layers) == len(list(model.layers)) == len(model.layers[:]) == cfg.layers
+    assert [block.sparse for block in model.layers[1:]] == list(sparse[1:])
+    with pytest.raises(IndexError):
+        model.layers[cfg.layers]
 
 
 def test_one_program_text_for_any_depth():
