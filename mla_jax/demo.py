@@ -176,6 +176,6 @@ speed        {fed + drawn} tokens in {seconds:.1f} s = {(fed + drawn) / seconds:
 pages        {stats.pages} in the pool, {stats.pages_peak} at the peak, {stats.pages_used} now
 preemptions  {stats.preemptions}
 programs     {stats.compiles} compiled for {len(stats.buckets)} step sizes
-total        {time.perf_counter() - began:.1f} s on {jax.devices()[0].device_kind}"""
+total        {time.perf_counter() - began:.1f} s on {engine.placement.device.device_kind}"""
     )
     return 0 if all(right) and same == requests else 1

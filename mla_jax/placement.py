@@ -23,7 +23,7 @@ from jax.sharding import (
 
 from mla_jax.errors import ArgumentError
 
-__all__ = ["SHARDS", "Placement"]
+__all__ = ["SHARDS", "Placement", "default_device"]
 
 SHARDS = "shards"
 """The axis of a placement's mesh."""
@@ -50,7 +50,7 @@ class Placement:
                 raise ArgumentError("Placement: mesh", axes, "a mesh of one axis")
             devices = list(devices.devices)
         elif devices is None:
-            devices = [_default_device()]
+            devices = [default_device()]
         elif not isinstance(devices, Sequence):
             devices = [devices]
         kinds = sorted({d.device_kind for d in devices})
@@ -99,7 +99,7 @@ class Placement:
         return NamedSharding(self.mesh, PartitionSpec(*[None] * axis, SHARDS))
 
 
-def _default_device() -> Any:
+def default_device() -> Any:
     """``jax.default_device`` if it is set, else the first local device of the default backend."""
     default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     if isinstance(default, str):

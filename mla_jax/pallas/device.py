@@ -5,6 +5,8 @@ from typing import Any
 
 import jax
 
+from mla_jax.placement import default_device
+
 __all__ = ["DeviceInfo"]
 
 _KINDS = {
@@ -61,9 +63,4 @@ class DeviceInfo:
         first local device.
         """
         abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-        if abstract is not None:
-            return cls.of(abstract)
-        default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
-        if isinstance(default, str):
-            return cls.of(jax.local_devices(backend=default)[0])
-        return cls.of(default if default is not None else jax.local_devices()[0])
+        return cls.of(default_device() if abstract is None else abstract)
