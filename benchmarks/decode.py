@@ -1,4 +1,4 @@
-"""Dense decode: our kernel against FlashMLA on the rows that everybody quotes."""
+"""Dense decode: our kernel against FlashMLA and FA3 on the rows that everybody quotes."""
 
 import dataclasses
 import functools
@@ -31,13 +31,15 @@ FLOPS, BYTES = 800e12, 4.25e12  # ceilings of the floor: bf16 product, copy
 CHAIN = 20  # calls of one program when back to back
 HONEST = 0.93  # of the floor: a slope below was disturbed and is measured again
 LAUNCHES = 200
+CLOCKS = "us", "span_us", "slope_us", "step_us"
 METHOD = (
     "us: summed kernel time of an isolated call (kineto), span_us: start of its first kernel to "
     "end of its last, slope_us: slope of wall time over 10 ms of calls behind 0.5 s of the "
     "same (ours 20 in one jit, the peer as graph replays), in all three the plan is given to "
     "both sides; step_us: such a slope with the plan made by every call of both sides; medians, "
-    "both sides in turn, in one process, on the same arrays; a slope below 93 % of the floor is "
-    "measured again, and suspect "
+    "all sides in turn, in one process, on the same arrays; peers: FlashMLA, and FA3's MLA decode "
+    "with the faster of two bounds of splits; peer_us and so on: the faster peer by each clock; "
+    "peer: the faster by span; a slope below 93 % of the floor is measured again, and suspect "
     "if it stays there; random-normal data, shuffled pages; tflops, gbs and floor_percent are of "
     "span_us; copy: torch's device-to-device copy that moves as many bytes, isolated likewise; "
     "launch_added_us: host time of a call from a warm jit less that of an empty one on the same "
@@ -142,22 +144,21 @@ def find(name: str) -> Case:
 
 def run(peers: Path | None, chosen: list[str], turn: AbstractContextManager) -> Iterator[dict]:
     """Check and time the chosen cases, row by row; the device is used inside ``turn`` alone."""
-    make_peer = None
+    make_peers = {}
     if peers is not None:
-        from benchmarks import flashmla
+        from benchmarks import fa3, flashmla
 
-        make_peer = flashmla.load(peers)
+        make_peers = {"FlashMLA": flashmla.load(peers), "FA3": fa3.load_decode(peers)}
     for case, programs in [(c, _compile(c)) for c in map(find, chosen)]:
         with turn:
-            row = _row(case, programs, make_peer)
+            row = _row(case, programs, make_peers)
         print(line(row), flush=True)
         yield row
 
 
 def line(row: dict) -> str:
     """One row of the table."""
-    kinds = ("us", "span_us", "slope_us", "step_us")
-    times = (row[f"{who}_{what}"] for who in ("ours", "peer") for what in kinds)
+    times = (row[f"{who}_{what}"] for who in ("ours", "peer") for what in CLOCKS)
     ratios = (row[k] for k in ("ratio", "ratio_span", "ratio_slope", "ratio_step"))
     return (
         f"{row['case']:26s} {' '.join(f'{x:6.1f}' for x in times)} | "
@@ -293,6 +294,15 @@ def error_of(case: Case, reference, q, args, state) -> float:
     return worst
 
 
+def _agree(case: Case, name: str, ours: jax.Array, theirs) -> None:
+    """A peer that computes something else is none."""
+    import torch
+
+    a, b = torch.from_dlpack(ours).float(), theirs.flatten(0, 1).float()
+    error = float((a - b).norm() / b.norm())
+    assert error < 1e-2, f"{case.name}: {name} differs by {error}"
+
+
 def _launch_us(call: Callable, args: tuple) -> tuple[float, float]:
     """Host time of a call from a warm jit, which does not wait, and what an empty call saves."""
     empty = jax.jit(lambda *args: args[-1] + 0, keep_unused=True)
@@ -308,14 +318,15 @@ def _launch_us(call: Callable, args: tuple) -> tuple[float, float]:
     return whole, whole - least
 
 
-def _row(case: Case, programs: dict, make_peer) -> dict:
+def _row(case: Case, programs: dict, make_peers: dict[str, Callable]) -> dict:
     # Torch is where peers are: whoever reads the cases needs none.
     from benchmarks.graphed import copies
-    from benchmarks.timing import Isolated, back_to_back_us, isolated_us
+    from benchmarks.timing import back_to_back_us, isolated_us
 
     q, args = inputs(case, *programs["random"]())
     plan = programs["plan"](*args[4:])
-    error = error_of(case, programs["reference"], q, args, programs["once"](*args, plan))
+    state = programs["once"](*args, plan)
+    error = error_of(case, programs["reference"], q, args, state)
     tables, lens = jax.block_until_ready([[x + 0 for _ in range(CHAIN)] for x in args[3:5]])
 
     def chain(n):
@@ -328,13 +339,16 @@ def _row(case: Case, programs: dict, make_peer) -> dict:
 
     once = {"ours": lambda: jax.block_until_ready(programs["once"](*args, plan))}
     many, stepped = {"ours": chain}, {"ours": step}
-    if case.format != "bf16":
-        make_peer = None
-    if make_peer is not None:
-        shape = (case.batch, case.queries, case.heads, ROW)
-        peer = make_peer(q.reshape(shape), *args[2:5], SCALE)
-        once["peer"], many["peer"] = peer.once, lambda n: peer.many(n * CHAIN)
-        stepped["peer"] = lambda n: peer.stepped.many(n * CHAIN)
+    shape = (case.batch, case.queries, case.heads, ROW)
+    peers = {
+        name: make(q.reshape(shape), *args[2:5], SCALE)
+        for name, make in make_peers.items()
+        if case.format == "bf16"
+    }
+    for name, peer in peers.items():
+        _agree(case, name, state.out, peer.out)
+        once[name], many[name] = peer.once, lambda n, peer=peer: peer.many(n * CHAIN)
+        stepped[name] = lambda n, peer=peer: peer.stepped.many(n * CHAIN)
     launch, added = _launch_us(programs["jit"], (*args, plan)) if case.batch == 1 else (None, None)
     isolated = isolated_us(once | {"copy": copies(int(case.bytes)).once})
     planner = {"plan": lambda: jax.block_until_ready(programs["plan"](*args[4:]))}
@@ -344,9 +358,17 @@ def _row(case: Case, programs: dict, make_peer) -> dict:
         back_to_back_us(runs, dict.fromkeys(runs, CHAIN), least_us=least)
         for runs in (many, stepped)
     )
-    none = Isolated(sum=math.nan, span=math.nan, kernels={})
-    ours, theirs = isolated["ours"], isolated.get("peer", none)
-    theirs_slope, theirs_step = (x.get("peer", math.nan) for x in (slopes, steps))
+    ours = isolated["ours"]
+    each = {
+        name: {
+            "us": isolated[name].sum,
+            "span_us": isolated[name].span,
+            "slope_us": slopes[name],
+            "step_us": steps[name],
+        }
+        for name in peers
+    }
+    theirs = {k: min((x[k] for x in each.values()), default=math.nan) for k in CLOCKS}
     return {
         "case": case.name,
         "ours_us": ours.sum,
@@ -354,15 +376,13 @@ def _row(case: Case, programs: dict, make_peer) -> dict:
         "ours_slope_us": slopes["ours"],
         "ours_step_us": steps["ours"],
         "plan_us": isolated["plan"].sum,
-        "peer": "FlashMLA" if make_peer else None,
-        "peer_us": theirs.sum,
-        "peer_span_us": theirs.span,
-        "peer_slope_us": theirs_slope,
-        "peer_step_us": theirs_step,
-        "ratio": theirs.sum / ours.sum,
-        "ratio_span": theirs.span / ours.span,
-        "ratio_slope": theirs_slope / slopes["ours"],
-        "ratio_step": theirs_step / steps["ours"],
+        "peer": min(each, key=lambda name: each[name]["span_us"], default=None),
+        "peers": each,
+        **{f"peer_{k}": us for k, us in theirs.items()},
+        "ratio": theirs["us"] / ours.sum,
+        "ratio_span": theirs["span_us"] / ours.span,
+        "ratio_slope": theirs["slope_us"] / slopes["ours"],
+        "ratio_step": theirs["step_us"] / steps["ours"],
         "suspect": [k for x in (slopes, steps) for k, us in x.items() if us < least],
         "tflops": case.flops / ours.span / 1e6,
         "gbs": case.bytes / ours.span / 1e3,

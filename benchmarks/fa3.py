@@ -1,4 +1,4 @@
-"""FlashAttention-3's ragged forward pass from a released shared object, on the arrays we use."""
+"""FlashAttention-3 from a released shared object, on our arrays: ragged prefill and MLA decode."""
 
 import lzma
 import os
@@ -8,10 +8,15 @@ from pathlib import Path
 
 import jax
 import torch
+import triton
 
 from benchmarks.graphed import Graphed
 
-__all__ = ["FA3", "load"]
+__all__ = ["FA3", "FA3Decode", "load", "load_decode"]
+
+RANK = 512
+SPLITS = 0, 32  # of a request at most: its own choice, and vLLM's bound inside CUDA graphs
+TRIALS = 20
 
 
 class FA3(Graphed):
@@ -43,6 +48,58 @@ class FA3(Graphed):
 
         self.out, self.lse, *_ = call()
         super().__init__(call)
+
+
+class FA3Decode(Graphed):
+    """MLA decode over pages: rotary columns are q and k, the latent ones ``q_v`` and v.
+
+    Planned once; ``stepped`` plans in every call. Of its choices of splits the fastest is kept.
+    """
+
+    def __init__(self, q: jax.Array, pages: jax.Array, table, seq_lens, scale: float):
+        q, pages, table, lens = (torch.from_dlpack(x) for x in (q, pages, table, seq_lens))
+        made = [self._calls(q, pages, table, lens, scale, most) for most in SPLITS]
+        planned = [Graphed(call) for call, _ in made]
+        for each in planned:
+            each.many(TRIALS)
+        times = [triton.testing.do_bench(lambda g=g: g.many(1)) for g in planned]
+        best = times.index(min(times))
+        call, stepped = made[best]
+        self.splits = SPLITS[best]
+        super().__init__(call)
+        self.stepped = Graphed(stepped)
+        self.out = call()[0].view(*q.shape[:3], RANK)
+
+    def _calls(self, q, pages, table, lens, scale: float, most: int):
+        batch, queries, heads, _ = q.shape
+        flat, longest = q.flatten(0, 1), int(lens.max())
+        starts = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * queries
+        k, v = pages[..., RANK:].unsqueeze(2), pages[..., :RANK].unsqueeze(2)
+
+        def plan():
+            return torch.ops._vllm_fa3_C.get_scheduler_metadata(
+                batch, queries, longest, heads, 1, k.shape[-1], RANK, q.dtype, lens, starts, None,
+                None, None, None, pages.shape[1], 0, True, -1, -1, False, most, None, 0,
+            )  # fmt: skip
+
+        def call(made=None):
+            return torch.ops._vllm_fa3_C.fwd(
+                flat[..., RANK:], k, v, None, None, flat[..., :RANK], None, starts, None, None,
+                None, lens, queries, longest, table, None, None, None, None, None, None, None,
+                None, scale, True, -1, -1, 0.0, True, plan() if made is None else made, most, None,
+                0, None, 1, 0, None,
+            )  # fmt: skip
+
+        once = plan()
+        for made in (once, None):
+            call(made)
+        return lambda: call(once), call
+
+
+def load_decode(peers: Path) -> Callable[..., FA3Decode]:
+    """As ``load``, for decoding over pages."""
+    load(peers)
+    return FA3Decode
 
 
 def load(peers: Path) -> Callable[..., FA3]:

@@ -44,6 +44,7 @@ RATES: Columns = {
 }
 COPY: Columns = {"copy span": ("copy_us", 1), "% of copy": ("copy_percent", 0)}
 STEP: Columns = {
+    "faster peer": ("peer", 0),
     "with plan µs": ("ours_step_us", 1),
     "peer with plan": ("peer_step_us", 1),
     "ratio with plan": ("ratio_step", 2),
@@ -116,8 +117,9 @@ class Suite:
 
 SUITES = {
     "decode": Suite(
-        "Dense decode beside FlashMLA. Case names: requests, queries of each, heads, keys of each "
-        "(ragged: 1 to 16384). *With plan*: back to back, the plan made by every call.",
+        "Dense decode beside the faster of FlashMLA and FA3's MLA decode. Case names: requests, "
+        "queries of each, heads, keys of each (ragged: 1 to 16384). *With plan*: back to back, the "
+        "plan made by every call.",
         TIMES | STEP | RATES | COPY,
     ),
     "prefill": Suite(
@@ -197,12 +199,17 @@ def _section(path: Path) -> str:
 
 
 def _given(row: dict, key: str) -> bool:
-    return bool(row.get(key)) and row[key] > 0
+    value = row.get(key)
+    return bool(value) and (isinstance(value, str) or value > 0)
 
 
 def _row(row: dict, columns: Columns) -> str:
-    cells = (f"{row[k]:.{d}f}" if _given(row, k) else "–" for k, d in columns.values())
+    cells = (_cell(row[k], d) if _given(row, k) else "–" for k, d in columns.values())
     return f"| `{row['case']}` | {' | '.join(cells)} |"
+
+
+def _cell(value: float | str, digits: int) -> str:
+    return value if isinstance(value, str) else f"{value:.{digits}f}"
 
 
 def starting() -> str:
