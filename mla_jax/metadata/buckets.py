@@ -4,7 +4,7 @@ A compiled program exists per bucket; everything that varies below a rung is an 
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 
@@ -134,9 +134,24 @@ class MLABucket(StepBucket):
         whole = self.prefill_tokens // self.absorb
         return self.decodes + min(self.prefill_tokens, whole + self.prefills)
 
+    @cached_property
+    def common(self) -> CommonBucket:
+        """The sizes of the metadata that all builders share."""
+        return CommonBucket(requests=self.requests, tokens=self.tokens, pages=(self.pages,))
 
-_step_bucket = cache(StepBucket)  # equal ones are one object: quick to get and to compare
-_mla_bucket = cache(MLABucket)
+
+# Equal buckets are one object: quick to get and to compare. Positions, because a cache takes three
+# times as long to look up names.
+@cache
+def _step_bucket(decodes: int, prefills: int, prefill_tokens: int, pages: int) -> StepBucket:
+    return StepBucket(
+        decodes=decodes, prefills=prefills, prefill_tokens=prefill_tokens, pages=pages
+    )
+
+
+@cache
+def _mla_bucket(step: StepBucket, context_rows: int, absorb: int) -> MLABucket:
+    return MLABucket(**vars(step), context_rows=context_rows, absorb=absorb)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,38 +185,45 @@ class StepLadder:
     def _sizes(self, decodes: int, prefill_tokens: int, *, full: bool) -> tuple[int, int]:
         """The step's decodes and prefill tokens; ``full``: only pairs with the most decodes."""
         rung = self.decodes.rung(decodes)
-        self.prefill_tokens.rung(prefill_tokens)
         if not prefill_tokens:
             return rung or self.decodes.rungs[0], 0
-        return next((d, t) for d, t in self._chosen(full) if decodes <= d and prefill_tokens <= t)
+        self.prefill_tokens.rung(prefill_tokens)
+        pairs = self._full_pairs if full else self._pairs
+        for pair in pairs:
+            if decodes <= pair[0] and prefill_tokens <= pair[1]:
+                return pair
+        raise AssertionError("the largest pair holds what both ladders hold")
 
-    def _chosen(self, full: bool) -> tuple[tuple[int, int], ...]:
-        most = self.decodes.largest
-        return tuple(p for p in self._pairs if p[0] == most) if full else self._pairs
+    @cached_property
+    def _full_pairs(self) -> tuple[tuple[int, int], ...]:
+        """Those of ``_pairs`` with the most decodes."""
+        return tuple(pair for pair in self._pairs if pair[0] == self.decodes.largest)
 
     def step(self, *, decodes: int, prefills: int, prefill_tokens: int, pages: int) -> StepBucket:
         """The sizes of such a step; an empty one takes those of the smallest decode step."""
-        d, t = self._sizes(decodes, prefill_tokens, full=False)
-        p = self.prefills.rung(prefills)
-        return _step_bucket(
-            decodes=d, prefills=p, prefill_tokens=t, pages=self.pages.rung(max(pages, 1))
-        )
+        return self._step(decodes, prefills, prefill_tokens, pages, full=False)
+
+    def _step(
+        self, decodes: int, prefills: int, prefill_tokens: int, pages: int, *, full: bool
+    ) -> StepBucket:
+        d, t = self._sizes(decodes, prefill_tokens, full=full)
+        return _step_bucket(d, self.prefills.rung(prefills), t, self.pages.rung(pages or 1))
 
     def steps(self) -> tuple[StepBucket, ...]:
         """Everything that ``step`` returns, one compiled program each."""
-        return tuple(_step_bucket(**sizes) for sizes in self._every(full=False))
+        return tuple(self._every(full=False))
 
-    def _every(self, *, full: bool, decode_only: bool = True):
-        """Keyword sizes of every step that can be asked for."""
+    def _every(self, *, full: bool, decode_only: bool = True) -> Iterator[StepBucket]:
+        """Every step that can be asked for."""
         for pages in self.pages.rungs:
             if decode_only:
                 for d in self.decodes.rungs:
-                    yield {"decodes": d, "prefills": 0, "prefill_tokens": 0, "pages": pages}
-            for d, t in self._chosen(full):
+                    yield _step_bucket(d, 0, 0, pages)
+            for d, t in self._full_pairs if full else self._pairs:
                 below = 0  # prefills that the rung before holds: this one needs a token more
                 for p in self.prefills.rungs:
                     if below < t:
-                        yield {"decodes": d, "prefills": p, "prefill_tokens": t, "pages": pages}
+                        yield _step_bucket(d, p, t, pages)
                     below = p
 
 
@@ -278,23 +300,17 @@ class MLALadder(StepLadder):
         An empty step takes the smallest bucket of decodes.
         """
         absorb = absorb if prefill_tokens else 0
-        d, t = self._sizes(decodes, prefill_tokens, full=absorb > 0)
-        return _mla_bucket(
-            decodes=d,
-            prefills=self.prefills.rung(prefills),
-            prefill_tokens=t,
-            pages=self.pages.rung(max(pages, 1)),
-            context_rows=self.context_rows if t and not absorb else 0,
-            absorb=absorb,
-        )
+        step = self._step(decodes, prefills, prefill_tokens, pages, full=absorb > 0)
+        rows = self.context_rows if step.prefill_tokens and not absorb else 0
+        return _mla_bucket(step, rows, absorb)
 
     def buckets(self, *, absorb: int = 0) -> tuple[MLABucket, ...]:
         """Everything that ``bucket`` returns for this ``absorb`` and for 0: all programs."""
         found = [
-            _mla_bucket(**s, context_rows=self.context_rows if s["prefill_tokens"] else 0, absorb=0)
-            for s in self._every(full=False)
+            _mla_bucket(step, self.context_rows if step.prefill_tokens else 0, 0)
+            for step in self._every(full=False)
         ]
         if absorb:
             every = self._every(full=True, decode_only=False)
-            found += [_mla_bucket(**s, context_rows=0, absorb=absorb) for s in every]
+            found += [_mla_bucket(step, 0, absorb) for step in every]
         return tuple(found)

@@ -94,8 +94,7 @@ class MLADecision:
     @property
     def common_bucket(self) -> CommonBucket:
         """The shapes that the common metadata must have."""
-        b = self.bucket
-        return CommonBucket(requests=b.requests, tokens=b.tokens, pages=(b.pages,))
+        return self.bucket.common
 
 
 @dataclass(frozen=True, kw_only=True)

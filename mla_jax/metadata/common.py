@@ -190,11 +190,14 @@ class HostBatch:
         n = len(queries)
         if n != len(lens):
             raise MetadataError("seq_lens", f"{len(lens)} entries", f"{n}, one each")
-        # Ufuncs, not numpy's functions around them: those take as long again.
+        # Ufuncs, not numpy's functions around them: those take as long again. As an unsigned
+        # number a negative one is above every other: its maximum is the only one to look at.
         longest_query = longest = 0
         if n:
-            longest_query, longest = map(int, map(np.maximum.reduce, (queries, lens)))
-            if int(np.minimum.reduce(queries)) < 0 or int(np.minimum.reduce(lens - queries)) < 0:
+            most, unsigned = np.maximum.reduce, np.uint32
+            longest_query = int(most(queries.view(unsigned)))
+            longest = int(most(lens.view(unsigned)))
+            if max(longest_query, longest, most((lens - queries).view(unsigned))) > INT32_MAX:
                 raise _bad_length(queries, lens)
             if n * longest_query > INT32_MAX:
                 total = int(queries.sum(dtype=np.int64))
@@ -267,8 +270,9 @@ class HostBatch:
                 "exact lengths",
                 "Give build_common those that the device has.",
             )
-        bucket.check_holds(requests=self.num_requests, tokens=self.num_tokens)
         n, real = bucket.requests, self.num_requests
+        if real > n or self.num_tokens > bucket.tokens:
+            bucket.check_holds(requests=real, tokens=self.num_tokens)
         starts, lens = np.zeros(n + 1, np.int32), np.zeros(n, np.int32)
         starts[: real + 1] = self.query_starts[: real + 1]
         starts[real + 1 :] = self.query_starts[real]

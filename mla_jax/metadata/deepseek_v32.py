@@ -119,7 +119,7 @@ class V32MetadataBuilder(AttentionMetadataBuilder[V32Decision, V32Metadata]):
         return V32Decision(
             step=step,
             common_bucket=empty.common_bucket,
-            indexer=self.indexer.decide(host, empty.indexer.bucket),
+            indexer=self.indexer.decide(host, empty.indexer.bucket, split),
         )
 
     def build(self, common: CommonMetadata, decision: V32Decision) -> V32Metadata:

@@ -121,8 +121,8 @@ class V4MetadataBuilder(AttentionMetadataBuilder[V4Decision, V4Metadata]):
         return V4Decision(
             step=step,
             common_bucket=empty.common_bucket,
-            windows=self.windows.decide(host, empty.windows.bucket),
-            indexer=self.indexer.decide(host, empty.indexer.bucket),
+            windows=self.windows.decide(host, empty.windows.bucket, split),
+            indexer=self.indexer.decide(host, empty.indexer.bucket, split),
         )
 
     def build(self, common: CommonMetadata, decision: V4Decision) -> V4Metadata:

@@ -20,7 +20,7 @@ from mla_jax.metadata.indexer_chunks import (
     most_chunks,
 )
 from mla_jax.metadata.packed import counts_and_rows
-from mla_jax.metadata.split import DecodePrefillSplit, SplitCounts, split_decodes_and_prefills
+from mla_jax.metadata.split import DecodePrefillSplit, SplitCounts
 from mla_jax.types import Array, Bool, Int
 
 __all__ = [
@@ -176,9 +176,10 @@ class Indexer:
         )
         return [c for c in found if c[4]]
 
-    def decide(self, host: HostBatch, bucket: IndexerBucket) -> IndexerDecision:
-        """The step in a bucket that holds it; decodes have one token."""
-        split = split_decodes_and_prefills(host, 1)
+    def decide(
+        self, host: HostBatch, bucket: IndexerBucket, split: DecodePrefillSplit
+    ) -> IndexerDecision:
+        """The step in a bucket that holds it."""
         workspace = max(bucket.chunk_keys, 1)
         return self.filled(bucket, split, self.chunks(host, split.num_decodes, workspace=workspace))
 

@@ -17,7 +17,7 @@ from mla_jax.errors import ConfigError
 from mla_jax.metadata.common import CommonMetadata, GroupSpec, HostBatch, check_sizes, slot_mapping
 from mla_jax.metadata.packed import counts_and_rows
 from mla_jax.metadata.sparse import c128a_width
-from mla_jax.metadata.split import DecodePrefillSplit, SplitCounts, split_decodes_and_prefills
+from mla_jax.metadata.split import DecodePrefillSplit, SplitCounts
 from mla_jax.types import Array, Bool, Int, cdiv
 
 __all__ = [
@@ -156,34 +156,31 @@ def window_plans(
     plans = []
     for ratio, rows in workspaces:
         states = longest // ratio if ratio > 1 else 0
-        sure = max(rows // max(states + tail, 1), 1)  # so many fit, whichever
-        if n <= sure:
+        if n * (states + tail) <= rows or n == 1:
             plans.append([(0, n, states, states + tail)])
         elif ratio > 1:
-            plans.append(_greedy_chunks(seq_lens, tails, ratio, rows, sure))
+            plans.append(_greedy_chunks([k // ratio for k in seq_lens], tails, rows))
         else:
-            plans.append(_greedy_chunks([0] * n, tails, 1, rows, sure))
+            plans.append(_greedy_chunks([0] * n, tails, rows))
     return plans
 
 
 def _greedy_chunks(
-    seq_lens: list[int], tails: list[int], ratio: int, rows: int, sure: int
+    states: list[int], tails: list[int], rows: int
 ) -> list[tuple[int, int, int, int]]:
-    """Chunks of at least ``sure`` requests, each as long as the next request fits too."""
-    n = len(tails)
+    """Each chunk as long as the next request fits too, with one request at least."""
     chunks = []
-    start = 0
-    while start < n:
-        stop = min(start + sure, n)
-        longest, tail = max(seq_lens[start:stop]), max(tails[start:stop])
-        while stop < n:
-            keys = seq_lens[stop] if seq_lens[stop] > longest else longest
-            rest = tails[stop] if tails[stop] > tail else tail
-            if (stop + 1 - start) * (keys // ratio + rest) > rows:
-                break
-            longest, tail, stop = keys, rest, stop + 1
-        chunks.append((start, stop, longest // ratio, longest // ratio + tail))
-        start = stop
+    start = most = longest = 0
+    for i, (state, tail) in enumerate(zip(states, tails, strict=True)):
+        if state < most:
+            state = most
+        if tail < longest:
+            tail = longest
+        if (i + 1 - start) * (state + tail) > rows and i > start:
+            chunks.append((start, i, most, most + longest))
+            start, state, tail = i, states[i], tails[i]
+        most, longest = state, tail
+    chunks.append((start, len(tails), most, most + longest))
     return chunks
 
 
@@ -292,12 +289,12 @@ class Windows:
     def bucket(
         self, *, decodes: int, prefills: int, prefill_tokens: int, max_seq_len: int
     ) -> WindowBucket:
-        """What any step of these sizes needs; a chunk holds a prefill at least."""
+        """What any step of these sizes needs: full chunks have ``chunk_requests`` or more."""
         return WindowBucket(
             decode_tokens=decodes,
             prefills=prefills,
             prefill_tokens=prefill_tokens,
-            chunks=prefills,
+            chunks=cdiv(prefills, self.chunk_requests),
             c128a_width=self.c128a_width(max_seq_len),
         )
 
@@ -306,9 +303,10 @@ class Windows:
         queries, keys = host.lens_from(decodes)
         return window_plans(keys, gather_lens_of(queries, keys, self.window), self._workspaces)
 
-    def decide(self, host: HostBatch, bucket: WindowBucket) -> WindowDecision:
-        """The step in a bucket that holds it; decodes have one token."""
-        split = split_decodes_and_prefills(host, 1)
+    def decide(
+        self, host: HostBatch, bucket: WindowBucket, split: DecodePrefillSplit
+    ) -> WindowDecision:
+        """The step in a bucket that holds it."""
         return self.filled(bucket, split, self.plans(host, split.num_decodes))
 
     def filled(
