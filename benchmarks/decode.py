@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gc
 import math
 import random
 import statistics
@@ -152,8 +153,17 @@ def run(peers: Path | None, chosen: list[str], turn: AbstractContextManager) -> 
     for case, programs in [(c, _compile(c)) for c in map(find, chosen)]:
         with turn:
             row = _row(case, programs, make_peers)
+            _release()
         print(line(row), flush=True)
         yield row
+
+
+def _release() -> None:
+    """Give back what the peers hold: other processes measure beside this one."""
+    import torch
+
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def line(row: dict) -> str:
