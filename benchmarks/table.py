@@ -86,6 +86,12 @@ METADATA: Columns = {
     "an empty call": ("empty_us", 0),
     "returning all": ("alone_us", 0),
 }
+EXPERTS: Columns = {
+    "µs": ("us", 1),
+    "floor µs": ("floor_us", 1),
+    "times the floor": ("times_floor", 2),
+    "error": ("error", 4),
+}
 SERVE: Columns = {
     "step µs": ("step_us", 0),
     "tokens/s": ("tokens_per_s", 0),
@@ -142,6 +148,12 @@ SUITES = {
         "One V3-shaped attention layer with its projections, beside a CUDA-graphed torch layer "
         "with FlashMLA or FlashAttention-3.",
         TIMES | RATES,
+    ),
+    "experts": Suite(
+        "The routed experts of one layer in Triton, choices given, by the fastest of some tunings. "
+        "Case names: model, tokens. The floor here: the larger of the chosen experts' bytes / 4.8 "
+        "TB/s and FLOPs / 800 TFLOP/s.",
+        EXPERTS,
     ),
     "metadata": Suite("All metadata of one step, and parts that are derived later.", METADATA),
     "serve": Suite("Decode steps of a model with random weights, by attention backend.", SERVE),
