@@ -1,7 +1,7 @@
 """Measured choices: the nearest within reach, else the heuristic; the packaged tables are sound."""
 
-import functools
 import dataclasses
+import functools
 import json
 from importlib import resources
 
