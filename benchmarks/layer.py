@@ -115,7 +115,7 @@ class _Made:
 
         def metadata(starts, lens, table, decodes):
             meta = build_mla(starts, lens, table, decodes, bucket=case.bucket, page=PAGE)
-            return meta, plan_step(V3.dims, meta, cache, dtype=x.dtype)
+            return meta, plan_step(V3.dims, V3.rope, meta, cache, dtype=x.dtype)
 
         def attend(given, cache, x, meta, plan):
             state, absorbed = given

@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.random_model import drawn, of_layers
 from mla_jax.config import ModelConfig
 from mla_jax.engine import Engine
-from mla_jax.metadata.buckets import Ladder, MLALadder
+from mla_jax.metadata.buckets import FEWEST_ROWS, Ladder, MLALadder
 from mla_jax.metadata.common import HostBatch
 from mla_jax.model.presets import V2_LITE
 from mla_jax.model.sampling import SamplingParams
@@ -55,6 +55,11 @@ class Case:
     @property
     def pages(self) -> int:
         return cdiv(self.context + STEPS, PAGE)
+
+    @property
+    def rows(self) -> int:
+        """Decodes of a step, as default ladders have them."""
+        return max(self.batch, FEWEST_ROWS)
 
     @property
     def fed(self) -> int:
@@ -107,7 +112,7 @@ def _engine(case: Case, model) -> Engine:
         prefill_chunk=case.fed,
         max_model_len=case.context + STEPS,
         ladder=MLALadder(
-            decodes=Ladder("decode requests", (case.batch,)),
+            decodes=Ladder("decode requests", (case.rows,)),
             prefills=Ladder("prefill requests", (case.batch,)),
             prefill_tokens=Ladder("prefill tokens", (case.fed,)),
             pages=Ladder("pages of one request", (case.pages,)),
@@ -172,23 +177,24 @@ def _decode(engine: Engine, case: Case) -> list[float]:
         start = time.perf_counter()
         batch = _batch(engine, table, tokens, case.context + i + 1)
         out, engine._caches = engine._step.run(engine._caches, batch)
-        tokens, _ = out.read()
+        tokens = out.read()[0][: case.batch]
         times.append(time.perf_counter() - start)
     return times[5:]
 
 
 def _batch(engine: Engine, table: np.ndarray, tokens: np.ndarray, length: int) -> StepBatch:
     """One token for each request."""
-    lens = np.full(len(tokens), length, np.int32)
+    n = len(tokens)
+    lens = np.full(n, length, np.int32)
     host = HostBatch.of(np.ones_like(lens), lens)
     batch = empty_batch(engine.builder.decide(host), ["latent"])
-    starts, lens, count = host.padded_arrays(batch.decision.common_bucket)
-    batch.page_tables["latent"][:] = table
-    batch.token_ids[:] = tokens
+    starts, padded, count = host.padded_arrays(batch.decision.common_bucket)
+    batch.page_tables["latent"][:n] = table
+    batch.token_ids[:n] = tokens
     return dataclasses.replace(
         batch,
         query_starts=starts,
-        seq_lens=lens,
+        seq_lens=padded,
         num_requests=np.asarray(count, np.int32),
-        sampling=dataclasses.replace(batch.sampling, position=lens),
+        sampling=dataclasses.replace(batch.sampling, position=padded),
     )

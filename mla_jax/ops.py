@@ -16,12 +16,21 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from mla_jax.cache import LatentCache
+from mla_jax.config import MoEConfig
 from mla_jax.errors import ArgumentError
 from mla_jax.metadata.mla import DecodeMetadata, PrefillMetadata
-from mla_jax.pallas import cache_io, dense_decode, dense_prefill, grouped_matmul, merge, problems
+from mla_jax.pallas import (
+    cache_io,
+    dense_decode,
+    dense_prefill,
+    grouped_matmul,
+    merge,
+    problems,
+    router,
+)
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.registry import Backend, Problem, Registry
-from mla_jax.types import Array, AttnState, Float, Int, gathered
+from mla_jax.types import Array, AttnState, Bool, Float, Int, gathered
 
 __all__ = [
     "REGISTRY",
@@ -34,6 +43,7 @@ __all__ = [
     "mla_prefill",
     "plan_decode",
     "plan_prefill",
+    "route_tokens",
     "routed_experts",
     "support_matrix",
     "swap_blocks",
@@ -49,6 +59,7 @@ REGISTRY = Registry(
         *dense_prefill.BACKENDS,
         *cache_io.BACKENDS,
         *merge.BACKENDS,
+        *router.BACKENDS,
         *grouped_matmul.BACKENDS,
     )
 )
@@ -306,6 +317,25 @@ def apply_sinks(
 ) -> AttnState:
     """One extra key per head with logit ``sink`` and value zero; ``lse`` is unchanged."""
     return _choose(problems.sinks(state, sinks), backend)(state, sinks)
+
+
+def route_tokens(
+    x: Float[Array, "tokens hidden"],
+    kernel: Float[Array, "hidden experts"],
+    choice_bias: Float[Array, "experts"] | None,
+    real: Bool[Array, "tokens"],
+    *,
+    moe: MoEConfig,
+    backend: str | None = None,
+) -> tuple[Float[Array, "tokens topk"], Int[Array, "tokens topk"]]:
+    """``(weights, experts)`` of each token: the best of ``scores(x @ kernel)``, as ``moe`` says.
+
+    Logits and weights are float32, whatever the dtype of ``x``; of equal scores the lower index is
+    taken. A token that is not real has experts -1. ``choice_bias`` is added to the scores for the
+    choice alone (``noaux_tc``). Scores, groups and weights: ``pallas/router/ref.py``.
+    """
+    run = _choose(problems.route(x, kernel, choice_bias, real, moe=moe), backend)
+    return run(x, kernel, choice_bias, real, moe=moe)
 
 
 def routed_experts(

@@ -23,6 +23,9 @@ __all__ = [
 ]
 
 
+FEWEST_ROWS = 8
+"""Decodes of the smallest step. XLA makes a product of one row itself, in twice cuBLAS's time."""
+
 CONTEXT_ROWS = 4096
 """Workspace rows of one chunk of cached context, unless a ladder says otherwise."""
 
@@ -229,7 +232,8 @@ class StepLadder:
 
 def _default_rungs(*, max_requests: int, max_prefill_tokens: int, max_pages: int) -> dict:
     """The rules of ``MLALadder.default``."""
-    decodes = _powers(max_requests, smallest=min(8, max_requests), factor=4, least=2)
+    most = max(max_requests, FEWEST_ROWS)
+    decodes = _powers(most, smallest=FEWEST_ROWS, factor=4, least=2)
     tokens = _powers(max_prefill_tokens, smallest=min(128, max_prefill_tokens), factor=4, least=2)
     pages = [max_pages]
     while pages[-1] > 1024:
@@ -239,7 +243,7 @@ def _default_rungs(*, max_requests: int, max_prefill_tokens: int, max_pages: int
         "prefills": Ladder("prefill requests", (min(max_requests, max_prefill_tokens),)),
         "prefill_tokens": Ladder("prefill tokens", tokens),
         "pages": Ladder.of("pages of one request", pages),
-        "mixed": (*((max_requests, t) for t in tokens), (0, tokens[-1])),
+        "mixed": (*((most, t) for t in tokens), (0, tokens[-1])),
     }
 
 
@@ -274,9 +278,9 @@ class MLALadder(StepLadder):
     ) -> "MLALadder":
         """Few programs: at most 8 for 128 requests and 512 prefill tokens, 6 without ``absorb``.
 
-        - Steps of decodes only: 8, 32, 128, …, ``max_requests``. A decode below some 200 tokens
-          is bound by reading weights, and padded requests read no cache: up to 4 times as many
-          rows cost little.
+        - Steps of decodes only: 8, 32, 128, …, ``max_requests``, never fewer than 8. A decode
+          below some 200 tokens is bound by reading weights, and padded requests read no cache: up
+          to 4 times as many rows cost little.
         - Steps with prefills: 128, 512, …, ``max_prefill_tokens`` tokens beside ``max_requests``
           decodes, and ``max_prefill_tokens`` alone for prompts that nobody decodes beside. Padding
           is at most the decodes, and 3 of 4 prompt tokens (below 128: weights bound again).

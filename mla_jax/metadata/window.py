@@ -156,31 +156,34 @@ def window_plans(
     plans = []
     for ratio, rows in workspaces:
         states = longest // ratio if ratio > 1 else 0
-        if n * (states + tail) <= rows or n == 1:
+        sure = max(rows // max(states + tail, 1), 1)  # so many fit, whichever
+        if n <= sure:
             plans.append([(0, n, states, states + tail)])
         elif ratio > 1:
-            plans.append(_greedy_chunks([k // ratio for k in seq_lens], tails, rows))
+            plans.append(_greedy_chunks(seq_lens, tails, ratio, rows, sure))
         else:
-            plans.append(_greedy_chunks([0] * n, tails, rows))
+            plans.append(_greedy_chunks([0] * n, tails, 1, rows, sure))
     return plans
 
 
 def _greedy_chunks(
-    states: list[int], tails: list[int], rows: int
+    seq_lens: list[int], tails: list[int], ratio: int, rows: int, sure: int
 ) -> list[tuple[int, int, int, int]]:
-    """Each chunk as long as the next request fits too, with one request at least."""
+    """Chunks of at least ``sure`` requests, each as long as the next request fits too."""
+    n = len(tails)
     chunks = []
-    start = most = longest = 0
-    for i, (state, tail) in enumerate(zip(states, tails, strict=True)):
-        if state < most:
-            state = most
-        if tail < longest:
-            tail = longest
-        if (i + 1 - start) * (state + tail) > rows and i > start:
-            chunks.append((start, i, most, most + longest))
-            start, state, tail = i, states[i], tails[i]
-        most, longest = state, tail
-    chunks.append((start, len(tails), most, most + longest))
+    start = 0
+    while start < n:
+        stop = min(start + sure, n)
+        longest, tail = max(seq_lens[start:stop]), max(tails[start:stop])
+        while stop < n:
+            keys = seq_lens[stop] if seq_lens[stop] > longest else longest
+            rest = tails[stop] if tails[stop] > tail else tail
+            if (stop + 1 - start) * (keys // ratio + rest) > rows:
+                break
+            longest, tail, stop = keys, rest, stop + 1
+        chunks.append((start, stop, longest // ratio, longest // ratio + tail))
+        start = stop
     return chunks
 
 

@@ -82,7 +82,7 @@ class Block(nnx.Module):
         x = self.mlp_norm(h)
         if not self.sparse:
             return h + self.mlp(x)
-        return h + self.moe(x, real, backend=backend, placement=placement)
+        return self.moe(x, real, onto=h, backend=backend, placement=placement)
 
 
 class DeepseekV3(nnx.Module):
@@ -100,7 +100,7 @@ class DeepseekV3(nnx.Module):
         self.final_norm = RMSNorm(config.hidden, eps=config.eps, dtype=dtype)
         if not config.tied:
             self.lm_head = Head(config.hidden, config.vocab, dtype=dtype, rngs=rngs)
-        self.tied, self.dims = config.tied, config.dims
+        self.tied, self.dims, self.rope = config.tied, config.dims, config.rope
 
     @property
     def layers(self) -> Layers[Block]:
@@ -140,7 +140,7 @@ class DeepseekV3(nnx.Module):
         """
         h, cache = self.embed(token_ids), caches["latent"]
         plan = plan_step(
-            self.dims, meta, cache, dtype=h.dtype, backend=backend, placement=placement
+            self.dims, self.rope, meta, cache, dtype=h.dtype, backend=backend, placement=placement
         )
 
         def layer(

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 
 from mla_jax import ops
 from mla_jax.cache import LatentCache
-from mla_jax.config import MLADims, ModelConfig
+from mla_jax.config import MLADims, ModelConfig, RopeConfig
 from mla_jax.metadata.mla import ContextMetadata, MLAMetadata, PrefillMetadata
 from mla_jax.model.linear import Linear, contract, project
 from mla_jax.model.norm import RMSNorm
@@ -50,10 +50,12 @@ class StepPlan(NamedTuple):
 
     decode: object = None  # of ``mla_decode``
     prefill: object = None  # of ``mla_prefill`` over the new tokens
+    angles: tuple[Array, Array] | None = None  # cos and sin of every token; None: made again
 
 
 def plan_step(
     dims: MLADims,
+    rope: RopeConfig,
     meta: MLAMetadata,
     cache: LatentCache,
     *,
@@ -86,7 +88,7 @@ def plan_step(
             out_dtype=None if meta.context is None else jnp.float32,
             backend=backend,
         )
-    return StepPlan(decode, prefill)
+    return StepPlan(decode, prefill, cos_sin(meta.positions, rope))
 
 
 class _Rows(NamedTuple):
@@ -175,7 +177,8 @@ class MLA(nnx.Module):
         ``plan_step`` of the same step, which serves every layer. Over several devices of a
         ``placement`` each one attends with its own heads.
         """
-        angles = cos_sin(meta.positions, self.rope)
+        plan = StepPlan() if plan is None else plan
+        angles = cos_sin(meta.positions, self.rope) if plan.angles is None else plan.angles
         q_nope, q_rope = self.queries(x, angles)
         latent, k_rope = self.latents(x, angles)
         kv_up, number = self.kv_up.kernel[...], 0 if layer is None else layer
@@ -196,7 +199,6 @@ class MLA(nnx.Module):
         if placement is not None and divides(placement, self.dims.heads):
             given = (1, 1, None, None, 1, 0, None, None, None, None)
             attend = divided(attend, placement, given=given, returned=(1, None))
-        plan = StepPlan() if plan is None else plan
         heads, cache = attend(
             q_nope, q_rope, latent, k_rope, kv_up, absorbed, meta, cache, number, plan
         )

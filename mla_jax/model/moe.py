@@ -11,53 +11,11 @@ from mla_jax import ops
 from mla_jax.config import ModelConfig, MoEConfig
 from mla_jax.model.mlp import SwiGLU
 from mla_jax.model.sharding import divided, divides
+from mla_jax.pallas.router.ref import choose_experts
 from mla_jax.placement import SHARDS, Placement
 from mla_jax.types import Array, Bool, Float, Int
 
 __all__ = ["Experts", "MoE", "Router", "choose_experts"]
-
-
-def _keep_best_groups(
-    scores: Float[Array, "tokens experts"], moe: MoEConfig, group_value: Array, fill: float
-) -> Float[Array, "tokens experts"]:
-    """Scores of experts outside the ``topk_groups`` best groups become ``fill``."""
-    _, best = lax.top_k(group_value, moe.topk_groups)
-    kept = jax.nn.one_hot(best, moe.groups, dtype=jnp.bool_).any(axis=1)
-    kept = jnp.repeat(kept, moe.experts // moe.groups, axis=1)
-    return jnp.where(kept, scores, fill)
-
-
-def choose_experts(
-    logits: Float[Array, "tokens experts"],
-    choice_bias: Float[Array, "experts"] | None,
-    moe: MoEConfig,
-) -> tuple[Float[Array, "tokens topk"], Int[Array, "tokens topk"]]:
-    """``(weights, experts)`` of each token, from float32 router logits.
-
-    * ``greedy``: ``s = softmax(logits)``, the ``topk`` largest.
-    * ``group_limited_greedy``: the same inside the ``topk_groups`` groups of largest maximum.
-    * ``noaux_tc``: ``s = sigmoid(logits)``; the choice is by ``z = s + choice_bias`` inside the
-      groups of largest sum of their two best ``z``; the weights are ``s``, never ``z``.
-
-    Weights are divided by their sum if ``moe.normalise``, then multiplied by ``moe.scale``.
-    Source: DeepSeek-V2 (arXiv:2405.04434) 2.2, DeepSeek-V3 (arXiv:2412.19437) 2.1.2.
-    """
-    grouped = (*logits.shape[:-1], moe.groups, -1)
-    if moe.method == "noaux_tc":
-        scores = jax.nn.sigmoid(logits)
-        choice = scores if choice_bias is None else scores + choice_bias
-        best_two, _ = lax.top_k(choice.reshape(grouped), min(2, moe.experts // moe.groups))
-        choice = _keep_best_groups(choice, moe, best_two.sum(axis=-1), -jnp.inf)
-        _, experts = lax.top_k(choice, moe.topk)
-        weights = jnp.take_along_axis(scores, experts, axis=-1)
-    else:
-        scores = jax.nn.softmax(logits, axis=-1)
-        if moe.method == "group_limited_greedy":
-            scores = _keep_best_groups(scores, moe, scores.reshape(grouped).max(axis=-1), 0.0)
-        weights, experts = lax.top_k(scores, moe.topk)
-    if moe.normalise:
-        weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
-    return weights * moe.scale, experts
 
 
 class Router(nnx.Module):
@@ -72,12 +30,19 @@ class Router(nnx.Module):
         self.moe = moe
 
     def __call__(
-        self, x: Float[Array, "tokens hidden"]
+        self,
+        x: Float[Array, "tokens hidden"],
+        real: Bool[Array, "tokens"],
+        *,
+        backend: str | None = None,
+        placement: Placement | None = None,
     ) -> tuple[Float[Array, "tokens topk"], Int[Array, "tokens topk"]]:
-        kernel = self.kernel[...].astype(jnp.float32)
-        logits = jnp.matmul(x.astype(jnp.float32), kernel, precision=lax.Precision.HIGHEST)
+        """``ops.route_tokens``; every device of a ``placement`` routes all tokens."""
         bias = None if self.choice_bias is None else self.choice_bias[...]
-        return choose_experts(logits, bias, self.moe)
+        run = partial(ops.route_tokens, moe=self.moe, backend=ops.named("route_tokens", backend))
+        if placement is not None and placement.size > 1:
+            run = divided(run, placement, given=(None,) * 4, returned=(None, None))
+        return run(x, self.kernel[...], bias, real)
 
 
 class Experts(nnx.Module):
@@ -97,17 +62,20 @@ class Experts(nnx.Module):
         x: Float[Array, "tokens hidden"],
         weights: Float[Array, "tokens topk"],
         experts: Int[Array, "tokens topk"],
-        real: Bool[Array, "tokens"],
+        real: Bool[Array, "tokens"] | None = None,
         *,
         backend: str | None = None,
         placement: Placement | None = None,
     ) -> Float[Array, "tokens hidden"]:
-        """``sum_k weights[:, k] * expert_k(x)``; padding belongs to no expert and gives 0.
+        """``sum_k weights[:, k] * expert_k(x)``; an index that is no expert adds 0.
+
+        So do all choices of a token that is not ``real``.
 
         Over several devices of a ``placement`` each one adds up what its own experts give, and
         then all add up what each has.
         """
-        chosen = jnp.where(real[:, None], experts, -1)
+        if real is not None:
+            experts = jnp.where(real[:, None], experts, -1)
         run = partial(ops.routed_experts, backend=ops.named("routed_experts", backend))
 
         def share(gate, up, down, x, weights, chosen):
@@ -117,10 +85,10 @@ class Experts(nnx.Module):
 
         gate, up, down = self.gate[...], self.up[...], self.down[...]
         if placement is None or not divides(placement, gate.shape[0]):
-            return run(x, gate, up, down, weights, chosen)
+            return run(x, gate, up, down, weights, experts)
         given = (0, 0, 0, None, None, None)
         on_all = divided(share, placement, given=given, returned=None)
-        return on_all(gate, up, down, x, weights, chosen)
+        return on_all(gate, up, down, x, weights, experts)
 
 
 class MoE(nnx.Module):
@@ -148,12 +116,16 @@ class MoE(nnx.Module):
         x: Float[Array, "tokens hidden"],
         real: Bool[Array, "tokens"],
         *,
+        onto: Float[Array, "tokens hidden"] | None = None,
         backend: str | None = None,
         placement: Placement | None = None,
     ) -> Float[Array, "tokens hidden"]:
         """Rows that are not real reach no expert and give the shared part only.
 
-        Over several devices of a ``placement`` each one has its own experts.
+        ``onto`` is added, to the routed part first: the shared experts' last product then adds
+        that sum by itself. Over several devices of a ``placement`` each one has its own experts.
         """
-        y = self.experts(x, *self.router(x), real, backend=backend, placement=placement)
+        weights, experts = self.router(x, real, backend=backend, placement=placement)
+        y = self.experts(x, weights, experts, backend=backend, placement=placement)
+        y = y if onto is None else onto + y
         return y if self.shared is None else y + self.shared(x)

@@ -228,6 +228,24 @@ def routed(x, gate, up, down, weights, experts, *, limit=None) -> Problem:
     return Problem.of(op, dtype=str(x.dtype), **{name: size[name] for name in names})
 
 
+def route(x, kernel, choice_bias, real, *, moe) -> Problem:
+    op = "route_tokens"
+    biased = {} if choice_bias is None else {"choice_bias": (choice_bias, "float", "experts")}
+    size = _bind(
+        op,
+        {"experts": moe.experts},
+        x=(x, "float", "tokens hidden"),
+        kernel=(kernel, "float", "hidden experts"),
+        real=(real, "bool", "tokens"),
+        **biased,
+    )
+    if choice_bias is not None and moe.method != "noaux_tc":
+        raise ArgumentError(f"{op}: choice_bias with method {moe.method}", "an array", "None")
+    facts = {"method": moe.method, "topk": moe.topk, "groups": moe.groups}
+    names = ("experts", "hidden", "tokens")
+    return Problem.of(op, dtype=str(x.dtype), **facts, **{name: size[name] for name in names})
+
+
 def _bind(op: str, sizes: dict[str, int], **arrays: tuple[Any, str, str]) -> dict[str, int]:
     """Sizes of all named axes, given some of them; each array is ``(array, kind, axes)``.
 
@@ -241,6 +259,8 @@ def _bind(op: str, sizes: dict[str, int], **arrays: tuple[Any, str, str]) -> dic
             raise ArgumentError(what, f"shape {tuple(x.shape)}", f"[{', '.join(names)}]")
         if kind == "int" and not jnp.issubdtype(x.dtype, jnp.integer):
             raise ArgumentError(what, f"dtype {x.dtype}", "an integer dtype")
+        if kind == "bool" and x.dtype != jnp.bool_:
+            raise ArgumentError(what, f"dtype {x.dtype}", "bool")
         if kind == "float":
             _activation(what, x.dtype)
         for axis, n in zip(names, x.shape, strict=True):
@@ -336,5 +356,6 @@ PROBLEMS: dict[str, Callable[..., Problem]] = {
     "mla_prefill": prefill,
     "merge_attn_states": merge,
     "apply_sinks": sinks,
+    "route_tokens": route,
     "routed_experts": routed,
 }

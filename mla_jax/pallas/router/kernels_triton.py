@@ -1,0 +1,139 @@
+"""Triton programs of the router; ``triton.py`` says how they fit together.
+
+Imported only where Triton is there: by ``triton.py``, when it runs.
+"""
+
+# Triton gives these functions a meaning of its own: arguments are pointers, branches may be static.
+# pyright: reportMissingImports=false
+# pyright: reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false
+# pyright: reportCallIssue=false
+# pyright: reportOperatorIssue=false
+# pyright: reportIndexIssue=false
+# pyright: reportPossiblyUnboundVariable=false
+# pyright: reportAssignmentType=false
+# pyright: reportGeneralTypeIssues=false
+
+from mla_jax.pallas.triton_lib import jit, tl
+
+__all__ = ["choose", "logits"]
+
+
+@jit
+def logits(
+    x, kernel, tokens, out,
+    SIZES: tl.constexpr, PIECE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """``out[piece] = x @ kernel`` over the piece's channels, for one tile of tokens.
+
+    ``SIZES`` are hidden and experts, ``TILE`` tokens, experts (a power of two) and channels of one
+    turn. Products are float32.
+    """
+    HIDDEN: tl.constexpr = SIZES[0]
+    EXPERTS: tl.constexpr = SIZES[1]
+    PIECES: tl.constexpr = (HIDDEN + PIECE - 1) // PIECE
+    ROWS: tl.constexpr = TILE[0]
+    COLUMNS: tl.constexpr = TILE[1]
+    DEPTH: tl.constexpr = TILE[2]
+    pid = tl.program_id(0)
+    piece = pid % PIECES
+    t = pid // PIECES * ROWS + tl.arange(0, ROWS)
+    e = tl.arange(0, COLUMNS)
+    k = piece * PIECE + tl.arange(0, DEPTH)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for _ in range(0, PIECE, DEPTH):
+        here = k < HIDDEN
+        rows = tl.load(
+            x + t.to(tl.int64)[:, None] * HIDDEN + k[None, :],
+            mask=(t < tokens)[:, None] & here[None, :],
+            other=0.0,
+        )
+        weights = tl.load(
+            kernel + k[:, None] * EXPERTS + e[None, :],
+            mask=here[:, None] & (e < EXPERTS)[None, :],
+            other=0.0,
+        )
+        total = tl.dot(rows.to(tl.float32), weights, total, input_precision="ieee")
+        k += DEPTH
+    to = out + (piece * tokens + t)[:, None].to(tl.int64) * EXPERTS + e[None, :]
+    tl.store(to, total, mask=(t < tokens)[:, None] & (e < EXPERTS)[None, :])
+
+
+@jit
+def _best(values, index, NONE: tl.constexpr):
+    """The largest value and the lowest of its indices; NaN is larger than all."""
+    values = tl.where(values != values, float("inf"), values)
+    most = tl.max(values)
+    return most, tl.min(tl.where(values == most, index, NONE))
+
+
+@jit
+def choose(
+    logits, bias, real, tokens, weights, chosen,
+    SIZES: tl.constexpr, PIECES: tl.constexpr, TILE: tl.constexpr, METHOD: tl.constexpr,
+    BIASED: tl.constexpr, NORMALISE: tl.constexpr, SCALE: tl.constexpr,
+):  # fmt: skip
+    """Weights and experts of one token, from the sum of its logits' pieces.
+
+    ``SIZES`` are groups, experts of each, choices and kept groups; ``TILE`` the first two as powers
+    of two. Experts are a matrix, a group in a row.
+    """
+    GROUPS: tl.constexpr = SIZES[0]
+    EACH: tl.constexpr = SIZES[1]
+    TOPK: tl.constexpr = SIZES[2]
+    KEPT: tl.constexpr = SIZES[3]
+    ROWS: tl.constexpr = TILE[0]
+    COLUMNS: tl.constexpr = TILE[1]
+    NONE: tl.constexpr = 1 << 30
+    INFINITY: tl.constexpr = float("inf")
+    token = tl.program_id(0)
+    group, inner = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    exists = (group < GROUPS)[:, None] & (inner < EACH)[None, :]
+    number = group[:, None] * EACH + inner[None, :]
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for piece in range(PIECES):
+        row = logits + (piece * tokens + token).to(tl.int64) * (GROUPS * EACH)
+        total += tl.load(row + number, mask=exists, other=0.0)
+    number = tl.where(exists, number, NONE)
+    if METHOD == "noaux_tc":
+        scores = tl.sigmoid(total)
+        choice = scores
+        if BIASED:
+            choice += tl.load(bias + number, mask=exists, other=0.0)
+    else:
+        powers = tl.exp(total - tl.max(tl.where(exists, total, -INFINITY)))
+        scores = tl.where(exists, powers, 0.0)
+        scores = scores / tl.sum(scores)
+        choice = scores
+    choice = tl.where(exists, choice, -INFINITY)
+    if METHOD != "greedy":
+        worth = tl.max(choice, axis=1)
+        if METHOD == "noaux_tc":
+            first = tl.min(tl.where(choice == worth[:, None], number, NONE), axis=1)
+            worth += tl.max(tl.where(number == first[:, None], -INFINITY, choice), axis=1)
+        worth = tl.where(group < GROUPS, worth, -INFINITY)
+        left = tl.where(group < GROUPS, group, NONE)
+        kept = tl.zeros((ROWS,), tl.int32)
+        for _ in tl.static_range(KEPT):
+            _, g = _best(tl.where(left < NONE, worth, -INFINITY), left, NONE)
+            kept = tl.where(group == g, 1, kept)
+            left = tl.where(group == g, NONE, left)
+        fill: tl.constexpr = -INFINITY if METHOD == "noaux_tc" else 0.0
+        if METHOD != "noaux_tc":
+            scores = tl.where(kept[:, None] > 0, scores, 0.0)
+        choice = tl.where(exists & (kept[:, None] == 0), fill, choice)
+    lane = tl.arange(0, 64)
+    found = tl.full((64,), -1, tl.int32)
+    share = tl.zeros((64,), tl.float32)
+    left = number
+    for j in tl.static_range(TOPK):
+        _, e = _best(tl.where(left < NONE, choice, -INFINITY), left, NONE)
+        found = tl.where(lane == j, e, found)
+        share = tl.where(lane == j, tl.sum(tl.where(number == e, scores, 0.0)), share)
+        left = tl.where(left == e, NONE, left)
+    if NORMALISE:
+        share = share / (tl.sum(share) + 1e-20)
+    found = tl.where(tl.load(real + token), found, -1)
+    at = token.to(tl.int64) * TOPK + lane
+    tl.store(weights + at, share * SCALE, mask=lane < TOPK)
+    tl.store(chosen + at, found, mask=lane < TOPK)

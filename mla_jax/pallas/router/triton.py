@@ -1,0 +1,106 @@
+"""The router in Triton: two launches instead of a float32 product by cuBLAS and a sort.
+
+    logits     x @ kernel in float32, cut along hidden       [pieces, tokens, experts]
+    choose     the pieces added, scores, groups, the best    [tokens, topk]
+
+For few tokens cuBLAS has no float32 product that fills the machine (128 tokens of V2-Lite: 69 us),
+and a sort for six of 64 is three kernels. Pieces are of a fixed depth and are added in order, so a
+token's choice does not depend on its neighbours. With many tokens cuBLAS makes the product.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from mla_jax.config import MoEConfig
+from mla_jax.pallas.registry import OneOf, Requirement, Within
+from mla_jax.pallas.router.ref import router_logits
+from mla_jax.types import Array, Bool, Float, Int, cdiv
+
+__all__ = ["MOST_CUT", "REQUIREMENT", "piece_depth", "route_tokens"]
+
+REQUIREMENT = Requirement(
+    sm=Within(low=80),
+    features={
+        "dtype": OneOf("bfloat16", "float16", "float32"),
+        "experts": Within(high=1024),
+        "topk": Within(high=64),
+    },
+    packages=("triton",),
+)
+
+MOST_CUT = 1024
+"""Tokens up to which the product is cut into pieces."""
+
+TOKENS, DEPTH = 16, 32
+"""Of a program of ``logits``: its tokens, and the channels of one turn of its loop."""
+
+
+def route_tokens(
+    x: Float[Array, "tokens hidden"],
+    kernel: Float[Array, "hidden experts"],
+    choice_bias: Float[Array, "experts"] | None,
+    real: Bool[Array, "tokens"],
+    *,
+    moe: MoEConfig,
+) -> tuple[Float[Array, "tokens topk"], Int[Array, "tokens topk"]]:
+    """``ref.route_tokens``."""
+    from mla_jax.pallas import triton_lib
+    from mla_jax.pallas.router import kernels_triton as kernels
+
+    (tokens, hidden), experts = x.shape, kernel.shape[1]
+    weights = jax.ShapeDtypeStruct((tokens, moe.topk), jnp.float32)
+    chosen = jax.ShapeDtypeStruct((tokens, moe.topk), jnp.int32)
+    if not tokens:
+        return jnp.zeros(weights.shape, weights.dtype), jnp.zeros(chosen.shape, chosen.dtype)
+    kernel = kernel.astype(jnp.float32)
+    if tokens > MOST_CUT:
+        logits = router_logits(x, kernel)[None]
+    else:
+        depth = piece_depth(hidden)
+        pieces = cdiv(hidden, depth)
+        logits = triton_lib.call(
+            kernels.logits,
+            x,
+            kernel,
+            tokens,
+            out=jax.ShapeDtypeStruct((pieces, tokens, experts), jnp.float32),
+            grid=cdiv(tokens, TOKENS) * pieces,
+            warps=4,
+            stages=3,
+            SIZES=(hidden, experts),
+            PIECE=depth,
+            TILE=(TOKENS, _power(experts), DEPTH),
+        )
+    each = moe.experts // moe.groups
+    biased = choice_bias is not None
+    return triton_lib.call(
+        kernels.choose,
+        logits,
+        choice_bias.astype(jnp.float32) if biased else logits,  # not read
+        real,
+        tokens,
+        out=(weights, chosen),
+        grid=tokens,
+        warps=1,
+        stages=1,
+        SIZES=(moe.groups, each, moe.topk, moe.topk_groups),
+        PIECES=logits.shape[0],
+        TILE=(_power(moe.groups), _power(each)),
+        METHOD=moe.method,
+        BIASED=biased,
+        NORMALISE=moe.normalise,
+        SCALE=float(moe.scale),
+    )
+
+
+def piece_depth(hidden: int) -> int:
+    """Channels of a piece: at most 32 pieces, 128 channels or more."""
+    depth = 128
+    while cdiv(hidden, depth) > 32:
+        depth *= 2
+    return depth
+
+
+def _power(n: int) -> int:
+    """The smallest power of two from ``n`` on."""
+    return 1 << (n - 1).bit_length()

@@ -1,0 +1,116 @@
+"""The router: every backend against one token at a time in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mla_jax import ops
+from mla_jax.errors import ArgumentError
+from mla_jax.ops import route_tokens
+from mla_jax.pallas.device import DeviceInfo
+from mla_jax.pallas.router import triton
+from tests import aot
+from tests.cases import run
+from tests.pallas.experts import missing
+from tests.pallas.routers import MOES, case, judge
+
+OP = "route_tokens"
+METHODS = pytest.mark.parametrize("moe", MOES.values(), ids=MOES)
+
+
+@METHODS
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_against_the_truth(tokens, moe, dtype, backend, rng):
+    c = case(rng, tokens, moe, dtype=dtype)
+    judge(run(route_tokens, *c.args, moe=moe, backend=backend), c)
+
+
+@METHODS
+def test_equal_scores_go_to_the_lower_index(moe, backend, rng):
+    """All experts alike, in all groups."""
+    c = case(rng, 3, moe)
+    kernel = np.zeros_like(c.kernel)
+    bias = None if c.bias is None else jnp.zeros(moe.experts, jnp.float32)
+    real = jnp.ones(3, jnp.bool_)
+    x = jnp.asarray(c.x)
+    _, experts = run(route_tokens, x, jnp.asarray(kernel), bias, real, moe=moe, backend=backend)
+    np.testing.assert_array_equal(np.asarray(experts), [list(range(moe.topk))] * 3)
+
+
+def test_tokens_that_are_not_real(backend, rng):
+    """NaN in their rows stays there."""
+    moe = MOES["v3"]
+    c = case(rng, 9, moe)
+    c.x[~c.real] = np.nan
+    _, experts = run(route_tokens, *c.args, moe=moe, backend=backend)
+    assert (np.asarray(experts)[~c.real] == -1).all()
+    judge(
+        [np.asarray(a)[c.real] for a in run(route_tokens, *c.args, moe=moe, backend=backend)],
+        c.take(c.real),
+    )
+
+
+def test_a_token_alone_is_the_token_among_neighbours(backend, rng):
+    moe = MOES["v3"]
+    c = case(rng, 40, moe, dtype="bfloat16")
+    whole = [np.asarray(a) for a in run(route_tokens, *c.args, moe=moe, backend=backend)]
+    order = rng.permutation(40)
+    again = run(route_tokens, *c.take(order).args, moe=moe, backend=backend)
+    for a, b in zip(whole, again, strict=True):
+        assert a[order].tobytes() == np.asarray(b).tobytes()
+
+
+def test_no_tokens(backend):
+    moe = MOES["v2_lite"]
+    x, kernel = jnp.zeros((0, 64)), jnp.zeros((64, 64))
+    real = jnp.zeros(0, jnp.bool_)
+    weights, experts = run(route_tokens, x, kernel, None, real, moe=moe, backend=backend)
+    assert weights.shape == experts.shape == (0, 6)
+
+
+def test_refusals(rng):
+    c = case(rng, 4, MOES["v3"])
+    x, kernel, bias, real = c.args
+
+    def explained(*args, moe=c.moe):
+        return ops.explain(OP, *args, moe=moe)
+
+    with pytest.raises(ArgumentError, match="kernel"):
+        explained(x, kernel[:, :5], bias, real)
+    with pytest.raises(ArgumentError, match="real"):
+        explained(x, kernel, bias, real.astype(jnp.int32))
+    with pytest.raises(ArgumentError, match="choice_bias"):
+        explained(x, kernel[:, :64], bias[:64], real, moe=MOES["v2_lite"])
+    assert "xla: accepted" in explained(x, kernel, bias, real)
+
+
+H200 = DeviceInfo(platform="gpu", kind="NVIDIA H200", sm=90, sms=132, shared_memory=232448)
+AOT = aot.available() or missing("triton")
+
+
+@pytest.mark.skipif(bool(AOT), reason=AOT or "available")
+@pytest.mark.parametrize("moe", MOES.values(), ids=MOES)
+@pytest.mark.parametrize(("tokens", "calls"), [(1, 2), (128, 2), (2048, 1)])
+def test_compiles_for_sm90_with_few_launches(tokens, calls, moe, monkeypatch):
+    monkeypatch.setattr(DeviceInfo, "current", lambda: H200)
+    spec = jax.ShapeDtypeStruct
+    bias = (spec((moe.experts,), jnp.float32),) if moe.method == "noaux_tc" else ()
+    compiled, _ = aot.compile_sm90(
+        lambda x, kernel, real, *b: route_tokens(
+            x, kernel, b[0] if b else None, real, moe=moe, backend="triton"
+        ),
+        spec((tokens, 2048), jnp.bfloat16),
+        spec((2048, moe.experts), jnp.float32),
+        spec((tokens,), jnp.bool_),
+        *bias,
+    )
+    text = compiled.as_text()
+    entry = text[text.index("\nENTRY") :]
+    assert entry.count('custom_call_target="triton_kernel_call_ffi"') == calls, entry
+
+
+def test_pieces():
+    assert triton.piece_depth(64) == triton.piece_depth(2048) == 128
+    assert triton.piece_depth(7168) == 256
