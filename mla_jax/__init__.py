@@ -24,6 +24,7 @@ from mla_jax.metadata.mla import (
     build_mla,
 )
 from mla_jax.ops import (
+    append_latent,
     apply_sinks,
     copy_blocks,
     explain,
@@ -77,6 +78,7 @@ __all__ = [
     "WeightsError",
     "YarnConfig",
     "__version__",
+    "append_latent",
     "apply_sinks",
     "build_mla",
     "copy_blocks",

@@ -20,6 +20,7 @@ from mla_jax.config import MoEConfig
 from mla_jax.errors import ArgumentError
 from mla_jax.metadata.mla import DecodeMetadata, PrefillMetadata
 from mla_jax.pallas import (
+    append,
     cache_io,
     dense_decode,
     dense_prefill,
@@ -34,6 +35,7 @@ from mla_jax.types import Array, AttnState, Bool, Float, Int, gathered
 
 __all__ = [
     "REGISTRY",
+    "append_latent",
     "apply_sinks",
     "copy_blocks",
     "explain",
@@ -58,6 +60,7 @@ REGISTRY = Registry(
         *dense_decode.BACKENDS,
         *dense_prefill.BACKENDS,
         *cache_io.BACKENDS,
+        *append.BACKENDS,
         *merge.BACKENDS,
         *router.BACKENDS,
         *grouped_matmul.BACKENDS,
@@ -68,6 +71,18 @@ REGISTRY = Registry(
 def named(op: str, backend: str | None) -> str | None:
     """``backend`` where the operation has one of that name, else None: its best."""
     return backend if any(b.op == op and b.name == backend for b in REGISTRY.backends) else None
+
+
+def in_one_kernel(op: str, *args: Any, backend: str | None = None, **kwargs: Any) -> bool:
+    """Whether ``op`` of these arguments is one kernel here: its first backend, if that qualifies.
+
+    For operations that fuse others, which are there for every backend: ``append_latent``.
+    """
+    first = REGISTRY.of(op)[0]
+    if backend not in (None, first.name):
+        return False
+    problem = problems.PROBLEMS[op](*args, **kwargs)
+    return not first.requirement.missing(problem, DeviceInfo.current())
 
 
 def write_latent(
@@ -96,6 +111,46 @@ def write_latent(
         format=cache.format,
     )
     return dataclasses.replace(cache, pages=pages)
+
+
+def append_latent(
+    cache: LatentCache,
+    q: Float[Array, "tokens heads qk"],
+    kv: Float[Array, "tokens row"],
+    gain: Float[Array, "rank"],
+    angles: tuple[Float[Array, "tokens pairs"], Float[Array, "tokens pairs"]],
+    slots: Int[Array, "tokens"],
+    *,
+    eps: float,
+    interleaved: bool,
+    layer: Layer = None,
+    backend: str | None = None,
+) -> tuple[Float[Array, "tokens heads nope"], Float[Array, "tokens heads rope"], LatentCache]:
+    """``(q_nope, q_rope, cache)`` of a step whose rows nobody else reads: it decodes only.
+
+    Of each token ``[norm(latent) | rotate(k_rope)]`` is stored at its slot, ``[latent | k_rope]``
+    being its row of ``kv``, with ``norm(c) = gain * c / sqrt(mean(c^2) + eps)``; slot -1 stores
+    nothing. The last ``rope`` columns of ``q`` are rotated. ``angles`` are cos and sin of each
+    token's pairs: channels ``(2i, 2i + 1)`` if ``interleaved``, else ``(i, i + rope / 2)``. All is
+    computed in float32 and rounded to the dtype of ``q``, then to that of the cache.
+    """
+    problem = problems.append(
+        cache, q, kv, gain, angles, slots, eps=eps, interleaved=interleaved, layer=layer
+    )
+    q_nope, q_rope, pages = _choose(problem, backend)(
+        cache.pages,
+        cache.scale,
+        q,
+        kv,
+        gain,
+        *angles,
+        _int32(slots),
+        eps=eps,
+        interleaved=interleaved,
+        layer=_number(layer),
+        format=cache.format,
+    )
+    return q_nope, q_rope, dataclasses.replace(cache, pages=pages)
 
 
 def gather_latent(

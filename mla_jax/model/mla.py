@@ -11,7 +11,7 @@ Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
@@ -108,6 +108,13 @@ class _Rows(NamedTuple):
         return _Rows(*(lax.dynamic_slice_in_dim(a, start, size) for a in self))
 
 
+class _Queries(NamedTuple):
+    """Queries of some heads whose rows the cache has already."""
+
+    q_nope: Float[Array, "tokens heads nope"]
+    q_rope: Float[Array, "tokens heads rope"]
+
+
 class _Up(NamedTuple):
     """The up-projection of the same heads, in both forms."""
 
@@ -141,21 +148,41 @@ class MLA(nnx.Module):
         """The decode weights, derived from ``kv_up`` as it is now."""
         return absorb_weights(self.kv_up.kernel[...], nope=self.dims.nope)
 
+    def projected(
+        self, x: Float[Array, "tokens hidden"]
+    ) -> tuple[Float[Array, "tokens heads qk"], Float[Array, "tokens row"]]:
+        """Per-head queries and the row of the cache, before norm and rotation."""
+        q = self.q(x) if self.dims.q_rank is None else self.q_up(self.q_norm(self.q_down(x)))
+        return q, self.kv_down(x)
+
     def queries(
         self, x: Float[Array, "tokens hidden"], angles: tuple[Array, Array]
     ) -> tuple[Float[Array, "tokens heads nope"], Float[Array, "tokens heads rope"]]:
         """Per-head queries, the rotary part rotated."""
-        q = self.q(x) if self.dims.q_rank is None else self.q_up(self.q_norm(self.q_down(x)))
-        nope, rope = q[..., : self.dims.nope], q[..., self.dims.nope :]
-        return nope, rotate(rope, *angles, interleaved=self.rope.interleaved)
+        rows = self._rows(*self.projected(x), angles)
+        return rows.q_nope, rows.q_rope
 
     def latents(
         self, x: Float[Array, "tokens hidden"], angles: tuple[Array, Array]
     ) -> tuple[Float[Array, "tokens rank"], Float[Array, "tokens rope"]]:
         """What the cache stores: the normalised latent and the rotated shared key."""
-        kv = self.kv_down(x)
-        latent, rope = kv[:, : self.dims.rank], kv[:, self.dims.rank :]
-        return self.kv_norm(latent), rotate(rope, *angles, interleaved=self.rope.interleaved)
+        rows = self._rows(*self.projected(x), angles)
+        return rows.latent, rows.k_rope
+
+    def _rows(
+        self,
+        q: Float[Array, "tokens heads qk"],
+        kv: Float[Array, "tokens row"],
+        angles: tuple[Array, Array],
+    ) -> "_Rows":
+        """Queries and keys with their rotary part rotated, and the normalised latent."""
+        d, interleaved = self.dims, self.rope.interleaved
+        return _Rows(
+            q[..., : d.nope],
+            rotate(q[..., d.nope :], *angles, interleaved=interleaved),
+            self.kv_norm(kv[:, : d.rank]),
+            rotate(kv[:, d.rank :], *angles, interleaved=interleaved),
+        )
 
     def __call__(
         self,
@@ -179,34 +206,57 @@ class MLA(nnx.Module):
         """
         plan = StepPlan() if plan is None else plan
         angles = cos_sin(meta.positions, self.rope) if plan.angles is None else plan.angles
-        q_nope, q_rope = self.queries(x, angles)
-        latent, k_rope = self.latents(x, angles)
+        q, kv = self.projected(x)
         kv_up, number = self.kv_up.kernel[...], 0 if layer is None else layer
         absorbed = self.absorbed() if absorbed is None else absorbed
+        several = placement is not None and placement.size > 1
+        if (
+            meta.prefill is None
+            and not several
+            and (found := self._appended(q, kv, angles, meta, cache, layer=layer, backend=backend))
+        ):
+            new, cache = found
+        else:
+            new = self._rows(q, kv, angles)
 
-        def attend(q_nope, q_rope, latent, k_rope, kv_up, absorbed, meta, cache, number, plan):
+        def attend(new, kv_up, absorbed, meta, cache, number, plan):
             at = None if layer is None else number
-            return self._attend(
-                _Rows(q_nope, q_rope, latent, k_rope),
-                _Up(kv_up, absorbed),
-                meta,
-                cache,
-                layer=at,
-                backend=backend,
-                plan=plan,
-            )
+            up = _Up(kv_up, absorbed)
+            return self._attend(new, up, meta, cache, layer=at, backend=backend, plan=plan)
 
         if placement is not None and divides(placement, self.dims.heads):
-            given = (1, 1, None, None, 1, 0, None, None, None, None)
+            given = (_Rows._make((1, 1, None, None)), 1, 0, None, None, None, None)
             attend = divided(attend, placement, given=given, returned=(1, None))
-        heads, cache = attend(
-            q_nope, q_rope, latent, k_rope, kv_up, absorbed, meta, cache, number, plan
-        )
+        heads, cache = attend(new, kv_up, absorbed, meta, cache, number, plan)
         return self.out(heads), cache
+
+    def _appended(
+        self,
+        q: Float[Array, "tokens heads qk"],
+        kv: Float[Array, "tokens row"],
+        angles: tuple[Array, Array],
+        meta: MLAMetadata,
+        cache: LatentCache,
+        *,
+        layer: Int[Array, ""] | int | None,
+        backend: str | None,
+    ) -> tuple["_Queries", LatentCache] | None:
+        """The queries, and the cache with the new rows, if one kernel makes both here."""
+        given = cache, q, kv, self.kv_norm.scale[...], angles, meta.slots
+        facts: dict[str, Any] = {
+            "eps": self.kv_norm.eps,
+            "interleaved": self.rope.interleaved,
+            "layer": layer,
+        }
+        named = ops.named("append_latent", backend)
+        if not ops.in_one_kernel("append_latent", *given, backend=named, **facts):
+            return None
+        q_nope, q_rope, cache = ops.append_latent(*given, backend=named, **facts)
+        return _Queries(q_nope, q_rope), cache
 
     def _attend(
         self,
-        new: "_Rows",
+        new: "_Rows | _Queries",
         up: "_Up",
         meta: MLAMetadata,
         cache: LatentCache,
@@ -217,10 +267,11 @@ class MLA(nnx.Module):
     ) -> tuple[Float[Array, "tokens heads v"], LatentCache]:
         """Attention of some heads, or all, and the cache with the new rows."""
         tokens, heads, _ = new.q_nope.shape
-        writing = ops.named("write_latent", backend)
-        cache = ops.write_latent(
-            cache, new.latent, new.k_rope, meta.slots, layer=layer, backend=writing
-        )
+        if isinstance(new, _Rows):
+            writing = ops.named("write_latent", backend)
+            cache = ops.write_latent(
+                cache, new.latent, new.k_rope, meta.slots, layer=layer, backend=writing
+            )
         out = jnp.zeros((tokens, heads, self.dims.v), new.q_nope.dtype)
         if meta.decode is not None:
             n = meta.bucket.decode_tokens
@@ -239,6 +290,7 @@ class MLA(nnx.Module):
             # Not ``out.at[:n]``: its empty index crashes XLA's partitioner under ``shard_map``.
             out = found if n == tokens else lax.dynamic_update_slice_in_dim(out, found, 0, 0)
         if meta.prefill is not None:
+            assert isinstance(new, _Rows), "a step with prefills makes its rows apart"
             start, size = meta.num_decode_tokens, meta.bucket.prefill_tokens
             alone = not meta.bucket.decodes
             rows = new if alone else new.part(start, size)
@@ -315,11 +367,12 @@ class MLA(nnx.Module):
         """
         tokens = x.shape[0]
         angles = cos_sin(jnp.arange(tokens, dtype=jnp.int32), self.rope)
-        q = jnp.concatenate(self.queries(x, angles), axis=-1)
+        new = self._rows(*self.projected(x), angles)
         starts = jnp.array([0, tokens], jnp.int32)
         meta = PrefillMetadata(query_starts=starts, key_starts=starts)
-        rows = self.latents(x, angles)
-        state = self._expanded(q, *rows, meta, kv_up=self.kv_up.kernel[...], backend="xla")
+        state = self._expanded(
+            new.q, new.latent, new.k_rope, meta, kv_up=self.kv_up.kernel[...], backend="xla"
+        )
         return self.out(state.out.astype(x.dtype))
 
     def _expanded(

@@ -2,8 +2,8 @@
 
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
+from mla_jax.pallas.append.ref import rms_norm
 from mla_jax.types import Array, Float
 
 __all__ = ["RMSNorm"]
@@ -17,6 +17,4 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "... dim"]) -> Float[Array, "... dim"]:
-        y = x.astype(jnp.float32)
-        y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        return (self.scale[...].astype(jnp.float32) * y).astype(x.dtype)
+        return rms_norm(x, self.scale[...], eps=self.eps)

@@ -44,6 +44,33 @@ def write(cache, kv_latent, k_rope, slots, *, layer=None) -> Problem:
     )
 
 
+def append(cache, q, kv, gain, angles, slots, *, eps, interleaved, layer=None) -> Problem:
+    op = "append_latent"
+    del eps, interleaved
+    _layer(op, cache, layer)
+    size = _bind(
+        op,
+        _cache_sizes(op, cache) | {"row": cache.rank + cache.rope, "pairs": cache.rope // 2},
+        q=(q, "float", "tokens heads qk"),
+        kv=(kv, "float", "tokens row"),
+        gain=(gain, "float", "rank"),
+        cos=(angles[0], "float", "tokens pairs"),
+        sin=(angles[1], "float", "tokens pairs"),
+        slots=(slots, "int", "tokens"),
+    )
+    _same_dtype(op, q=q, kv=kv)
+    if size["qk"] < cache.rope:
+        raise ArgumentError(f"{op}: columns of q", size["qk"], f"at least rope={cache.rope}")
+    return Problem.of(
+        op,
+        dtype=str(q.dtype),
+        **_cache_features(cache),
+        nope=size["qk"] - cache.rope,
+        heads=size["heads"],
+        tokens=size["tokens"],
+    )
+
+
 def gather(cache, page_table, first, row_starts, *, rows, dtype, layer=None) -> Problem:
     _layer("gather_latent", cache, layer)
     size = _bind(
@@ -349,6 +376,7 @@ def _number(op: str, scale: Any) -> None:
 
 PROBLEMS: dict[str, Callable[..., Problem]] = {
     "write_latent": write,
+    "append_latent": append,
     "gather_latent": gather,
     "copy_blocks": copy,
     "swap_blocks": swap,

@@ -60,12 +60,14 @@ def call(
     grid: int,
     warps: int,
     stages: int,
+    aliases: dict[int, int] | None = None,
     **constants: Any,
 ) -> Any:
     """Launch ``kernel(*args, *out, **constants)`` on ``grid`` programs; returns ``out``.
 
     ``out`` is one ``jax.ShapeDtypeStruct`` or a tuple of them; what is returned begins with
-    whatever memory held. Integers among ``args`` are no part of the program's text.
+    whatever memory held. Integers among ``args`` are no part of the program's text. ``aliases``:
+    arrays, by their number among the arrays, that are results too, by theirs: changed in place.
     """
     outs = out if isinstance(out, tuple) else (out,)
     program = compiled(
@@ -88,7 +90,7 @@ def call(
         for x in (*args, *outs)
     ]
     launch = gpu_triton.TritonKernelCall(binary, grid, 1, 1, parameters)
-    run = jax.ffi.ffi_call(TARGET, out)
+    run = jax.ffi.ffi_call(TARGET, out, input_output_aliases=aliases)
     arrays = [x for x in args if not isinstance(x, int)]
     return run(*arrays, opaque=zlib.compress(launch.to_proto(meta.name, b"")))
 

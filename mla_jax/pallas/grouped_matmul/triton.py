@@ -243,7 +243,7 @@ def combine(
     return total.astype(y.dtype)
 
 
-def plan_sizes(pairs: int, count: int, tuning: Tuning) -> dict[str, int]:
+def plan_sizes(pairs: int, count: int, tuning: Tuning) -> dict[str, Any]:
     """Static sizes of the planning kernel."""
     return dict(
         EXPERTS=count,

@@ -1,0 +1,121 @@
+"""The Triton program of a step's new rows; ``triton.py`` says what for.
+
+Imported only where Triton is there: by ``triton.py``, when it runs.
+"""
+
+# Triton gives these functions a meaning of its own: arguments are pointers, branches may be static.
+# pyright: reportMissingImports=false
+# pyright: reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false
+# pyright: reportCallIssue=false
+# pyright: reportOperatorIssue=false
+# pyright: reportIndexIssue=false
+# pyright: reportPossiblyUnboundVariable=false
+
+from mla_jax.pallas.triton_lib import jit, tl
+
+__all__ = ["append"]
+
+
+@jit
+def _encode(x, factor, like, LARGEST: tl.constexpr):
+    """What the cache stores of ``x``."""
+    if LARGEST is not None:
+        x = tl.div_rn(x.to(tl.float32), tl.zeros_like(x).to(tl.float32) + factor)
+        x = tl.minimum(x, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+        x = tl.maximum(x, -LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    return x.to(like.dtype.element_ty)
+
+
+@jit
+def _row(
+    kv, gain, cos, sin, slots, number, scale, pages, token,
+    SIZES: tl.constexpr, CACHE: tl.constexpr, TILE: tl.constexpr, EPS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """Normalise, rotate and store a token's row; a slot that does not exist stores nothing."""
+    ROPE: tl.constexpr = SIZES[2]
+    RANK: tl.constexpr = SIZES[3]
+    PAIRS: tl.constexpr = TILE[2]
+    COLUMNS: tl.constexpr = TILE[3]
+    slot = tl.load(slots + token)
+    layer = tl.load(number)
+    here = (slot >= 0) & (slot < CACHE[1]) & (layer >= 0) & (layer < CACHE[0])
+    layer = tl.where(here, layer, 0)
+    to = pages + (layer.to(tl.int64) * CACHE[1] + tl.where(here, slot, 0)) * (RANK + ROPE)
+    factor = tl.load(scale + layer)
+    row = kv + token.to(tl.int64) * (RANK + ROPE)
+    c = tl.arange(0, COLUMNS)
+    x = tl.load(row + c, mask=c < RANK, other=0.0).to(tl.float32)
+    y = x * tl.rsqrt(tl.sum(x * x) / RANK + EPS)
+    y = tl.load(gain + c, mask=c < RANK, other=0.0).to(tl.float32) * y
+    y = y.to(kv.dtype.element_ty)
+    tl.store(to + c, _encode(y, factor, pages, LARGEST), mask=here & (c < RANK))
+    p = tl.arange(0, PAIRS)
+    exists = p < ROPE // 2
+    first, second = (2 * p, 2 * p + 1) if INTERLEAVED else (p, p + ROPE // 2)
+    a = tl.load(row + RANK + first, mask=exists, other=0.0).to(tl.float32)
+    b = tl.load(row + RANK + second, mask=exists, other=0.0).to(tl.float32)
+    at = token * (ROPE // 2) + p
+    u = tl.load(cos + at, mask=exists, other=0.0)
+    v = tl.load(sin + at, mask=exists, other=0.0)
+    left = (a * u - b * v).to(kv.dtype.element_ty)
+    right = (a * v + b * u).to(kv.dtype.element_ty)
+    tl.store(to + RANK + first, _encode(left, factor, pages, LARGEST), mask=here & exists)
+    tl.store(to + RANK + second, _encode(right, factor, pages, LARGEST), mask=here & exists)
+
+
+@jit
+def _queries(
+    q, cos, sin, q_nope, q_rope, token, block,
+    SIZES: tl.constexpr, TILE: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Split and rotate the queries of ``token`` and of one block of heads."""
+    HEADS: tl.constexpr = SIZES[0]
+    NOPE: tl.constexpr = SIZES[1]
+    ROPE: tl.constexpr = SIZES[2]
+    FEW: tl.constexpr = TILE[0]
+    COLUMNS: tl.constexpr = TILE[1]
+    PAIRS: tl.constexpr = TILE[2]
+    head = block * FEW + tl.arange(0, FEW)
+    line = (token.to(tl.int64) * HEADS + head)[:, None]
+    real = (head < HEADS)[:, None]
+    c = tl.arange(0, COLUMNS)[None, :]
+    x = tl.load(q + line * (NOPE + ROPE) + c, mask=real & (c < NOPE), other=0.0)
+    tl.store(q_nope + line * NOPE + c, x, mask=real & (c < NOPE))
+    p = tl.arange(0, PAIRS)
+    exists = real & (p < ROPE // 2)[None, :]
+    first, second = (2 * p, 2 * p + 1) if INTERLEAVED else (p, p + ROPE // 2)
+    row = q + line * (NOPE + ROPE) + NOPE
+    a = tl.load(row + first[None, :], mask=exists, other=0.0).to(tl.float32)
+    b = tl.load(row + second[None, :], mask=exists, other=0.0).to(tl.float32)
+    at = token * (ROPE // 2) + p
+    u = tl.load(cos + at, mask=p < ROPE // 2, other=0.0)[None, :]
+    v = tl.load(sin + at, mask=p < ROPE // 2, other=0.0)[None, :]
+    to = q_rope + line * ROPE
+    tl.store(to + first[None, :], (a * u - b * v).to(q.dtype.element_ty), mask=exists)
+    tl.store(to + second[None, :], (a * v + b * u).to(q.dtype.element_ty), mask=exists)
+
+
+@jit
+def append(
+    q, kv, gain, cos, sin, slots, number, scale, before, q_nope, q_rope, pages,
+    SIZES: tl.constexpr, CACHE: tl.constexpr, TILE: tl.constexpr, EPS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """One token's row, or its queries of one block of heads.
+
+    ``SIZES`` are heads, nope, rope and rank, ``CACHE`` layers and slots of each, ``TILE`` heads of
+    a block and powers of two from nope, pairs and rank on. ``before`` and ``pages`` are one array.
+    """
+    BLOCKS: tl.constexpr = (SIZES[0] + TILE[0] - 1) // TILE[0]
+    pid = tl.program_id(0)
+    token = pid // (1 + BLOCKS)
+    part = pid % (1 + BLOCKS)
+    if part == 0:
+        _row(
+            kv, gain, cos, sin, slots, number, scale, pages, token,
+            SIZES, CACHE, TILE, EPS, INTERLEAVED, LARGEST,
+        )  # fmt: skip
+    else:
+        _queries(q, cos, sin, q_nope, q_rope, token, part - 1, SIZES, TILE, INTERLEAVED)

@@ -1,0 +1,86 @@
+"""A step's new rows in Triton: one launch where XLA and the cache write take six.
+
+Each program takes a token's row, normalises, rotates and stores it, or rotates and splits a
+token's queries of some heads. Bound by launches: a row has 1 kB, a token's queries 6 kB (16 heads).
+"""
+
+import jax
+import jax.numpy as jnp
+
+from mla_jax.cache import CacheFormat
+from mla_jax.pallas.registry import OneOf, Requirement, Within
+from mla_jax.types import Array, Float, Int, cdiv
+
+__all__ = ["REQUIREMENT", "append_latent"]
+
+REQUIREMENT = Requirement(
+    sm=Within(low=89),  # e4m3 is converted from there on
+    features={
+        "dtype": OneOf("bfloat16", "float16", "float32"),
+        "cache": OneOf("bf16", "fp16", "fp32", "fp8_e4m3"),
+        "rank": Within(high=4096),
+        "nope": Within(),
+        "rope": Within(low=2, multiple=2),
+    },
+    packages=("triton",),
+)
+
+HEADS = 16
+"""Of a program."""
+
+
+def append_latent(
+    pages: Float[Array, "*layers pages page row"],
+    scale: Float[Array, "*layers"],
+    q: Float[Array, "tokens heads qk"],
+    kv: Float[Array, "tokens row"],
+    gain: Float[Array, "rank"],
+    cos: Float[Array, "tokens pairs"],
+    sin: Float[Array, "tokens pairs"],
+    slots: Int[Array, "tokens"],
+    *,
+    eps: float,
+    interleaved: bool,
+    format: CacheFormat,
+    layer: Int[Array, ""] | None = None,
+) -> tuple[
+    Float[Array, "tokens heads nope"],
+    Float[Array, "tokens heads rope"],
+    Float[Array, "*layers pages page row"],
+]:
+    """``ref.append_latent``; ``pages`` stay where they are if they are donated."""
+    from mla_jax.pallas import triton_lib
+    from mla_jax.pallas.append import kernels_triton as kernels
+
+    (tokens, heads, qk), rank, rope = q.shape, gain.shape[0], 2 * cos.shape[1]
+    nope, spec = qk - rope, jax.ShapeDtypeStruct
+    outs = (
+        spec((tokens, heads, nope), q.dtype),
+        spec((tokens, heads, rope), q.dtype),
+        spec(pages.shape, pages.dtype),
+    )
+    if not tokens:
+        return jnp.zeros(outs[0].shape, q.dtype), jnp.zeros(outs[1].shape, q.dtype), pages
+    few = min(HEADS, _power(heads))
+    layers = 1 if layer is None else pages.shape[0]
+    number = jnp.zeros((), jnp.int32) if layer is None else layer
+    return triton_lib.call(
+        kernels.append,
+        q, kv, gain, cos, sin, slots, number, scale, pages,
+        out=outs,
+        aliases={8: 2},
+        grid=tokens * (1 + cdiv(heads, few)),
+        warps=4,
+        stages=1,
+        SIZES=(heads, nope, rope, rank),
+        CACHE=(layers, pages.shape[-3] * pages.shape[-2]),
+        TILE=(few, _power(nope), _power(rope // 2), _power(rank)),
+        EPS=float(eps),
+        INTERLEAVED=interleaved,
+        LARGEST=float(jnp.finfo(format.dtype).max) if format.quantised else None,
+    )  # fmt: skip
+
+
+def _power(n: int) -> int:
+    """The smallest power of two from ``n`` on."""
+    return 1 << (n - 1).bit_length()
