@@ -205,7 +205,9 @@ class HostBatch:
                     raise MetadataError("tokens of a step", total, f"at most {INT32_MAX}")
         starts = np.zeros(n + 1, np.int32)
         np.add.accumulate(queries, out=starts[1:])
-        host = cls(
+        # Not ``cls(...)``: a frozen class sets each field by a call, which takes as long again.
+        host = object.__new__(cls)
+        vars(host).update(
             query_starts=starts,
             seq_lens=lens,
             exact=exact,
@@ -214,8 +216,8 @@ class HostBatch:
             num_tokens=int(starts[-1]),
             max_query_len=longest_query,
             max_seq_len=longest,
+            query_lens=queries,  # known: not to be computed again
         )
-        vars(host)["query_lens"] = queries  # known: not to be computed again
         return host
 
     @cached_property
