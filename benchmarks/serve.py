@@ -113,7 +113,7 @@ def _engine(case: Case, model) -> Engine:
         max_model_len=case.context + STEPS,
         ladder=MLALadder(
             decodes=Ladder("decode requests", (case.rows,)),
-            prefills=Ladder("prefill requests", (case.batch,)),
+            prefills=Ladder("prefill requests", (case.rows,)),
             prefill_tokens=Ladder("prefill tokens", (case.fed,)),
             pages=Ladder("pages of one request", (case.pages,)),
             context_rows=case.fed,

@@ -74,13 +74,14 @@ def named(op: str, backend: str | None) -> str | None:
 
 
 def in_one_kernel(op: str, *args: Any, backend: str | None = None, **kwargs: Any) -> bool:
-    """Whether ``op`` of these arguments is one kernel here: its first backend, if that qualifies.
+    """Whether ``op`` of these arguments is to be one kernel: its first backend, if that qualifies.
 
-    For operations that fuse others, which are there for every backend: ``append_latent``.
+    For operations that fuse others, which are there for every backend: ``append_latent``. Asked for
+    by its name it is, and the call refuses where the kernel cannot run.
     """
     first = REGISTRY.of(op)[0]
-    if backend not in (None, first.name):
-        return False
+    if backend is not None:
+        return backend == first.name
     problem = problems.PROBLEMS[op](*args, **kwargs)
     return not first.requirement.missing(problem, DeviceInfo.current())
 

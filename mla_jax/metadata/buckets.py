@@ -24,7 +24,9 @@ __all__ = [
 
 
 FEWEST_ROWS = 8
-"""Decodes of the smallest step. XLA makes a product of one row itself, in twice cuBLAS's time."""
+"""Decodes of the smallest step. XLA makes a product of one row itself, in twice cuBLAS's time, and
+for the logits of one row it converts the whole vocabulary's weights to float32.
+"""
 
 CONTEXT_ROWS = 4096
 """Workspace rows of one chunk of cached context, unless a ladder says otherwise."""
@@ -240,7 +242,7 @@ def _default_rungs(*, max_requests: int, max_prefill_tokens: int, max_pages: int
         pages.append(pages[-1] // 8)
     return {
         "decodes": Ladder("decode requests", decodes),
-        "prefills": Ladder("prefill requests", (min(max_requests, max_prefill_tokens),)),
+        "prefills": Ladder("prefill requests", (min(most, max_prefill_tokens),)),
         "prefill_tokens": Ladder("prefill tokens", tokens),
         "pages": Ladder.of("pages of one request", pages),
         "mixed": (*((most, t) for t in tokens), (0, tokens[-1])),

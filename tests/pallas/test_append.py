@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mla_jax import LatentCache, ops
-from mla_jax.errors import ArgumentError
+from mla_jax.errors import ArgumentError, UnsupportedError
 from mla_jax.ops import append_latent
 from mla_jax.pallas.device import DeviceInfo
 from tests import aot
@@ -151,6 +151,19 @@ def test_refusals(rng):
     with pytest.raises(ArgumentError, match="cos"):
         explained(angles=(angles[0][:, 1:], angles[1]))
     assert "xla: accepted" in explained()
+
+
+def test_the_model_takes_it_where_it_qualifies(rng, monkeypatch):
+    """None: only where the kernel can run. Its name: always, and the call says what is missing."""
+    given = inputs(rng, 4, 2, dtype="bfloat16")
+    facts = {"eps": EPS, "interleaved": True}
+    assert ops.in_one_kernel(OP, *given, backend="triton", **facts)
+    assert not ops.in_one_kernel(OP, *given, backend="xla", **facts)
+    cpu = DeviceInfo(platform="cpu", kind="cpu")
+    monkeypatch.setattr(DeviceInfo, "current", lambda: cpu)
+    assert not ops.in_one_kernel(OP, *given, **facts)
+    with pytest.raises(UnsupportedError, match="sm89"):
+        append_latent(*map(as_arrays, given), backend="triton", **facts)
 
 
 H200 = DeviceInfo(platform="gpu", kind="NVIDIA H200", sm=90, sms=132, shared_memory=232448)
