@@ -11,11 +11,11 @@ from dataclasses import replace
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
 from mla_jax.pallas import triton_lib
 from mla_jax.pallas.grouped_matmul import kernels_triton, triton
 from tests.pallas.experts import case, judge
+from tests.pallas.interpreted import call
 
 SMALL = triton.Tuning(
     rows=16, tail=16, planned=True, group=2,
@@ -28,7 +28,6 @@ TUNINGS = {
     "tail": replace(SMALL, rows=32, tail=16),
     "group": replace(SMALL, group=1),
 }
-GARBAGE = 2**30
 
 
 @pytest.fixture(autouse=True)
@@ -36,18 +35,6 @@ def interpreted(monkeypatch):
     """``triton_lib.call`` on numpy's memory."""
     assert os.environ.get("TRITON_INTERPRET") == "1"
     monkeypatch.setattr(triton_lib, "call", call)
-
-
-def call(kernel, *args, out, grid, warps, stages, **constants):
-    many = isinstance(out, tuple)
-    results = [
-        np.full(s.shape, np.nan if s.dtype == jnp.float16 else GARBAGE, s.dtype)
-        for s in (out if many else (out,))
-    ]
-    given = [x if isinstance(x, int) else torch.from_numpy(np.array(x)) for x in args]
-    kernel[(grid,)](*given, *map(torch.from_numpy, results), **constants)
-    results = tuple(map(jnp.asarray, results))
-    return results if many else results[0]
 
 
 def run(c, tuning, limit=None):

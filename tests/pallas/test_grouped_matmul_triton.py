@@ -1,12 +1,10 @@
 """Routed experts in Triton: tunings, tiles, and the programs without a GPU and on one."""
 
 import functools
-import os
 import subprocess
 import sys
 import warnings
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +19,7 @@ from mla_jax.pallas.grouped_matmul import triton
 from mla_jax.pallas.registry import Problem
 from tests import aot, imports
 from tests.pallas.experts import case, compile_triton, judge, missing
+from tests.pallas.interpreted import INTERPRETER, in_a_process
 
 DEVICES = {
     80: DeviceInfo(platform="gpu", kind="a100", sm=80, sms=108, shared_memory=166912),
@@ -136,30 +135,11 @@ def test_tiles_are_enough_for_any_choice(pairs, experts, rows):
     assert -(-(pairs - lone) // rows) + lone <= most
 
 
-INTERPRETER = missing("triton", "torch")
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(bool(INTERPRETER), reason=INTERPRETER or "installed")
-def test_the_programs_in_tritons_interpreter():
-    import importlib.metadata
-
-    version = importlib.metadata.version("triton")
-    if (
-        tuple(map(int, version.split(".")[:2])) < (3, 7)
-        and np.lib.NumpyVersion(np.__version__) >= "2.4.0"
-    ):
-        pytest.skip(f"the interpreter of triton {version} cannot run with numpy {np.__version__}")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    done = subprocess.run(
-        [*command, "-W", "ignore", str(Path(__file__).with_name("experts_interpreted.py"))],
-        cwd=imports.ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert "passed" in done.stdout and "skipped" not in done.stdout, done.stdout[-500:]
+@pytest.mark.parametrize("programs", ["experts", "step"])
+def test_the_programs_in_tritons_interpreter(programs):
+    in_a_process(f"{programs}_interpreted.py")
 
 
 COMPILER = missing("triton")

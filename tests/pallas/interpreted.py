@@ -1,0 +1,64 @@
+"""``triton_lib.call`` on numpy's memory, by Triton's interpreter: needs ``TRITON_INTERPRET=1``.
+
+Triton decides when it is imported, so the tests that use this are files of their own
+(``*_interpreted.py``), which ``in_a_process`` runs. The interpreter knows no products of bfloat16.
+"""
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests import imports
+from tests.pallas.experts import missing
+
+__all__ = ["GARBAGE", "INTERPRETER", "call", "in_a_process"]
+
+INTERPRETER = missing("triton", "torch")
+GARBAGE = 2**30
+
+
+def call(kernel, *args, out, grid, warps, stages, aliases=None, **constants):
+    """Results begin as NaN, indices as garbage; those with an alias as what is changed."""
+    import torch
+
+    many = isinstance(out, tuple)
+    arrays = [np.array(x) for x in args if not isinstance(x, int)]
+    place = {result: arrays[given] for given, result in (aliases or {}).items()}
+    results = [
+        place.get(
+            i,
+            np.full(s.shape, np.nan if jnp.issubdtype(s.dtype, jnp.floating) else GARBAGE, s.dtype),
+        )
+        for i, s in enumerate(out if many else (out,))
+    ]
+    rest = iter(arrays)
+    given = [x if isinstance(x, int) else torch.from_numpy(next(rest)) for x in args]
+    kernel[(grid,)](*given, *map(torch.from_numpy, results), **constants)
+    results = tuple(map(jnp.asarray, results))
+    return results if many else results[0]
+
+
+def in_a_process(name):
+    """Run a file beside this one under the interpreter; all of its tests must pass."""
+    version = importlib.metadata.version("triton")
+    if (
+        tuple(map(int, version.split(".")[:2])) < (3, 7)
+        and np.lib.NumpyVersion(np.__version__) >= "2.4.0"
+    ):
+        pytest.skip(f"the interpreter of triton {version} cannot run with numpy {np.__version__}")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    done = subprocess.run(
+        [*command, "-W", "ignore", str(Path(__file__).with_name(name))],
+        cwd=imports.ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert "passed" in done.stdout and "skipped" not in done.stdout, done.stdout[-500:]

@@ -1,0 +1,57 @@
+"""The Triton programs of the router and of a step's new rows, by the interpreter on the CPU."""
+
+import os
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mla_jax.pallas import triton_lib
+from mla_jax.pallas.append import ref
+from mla_jax.pallas.append import triton as append
+from mla_jax.pallas.router import triton as router
+from tests.pallas import routers
+from tests.pallas.interpreted import call
+from tests.pallas.test_append import EPS, inputs
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    assert os.environ.get("TRITON_INTERPRET") == "1"
+    monkeypatch.setattr(triton_lib, "call", call)
+
+
+@pytest.mark.parametrize("moe", routers.MOES.values(), ids=routers.MOES)
+@pytest.mark.parametrize("tokens", [1, 5, 20])
+def test_the_router(tokens, moe, rng):
+    c = routers.case(rng, tokens, moe)
+    routers.judge(router.route_tokens(*c.args, moe=moe), c)
+
+
+@pytest.mark.parametrize("moe", routers.MOES.values(), ids=routers.MOES)
+def test_equal_scores_go_to_the_lower_index(moe, rng):
+    c = routers.case(rng, 3, moe)
+    x, kernel, bias, _ = c.args
+    bias = None if bias is None else jnp.zeros_like(bias)
+    real = jnp.ones(3, jnp.bool_)
+    _, experts = router.route_tokens(x, jnp.zeros_like(kernel), bias, real, moe=moe)
+    np.testing.assert_array_equal(np.asarray(experts), [list(range(moe.topk))] * 3)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize(("format", "dtype"), [("fp16", "float16"), ("fp32", "float32")])
+@pytest.mark.parametrize(("tokens", "heads"), [(1, 16), (9, 3), (30, 40)])
+def test_new_rows(tokens, heads, format, dtype, interleaved, rng):
+    """As the definition makes them, in one layer of a stack; a layer that is not there stays."""
+    cache, *rest, slots = inputs(rng, tokens, heads, dtype=dtype, format=format, layers=3)
+    slots[tokens // 2] = -1
+    q, kv, gain, (cos, sin) = rest
+    given = [cache.pages, cache.scale, *map(jnp.asarray, (q, kv, gain, cos, sin, slots))]
+    for layer in (0, 2, 3, -1):
+        facts = dict(eps=EPS, interleaved=interleaved, format=cache.format, layer=jnp.int32(layer))
+        got = append.append_latent(*given, **facts)
+        want = ref.append_latent(*given, **facts)
+        near = 2e-3 if dtype == "float16" else 2e-6
+        for a, b in zip(got, want, strict=True):
+            a, b = (np.asarray(x, np.float32) for x in (a, b))
+            np.testing.assert_allclose(a, b, rtol=near, atol=1e-6)
