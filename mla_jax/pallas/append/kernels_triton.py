@@ -40,9 +40,11 @@ def _row(
     COLUMNS: tl.constexpr = TILE[3]
     slot = tl.load(slots + token)
     layer = tl.load(number)
-    here = (slot >= 0) & (slot < CACHE[1]) & (layer >= 0) & (layer < CACHE[0])
+    LAYERS: tl.constexpr = CACHE[0]
+    SLOTS: tl.constexpr = CACHE[1]
+    here = (slot >= 0) & (slot < SLOTS) & (layer >= 0) & (layer < LAYERS)
     layer = tl.where(here, layer, 0)
-    to = pages + (layer.to(tl.int64) * CACHE[1] + tl.where(here, slot, 0)) * (RANK + ROPE)
+    to = pages + (layer.to(tl.int64) * SLOTS + tl.where(here, slot, 0)) * (RANK + ROPE)
     factor = tl.load(scale + layer)
     row = kv + token.to(tl.int64) * (RANK + ROPE)
     c = tl.arange(0, COLUMNS)
@@ -50,7 +52,8 @@ def _row(
     y = x * tl.rsqrt(tl.sum(x * x) / RANK + EPS)
     y = tl.load(gain + c, mask=c < RANK, other=0.0).to(tl.float32) * y
     y = y.to(kv.dtype.element_ty)
-    tl.store(to + c, _encode(y, factor, pages, LARGEST), mask=here & (c < RANK))
+    stored = tl.where(here, c, RANK) < RANK
+    tl.store(to + c, _encode(y, factor, pages, LARGEST), mask=stored)
     p = tl.arange(0, PAIRS)
     exists = p < ROPE // 2
     first, second = (2 * p, 2 * p + 1) if INTERLEAVED else (p, p + ROPE // 2)
@@ -61,8 +64,9 @@ def _row(
     v = tl.load(sin + at, mask=exists, other=0.0)
     left = (a * u - b * v).to(kv.dtype.element_ty)
     right = (a * v + b * u).to(kv.dtype.element_ty)
-    tl.store(to + RANK + first, _encode(left, factor, pages, LARGEST), mask=here & exists)
-    tl.store(to + RANK + second, _encode(right, factor, pages, LARGEST), mask=here & exists)
+    stored = tl.where(here, p, ROPE) < ROPE // 2
+    tl.store(to + RANK + first, _encode(left, factor, pages, LARGEST), mask=stored)
+    tl.store(to + RANK + second, _encode(right, factor, pages, LARGEST), mask=stored)
 
 
 @jit
