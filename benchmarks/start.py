@@ -72,7 +72,7 @@ def run(peers: Path | None, chosen: list[str], turn: AbstractContextManager) -> 
 def _child(layers: int, folder: str) -> dict:
     command = [sys.executable, "-m", "benchmarks.start", str(layers), folder]
     # The child has the card to itself; 61 layers and their cache take 101 GiB of its 140.
-    memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.97"}
+    memory = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.97"}
     done = subprocess.run(
         command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | memory
     )
