@@ -492,8 +492,11 @@ class Engine:
                 pages = w.request.pages[g][:width]
                 table[i, : len(pages)] = pages
         sampling = batch.sampling
-        for name in ("temperature", "top_k", "top_p", "seed"):
-            getattr(sampling, name)[: len(work)] = [getattr(w.request.params, name) for w in work]
+        wishes = [w.request.params for w in work]
+        sampling.temperature[: len(work)] = [wish.temperature for wish in wishes]
+        sampling.top_k[: len(work)] = [wish.top_k for wish in wishes]
+        sampling.top_p[: len(work)] = [wish.top_p for wish in wishes]
+        sampling.seed[: len(work)] = [wish.seed for wish in wishes]
         return replace(
             batch,
             query_starts=starts,

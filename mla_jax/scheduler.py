@@ -252,25 +252,27 @@ class Scheduler:
 
     def schedule(self) -> Plan:
         """The next step; without work only when nothing lives."""
-        work = [*self._decodes(), *self._chunks()]
-        return Plan(tuple(sorted(work, key=lambda w: not w.is_decode)))
+        work, chunks = self._decodes(), self._chunks()
+        work += [w for w in chunks if w.is_decode]
+        return Plan((*work, *(w for w in chunks if not w.is_decode)))
 
     def _decodes(self) -> list[Work]:
         work = []
         # Victims are younger than whoever needs a page, so they are never in ``work``.
         for request in tuple(self.running):
-            if request.remaining != 1 or request.computed == 0:
+            computed = request.computed
+            if len(request.tokens) - computed != 1 or computed == 0:
                 continue
-            if not self._grow(request):
-                break
-            work.append(Work(request, request.computed, 1))
+            for group, pages in zip(self.groups, request.pages, strict=True):
+                if computed >= len(pages) * group.tokens:  # rarely: the last page is full
+                    if not self._grow(request):
+                        return work
+                    break
+            work.append(Work(request, computed, 1))
         return work
 
     def _grow(self, request: Request) -> bool:
         """Give it the pages of its next token, if need be at the cost of younger requests."""
-        held = zip(self.groups, request.pages, strict=True)
-        if all(request.computed < len(pages) * group.tokens for group, pages in held):
-            return True  # most steps: the last page has room
         while not self._can_hold(request, request.computed + 1):
             victim = self.running[-1]
             self._preempt(victim)

@@ -32,12 +32,13 @@ class Router(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "tokens hidden"],
-        real: Bool[Array, "tokens"],
+        real: Bool[Array, "tokens"] | None = None,
         *,
         backend: str | None = None,
         placement: Placement | None = None,
     ) -> tuple[Float[Array, "tokens topk"], Int[Array, "tokens topk"]]:
-        """``ops.route_tokens``; every device of a ``placement`` routes all tokens."""
+        """``ops.route_tokens``, None being all real; every device of a ``placement`` routes all."""
+        real = jnp.ones(x.shape[:1], jnp.bool_) if real is None else real
         bias = None if self.choice_bias is None else self.choice_bias[...]
         run = partial(ops.route_tokens, moe=self.moe, backend=ops.named("route_tokens", backend))
         if placement is not None and placement.size > 1:
