@@ -34,6 +34,7 @@ __all__ = [
     "cdiv",
     "full_among",
     "gathered",
+    "power_of_two",
     "round_up",
 ]
 
@@ -52,6 +53,11 @@ class AttnState:
 
     out: Float[Array, "tokens heads dim"]  # normalised over the keys seen so far
     lse: Float[Array, "tokens heads"]  # float32, natural log; -inf when no key was seen
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two from ``n`` on."""
+    return 1 << (n - 1).bit_length()
 
 
 def cdiv(a: int, b: int) -> int:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from mla_jax.cache import CacheFormat
 from mla_jax.pallas.registry import OneOf, Requirement, Within
-from mla_jax.types import Array, Float, Int, cdiv
+from mla_jax.types import Array, Float, Int, cdiv, power_of_two
 
 __all__ = ["REQUIREMENT", "append_latent"]
 
@@ -61,7 +61,7 @@ def append_latent(
     )
     if not tokens:
         return jnp.zeros(outs[0].shape, q.dtype), jnp.zeros(outs[1].shape, q.dtype), pages
-    few = min(HEADS, _power(heads))
+    few = min(HEADS, power_of_two(heads))
     layers = 1 if layer is None else pages.shape[0]
     number = jnp.zeros((), jnp.int32) if layer is None else layer
     return triton_lib.call(
@@ -74,13 +74,8 @@ def append_latent(
         stages=1,
         SIZES=(heads, nope, rope, rank),
         CACHE=(layers, pages.shape[-3] * pages.shape[-2]),
-        TILE=(few, _power(nope), _power(rope // 2), _power(rank)),
+        TILE=(few, power_of_two(nope), power_of_two(rope // 2), power_of_two(rank)),
         EPS=float(eps),
         INTERLEAVED=interleaved,
         LARGEST=float(jnp.finfo(format.dtype).max) if format.quantised else None,
     )  # fmt: skip
-
-
-def _power(n: int) -> int:
-    """The smallest power of two from ``n`` on."""
-    return 1 << (n - 1).bit_length()

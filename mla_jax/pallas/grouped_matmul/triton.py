@@ -25,7 +25,7 @@ from mla_jax.errors import ArgumentError
 from mla_jax.pallas import tuning as tuning_table
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.registry import OneOf, Problem, Requirement, Tuned, Within
-from mla_jax.types import Array, Float, Int
+from mla_jax.types import Array, Float, Int, power_of_two
 
 __all__ = [
     "MOST_UNPLANNED",
@@ -283,7 +283,7 @@ def _divisor(n: int, most: int) -> int:
 
 def power(n: int) -> int:
     """The smallest power of two from ``n`` on, 16 at least."""
-    return max(16, 1 << (n - 1).bit_length())
+    return max(16, power_of_two(n))
 
 
 def spec(shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:

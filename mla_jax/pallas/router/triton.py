@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from mla_jax.config import MoEConfig
 from mla_jax.pallas.registry import OneOf, Requirement, Within
 from mla_jax.pallas.router.ref import router_logits
-from mla_jax.types import Array, Bool, Float, Int, cdiv
+from mla_jax.types import Array, Bool, Float, Int, cdiv, power_of_two
 
 __all__ = ["MOST_CUT", "REQUIREMENT", "piece_depth", "route_tokens"]
 
@@ -69,7 +69,7 @@ def route_tokens(
             stages=3,
             SIZES=(hidden, experts),
             PIECE=depth,
-            TILE=(TOKENS, _power(experts), DEPTH),
+            TILE=(TOKENS, power_of_two(experts), DEPTH),
         )
     each = moe.experts // moe.groups
     biased = choice_bias is not None
@@ -85,7 +85,7 @@ def route_tokens(
         stages=1,
         SIZES=(moe.groups, each, moe.topk, moe.topk_groups),
         PIECES=logits.shape[0],
-        TILE=(_power(moe.groups), _power(each)),
+        TILE=(power_of_two(moe.groups), power_of_two(each)),
         METHOD=moe.method,
         BIASED=biased,
         NORMALISE=moe.normalise,
@@ -99,8 +99,3 @@ def piece_depth(hidden: int) -> int:
     while cdiv(hidden, depth) > 32:
         depth *= 2
     return depth
-
-
-def _power(n: int) -> int:
-    """The smallest power of two from ``n`` on."""
-    return 1 << (n - 1).bit_length()
