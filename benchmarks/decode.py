@@ -329,7 +329,7 @@ def _launch_us(call: Callable, args: tuple) -> tuple[float, float]:
 
 
 def _row(case: Case, programs: dict, make_peers: dict[str, Callable]) -> dict:
-    # Torch is where peers are: whoever reads the cases needs none.
+    # Imported here, because who only reads the cases need not have torch.
     from benchmarks.graphed import copies
     from benchmarks.timing import back_to_back_us, isolated_us
 

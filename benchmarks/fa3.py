@@ -17,7 +17,6 @@ __all__ = ["FA3", "FA3Decode", "load", "load_decode"]
 RANK = 512
 SPLITS = 0, 32  # of a request at most: its own choice, and vLLM's bound inside CUDA graphs
 FEW = 4096  # rows of queries up to which 32 splits are tried: beyond, their sums take gigabytes
-TRIALS = 20
 
 
 class FA3(Graphed):
@@ -62,8 +61,6 @@ class FA3Decode(Graphed):
         bounds = SPLITS if q.shape[:3].numel() <= FEW else SPLITS[:1]
         made = [self._calls(q, pages, table, lens, scale, most) for most in bounds]
         planned = [Graphed(call) for call, _ in made]
-        for each in planned:
-            each.many(TRIALS)
         # A short trial is enough: the bounds differ by tens of percent, or not at all.
         times = [triton.testing.do_bench(lambda g=g: g.many(1)) for g in planned]
         best = times.index(min(times))

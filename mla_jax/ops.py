@@ -74,10 +74,10 @@ def named(op: str, backend: str | None) -> str | None:
 
 
 def in_one_kernel(op: str, *args: Any, backend: str | None = None, **kwargs: Any) -> bool:
-    """Whether ``op`` of these arguments is to be one kernel: its first backend, if that qualifies.
+    """Whether to call ``op``, which fuses several operations, rather than those operations.
 
-    For operations that fuse others, which are there for every backend: ``append_latent``. Asked for
-    by its name it is, and the call refuses where the kernel cannot run.
+    True if the first backend of ``op`` qualifies for these arguments, or if ``backend`` names it:
+    the call then says what is missing. False for any other name.
     """
     first = REGISTRY.of(op)[0]
     if backend is not None:
@@ -127,7 +127,7 @@ def append_latent(
     layer: Layer = None,
     backend: str | None = None,
 ) -> tuple[Float[Array, "tokens heads nope"], Float[Array, "tokens heads rope"], LatentCache]:
-    """``(q_nope, q_rope, cache)`` of a step whose rows nobody else reads: it decodes only.
+    """Store a decode step's new rows and rotate its queries: ``(q_nope, q_rope, cache)``.
 
     Of each token ``[norm(latent) | rotate(k_rope)]`` is stored at its slot, ``[latent | k_rope]``
     being its row of ``kv``, with ``norm(c) = gain * c / sqrt(mean(c^2) + eps)``; slot -1 stores

@@ -260,16 +260,19 @@ class Scheduler:
         work = []
         # Victims are younger than whoever needs a page, so they are never in ``work``.
         for request in tuple(self.running):
-            computed = request.computed
-            if len(request.tokens) - computed != 1 or computed == 0:
+            if request.remaining != 1 or request.computed == 0:
                 continue
-            for group, pages in zip(self.groups, request.pages, strict=True):
-                if computed >= len(pages) * group.tokens:  # rarely: the last page is full
-                    if not self._grow(request):
-                        return work
-                    break
-            work.append(Work(request, computed, 1))
+            if not (self._has_room(request) or self._grow(request)):
+                break
+            work.append(Work(request, request.computed, 1))
         return work
+
+    def _has_room(self, request: Request) -> bool:
+        """Whether its next token fits its last pages: so in most steps."""
+        for group, pages in zip(self.groups, request.pages, strict=True):
+            if request.computed >= len(pages) * group.tokens:
+                return False
+        return True
 
     def _grow(self, request: Request) -> bool:
         """Give it the pages of its next token, if need be at the cost of younger requests."""

@@ -17,7 +17,12 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-__all__ = ["KernelReport", "available", "compile_sm90"]
+from mla_jax.pallas.device import DeviceInfo
+
+__all__ = ["H200", "KernelReport", "available", "compile_sm90"]
+
+H200 = DeviceInfo(platform="gpu", kind="NVIDIA H200", sm=90, sms=132, shared_memory=232448)
+"""As a kernel's wrapper sees it."""
 
 _H200 = """
 gpu_device_info {

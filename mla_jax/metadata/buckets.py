@@ -7,11 +7,13 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import chain, repeat
 
 from mla_jax.errors import MetadataError
 
 __all__ = [
     "CONTEXT_ROWS",
+    "FEWEST_ROWS",
     "CommonBucket",
     "Ladder",
     "MLABucket",
@@ -24,8 +26,8 @@ __all__ = [
 
 
 FEWEST_ROWS = 8
-"""Decodes of the smallest step. XLA makes a product of one row itself, in twice cuBLAS's time, and
-for the logits of one row it converts the whole vocabulary's weights to float32.
+"""Decodes of the smallest step. XLA does not give a product of one row to cuBLAS: its own is
+slower, and for the logits of one row it converts the vocabulary's weights to float32 every time.
 """
 
 CONTEXT_ROWS = 4096
@@ -94,9 +96,9 @@ class CommonBucket:
 
     def check_holds(self, *, requests: int, tokens: int, pages: tuple[int, ...] = ()) -> None:
         """Refuse a batch that is larger in any dimension; no ``pages``: of unknown width."""
-        given = [("requests", requests, self.requests), ("tokens", tokens, self.tokens)]
-        given += [("pages", n, most) for n, most in zip(pages, self.pages, strict=False)]
-        for name, n, most in given:
+        given = ("requests", requests, self.requests), ("tokens", tokens, self.tokens)
+        widths = zip(repeat("pages"), pages, self.pages, strict=False)
+        for name, n, most in chain(given, widths):
             if n > most:
                 raise MetadataError(f"{name} of a batch", n, f"at most {most}, as in {self}")
 

@@ -190,8 +190,8 @@ class HostBatch:
         n = len(queries)
         if n != len(lens):
             raise MetadataError("seq_lens", f"{len(lens)} entries", f"{n}, one each")
-        # Ufuncs, not numpy's functions around them: those take as long again. As an unsigned
-        # number a negative one is above every other: its maximum is the only one to look at.
+        # Ufuncs, not numpy's functions around them: those take as long again. Read as unsigned, a
+        # negative number is above INT32_MAX: one maximum finds it.
         longest_query = longest = 0
         if n:
             most, unsigned = np.maximum.reduce, np.uint32
@@ -272,9 +272,8 @@ class HostBatch:
                 "exact lengths",
                 "Give build_common those that the device has.",
             )
+        bucket.check_holds(requests=self.num_requests, tokens=self.num_tokens)
         n, real = bucket.requests, self.num_requests
-        if real > n or self.num_tokens > bucket.tokens:
-            bucket.check_holds(requests=real, tokens=self.num_tokens)
         starts, lens = np.zeros(n + 1, np.int32), np.zeros(n, np.int32)
         starts[: real + 1] = self.query_starts[: real + 1]
         starts[real + 1 :] = self.query_starts[real]

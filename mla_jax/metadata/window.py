@@ -170,8 +170,6 @@ def _greedy_chunks(
     seq_lens: list[int], tails: list[int], ratio: int, rows: int, sure: int
 ) -> list[tuple[int, int, int, int]]:
     """Chunks of at least ``sure`` requests, each as long as the next request fits too."""
-    if sure < WORTH_SKIPPING:
-        return _greedy_one_by_one(seq_lens, tails, ratio, rows)
     n = len(tails)
     chunks = []
     start = 0
@@ -186,30 +184,6 @@ def _greedy_chunks(
             longest, tail, stop = keys, rest, stop + 1
         chunks.append((start, stop, longest // ratio, longest // ratio + tail))
         start = stop
-    return chunks
-
-
-WORTH_SKIPPING = 8
-"""Requests that fit for sure, from which on looking at none of them is quicker."""
-
-
-def _greedy_one_by_one(
-    seq_lens: list[int], tails: list[int], ratio: int, rows: int
-) -> list[tuple[int, int, int, int]]:
-    """The same chunks, request by request."""
-    chunks = []
-    start = states = longest = i = 0
-    for keys, tail in zip(seq_lens, tails, strict=True):
-        own = keys // ratio
-        most = own if own > states else states
-        rest = tail if tail > longest else longest
-        if (i + 1 - start) * (most + rest) > rows and i > start:
-            chunks.append((start, i, states, states + longest))
-            start, states, longest = i, own, tail
-        else:
-            states, longest = most, rest
-        i += 1
-    chunks.append((start, i, states, states + longest))
     return chunks
 
 
@@ -318,7 +292,10 @@ class Windows:
     def bucket(
         self, *, decodes: int, prefills: int, prefill_tokens: int, max_seq_len: int
     ) -> WindowBucket:
-        """What any step of these sizes needs: full chunks have ``chunk_requests`` or more."""
+        """What any step of these sizes needs.
+
+        Every chunk but the last holds ``chunk_requests`` prefills or more.
+        """
         return WindowBucket(
             decode_tokens=decodes,
             prefills=prefills,

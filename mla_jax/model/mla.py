@@ -148,41 +148,33 @@ class MLA(nnx.Module):
         """The decode weights, derived from ``kv_up`` as it is now."""
         return absorb_weights(self.kv_up.kernel[...], nope=self.dims.nope)
 
-    def projected(
-        self, x: Float[Array, "tokens hidden"]
-    ) -> tuple[Float[Array, "tokens heads qk"], Float[Array, "tokens row"]]:
-        """Per-head queries and the row of the cache, before norm and rotation."""
-        q = self.q(x) if self.dims.q_rank is None else self.q_up(self.q_norm(self.q_down(x)))
-        return q, self.kv_down(x)
-
     def queries(
         self, x: Float[Array, "tokens hidden"], angles: tuple[Array, Array]
     ) -> tuple[Float[Array, "tokens heads nope"], Float[Array, "tokens heads rope"]]:
         """Per-head queries, the rotary part rotated."""
-        rows = self._rows(*self.projected(x), angles)
-        return rows.q_nope, rows.q_rope
+        return self._split_queries(self._project_queries(x), angles)
 
     def latents(
         self, x: Float[Array, "tokens hidden"], angles: tuple[Array, Array]
     ) -> tuple[Float[Array, "tokens rank"], Float[Array, "tokens rope"]]:
         """What the cache stores: the normalised latent and the rotated shared key."""
-        rows = self._rows(*self.projected(x), angles)
-        return rows.latent, rows.k_rope
+        return self._split_row(self.kv_down(x), angles)
 
-    def _rows(
-        self,
-        q: Float[Array, "tokens heads qk"],
-        kv: Float[Array, "tokens row"],
-        angles: tuple[Array, Array],
-    ) -> "_Rows":
-        """Queries and keys with their rotary part rotated, and the normalised latent."""
-        d, interleaved = self.dims, self.rope.interleaved
-        return _Rows(
-            q[..., : d.nope],
-            rotate(q[..., d.nope :], *angles, interleaved=interleaved),
-            self.kv_norm(kv[:, : d.rank]),
-            rotate(kv[:, d.rank :], *angles, interleaved=interleaved),
-        )
+    def _project_queries(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens heads qk"]:
+        """Per-head queries before rotation."""
+        return self.q(x) if self.dims.q_rank is None else self.q_up(self.q_norm(self.q_down(x)))
+
+    def _split_queries(
+        self, q: Float[Array, "tokens heads qk"], angles: tuple[Array, Array]
+    ) -> tuple[Float[Array, "tokens heads nope"], Float[Array, "tokens heads rope"]]:
+        nope, rope = q[..., : self.dims.nope], q[..., self.dims.nope :]
+        return nope, rotate(rope, *angles, interleaved=self.rope.interleaved)
+
+    def _split_row(
+        self, kv: Float[Array, "tokens row"], angles: tuple[Array, Array]
+    ) -> tuple[Float[Array, "tokens rank"], Float[Array, "tokens rope"]]:
+        latent, rope = kv[:, : self.dims.rank], kv[:, self.dims.rank :]
+        return self.kv_norm(latent), rotate(rope, *angles, interleaved=self.rope.interleaved)
 
     def __call__(
         self,
@@ -206,7 +198,7 @@ class MLA(nnx.Module):
         """
         plan = StepPlan() if plan is None else plan
         angles = cos_sin(meta.positions, self.rope) if plan.angles is None else plan.angles
-        q, kv = self.projected(x)
+        q, kv = self._project_queries(x), self.kv_down(x)
         kv_up, number = self.kv_up.kernel[...], 0 if layer is None else layer
         absorbed = self.absorbed() if absorbed is None else absorbed
         several = placement is not None and placement.size > 1
@@ -217,7 +209,7 @@ class MLA(nnx.Module):
         ):
             new, cache = found
         else:
-            new = self._rows(q, kv, angles)
+            new = _Rows(*self._split_queries(q, angles), *self._split_row(kv, angles))
 
         def attend(new, kv_up, absorbed, meta, cache, number, plan):
             at = None if layer is None else number
@@ -367,7 +359,7 @@ class MLA(nnx.Module):
         """
         tokens = x.shape[0]
         angles = cos_sin(jnp.arange(tokens, dtype=jnp.int32), self.rope)
-        new = self._rows(*self.projected(x), angles)
+        new = _Rows(*self.queries(x, angles), *self.latents(x, angles))
         starts = jnp.array([0, tokens], jnp.int32)
         meta = PrefillMetadata(query_starts=starts, key_starts=starts)
         state = self._expanded(

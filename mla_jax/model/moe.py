@@ -37,7 +37,7 @@ class Router(nnx.Module):
         backend: str | None = None,
         placement: Placement | None = None,
     ) -> tuple[Float[Array, "tokens topk"], Int[Array, "tokens topk"]]:
-        """``ops.route_tokens``, None being all real; every device of a ``placement`` routes all."""
+        """``ops.route_tokens``, of all tokens if ``real`` is None; every device routes them all."""
         real = jnp.ones(x.shape[:1], jnp.bool_) if real is None else real
         bias = None if self.choice_bias is None else self.choice_bias[...]
         run = partial(ops.route_tokens, moe=self.moe, backend=ops.named("route_tokens", backend))
@@ -123,8 +123,9 @@ class MoE(nnx.Module):
     ) -> Float[Array, "tokens hidden"]:
         """Rows that are not real reach no expert and give the shared part only.
 
-        ``onto`` is added, to the routed part first: the shared experts' last product then adds
-        that sum by itself. Over several devices of a ``placement`` each one has its own experts.
+        ``onto``, the residual, is added to the routed part, before the shared one: XLA then adds
+        that sum inside of the shared experts' last product. Over several devices of a ``placement``
+        each one has its own experts.
         """
         weights, experts = self.router(x, real, backend=backend, placement=placement)
         y = self.experts(x, weights, experts, backend=backend, placement=placement)

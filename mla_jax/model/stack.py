@@ -116,18 +116,18 @@ class Stack[Block: nnx.Module](nnx.Module):
         beside = [None] * len(self.blocks) if beside is None else beside
         first, length = self.period.first, len(self.period.kinds)
 
-        def turn(at: tuple[Any, Carry], each: Any) -> tuple[tuple[Any, Carry], None]:
-            (start, carry), (weights, extras) = at, each
+        def turn(carry: Carry, each: Any) -> tuple[Carry, None]:
+            start, weights, extras = each
             blocks = nnx.merge(graph, weights)
             for k, (block, extra) in enumerate(zip(blocks, extras, strict=True)):
                 carry = layer(block, extra, start + k, carry)
-            return (start + length, carry), None
+            return carry, None
 
         if self.period.repeats == 1:
             only = jax.tree.map(lambda leaf: leaf[0], (state, list(beside)))
-            return turn((first, carry), only)[0][1]
-        # The number is counted, not sliced out of a list: that would be a copy in every turn.
-        return lax.scan(turn, (jnp.int32(first), carry), (state, list(beside)))[0][1]
+            return turn(carry, (first, *only))[0]
+        starts = first + length * jnp.arange(self.period.repeats, dtype=jnp.int32)
+        return lax.scan(turn, carry, (starts, state, list(beside)))[0]
 
 
 class Layers[Block: nnx.Module](Sequence[Block]):

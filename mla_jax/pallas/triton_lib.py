@@ -66,8 +66,8 @@ def call(
     """Launch ``kernel(*args, *out, **constants)`` on ``grid`` programs; returns ``out``.
 
     ``out`` is one ``jax.ShapeDtypeStruct`` or a tuple of them; what is returned begins with
-    whatever memory held. Integers among ``args`` are no part of the program's text. ``aliases``:
-    arrays, by their number among the arrays, that are results too, by theirs: changed in place.
+    whatever memory held. Integers among ``args`` are no part of the program's text. ``aliases``
+    maps the number of an argument, arrays counted, to that of the result that takes its memory.
     """
     outs = out if isinstance(out, tuple) else (out,)
     program = compiled(

@@ -166,7 +166,6 @@ def test_the_model_takes_it_where_it_qualifies(rng, monkeypatch):
         append_latent(*map(as_arrays, given), backend="triton", **facts)
 
 
-H200 = DeviceInfo(platform="gpu", kind="NVIDIA H200", sm=90, sms=132, shared_memory=232448)
 AOT = aot.available() or missing("triton")
 
 
@@ -175,7 +174,7 @@ AOT = aot.available() or missing("triton")
 @pytest.mark.parametrize("format", ["bf16", "fp8_e4m3"])
 def test_compiles_for_sm90_in_place(format, heads, monkeypatch):
     """One launch, and no copy of the cache."""
-    monkeypatch.setattr(DeviceInfo, "current", lambda: H200)
+    monkeypatch.setattr(DeviceInfo, "current", lambda: aot.H200)
     cache = jax.eval_shape(
         lambda: LatentCache.alloc(
             num_pages=512, page=64, rank=512, rope=64, format=format, layers=8

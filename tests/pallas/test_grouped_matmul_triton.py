@@ -24,7 +24,7 @@ from tests.pallas.interpreted import INTERPRETER, in_a_process
 DEVICES = {
     80: DeviceInfo(platform="gpu", kind="a100", sm=80, sms=108, shared_memory=166912),
     89: DeviceInfo(platform="gpu", kind="l40s", sm=89, sms=142, shared_memory=101376),
-    90: DeviceInfo(platform="gpu", kind="NVIDIA H200", sm=90, sms=132, shared_memory=232448),
+    90: aot.H200,
 }
 V2_LITE = {"dtype": "bfloat16", "experts": 64, "topk": 6, "hidden": 2048, "width": 1408}
 V3 = {"dtype": "bfloat16", "experts": 256, "topk": 8, "hidden": 7168, "width": 2048}

@@ -86,7 +86,6 @@ def test_refusals(rng):
     assert "xla: accepted" in explained(x, kernel, bias, real)
 
 
-H200 = DeviceInfo(platform="gpu", kind="NVIDIA H200", sm=90, sms=132, shared_memory=232448)
 AOT = aot.available() or missing("triton")
 
 
@@ -94,7 +93,7 @@ AOT = aot.available() or missing("triton")
 @pytest.mark.parametrize("moe", MOES.values(), ids=MOES)
 @pytest.mark.parametrize(("tokens", "calls"), [(1, 2), (128, 2), (2048, 1)])
 def test_compiles_for_sm90_with_few_launches(tokens, calls, moe, monkeypatch):
-    monkeypatch.setattr(DeviceInfo, "current", lambda: H200)
+    monkeypatch.setattr(DeviceInfo, "current", lambda: aot.H200)
     spec = jax.ShapeDtypeStruct
     bias = (spec((moe.experts,), jnp.float32),) if moe.method == "noaux_tc" else ()
     compiled, _ = aot.compile_sm90(
