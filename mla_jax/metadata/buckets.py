@@ -7,7 +7,6 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import chain, repeat
 
 from mla_jax.errors import MetadataError
 
@@ -96,11 +95,14 @@ class CommonBucket:
 
     def check_holds(self, *, requests: int, tokens: int, pages: tuple[int, ...] = ()) -> None:
         """Refuse a batch that is larger in any dimension; no ``pages``: of unknown width."""
-        given = ("requests", requests, self.requests), ("tokens", tokens, self.tokens)
-        widths = zip(repeat("pages"), pages, self.pages, strict=False)
-        for name, n, most in chain(given, widths):
-            if n > most:
-                raise MetadataError(f"{name} of a batch", n, f"at most {most}, as in {self}")
+        self._check("requests", requests, self.requests)
+        self._check("tokens", tokens, self.tokens)
+        for n, most in zip(pages, self.pages, strict=False):
+            self._check("pages", n, most)
+
+    def _check(self, name: str, n: int, most: int) -> None:
+        if n > most:
+            raise MetadataError(f"{name} of a batch", n, f"at most {most}, as in {self}")
 
 
 @dataclass(frozen=True, order=True, kw_only=True)
