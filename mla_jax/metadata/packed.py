@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -127,7 +128,7 @@ def counts_and_rows(
         if len(plan) > size:
             raise MetadataError("rows of a plan", len(plan), f"at most {size}, the bucket's")
         if plan:
-            flat = [x for row in plan for x in row]
+            flat = [*chain.from_iterable(plan)]
             words[start : start + len(flat)] = flat
         start += size * columns
     return words[:n], words[n:].reshape(len(plans), size, columns)
