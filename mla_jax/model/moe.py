@@ -123,11 +123,13 @@ class MoE(nnx.Module):
     ) -> Float[Array, "tokens hidden"]:
         """Rows that are not real reach no expert and give the shared part only.
 
-        ``onto``, the residual, is added to the routed part, before the shared one: XLA then adds
-        that sum inside of the shared experts' last product. Over several devices of a ``placement``
-        each one has its own experts.
+        ``onto``, the residual, is added to the shared part, which XLA does inside of its last
+        product; that sum needs no routed expert, so both parts can run at the same time. Over
+        several devices of a ``placement`` each one has its own experts.
         """
+        beside = None if self.shared is None else self.shared(x)
+        if onto is not None:
+            beside = onto if beside is None else onto + beside
         weights, experts = self.router(x, real, backend=backend, placement=placement)
         y = self.experts(x, weights, experts, backend=backend, placement=placement)
-        y = y if onto is None else onto + y
-        return y if self.shared is None else y + self.shared(x)
+        return y if beside is None else beside + y
