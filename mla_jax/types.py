@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int, UInt8
+from jaxtyping import Array, Bool, Float, Int, UInt, UInt8
 
 __all__ = [
     "Array",
@@ -30,6 +30,7 @@ __all__ = [
     "Bool",
     "Float",
     "Int",
+    "UInt",
     "UInt8",
     "cdiv",
     "full_among",

@@ -13,7 +13,7 @@ import numpy as np
 
 from mla_jax.checks import is_int, is_real
 from mla_jax.errors import EngineError
-from mla_jax.types import Array, Float, Int
+from mla_jax.types import Array, Bool, Float, Int, UInt
 
 __all__ = ["SamplingBatch", "SamplingParams", "sample"]
 
@@ -69,7 +69,7 @@ class SamplingBatch:
     temperature: Float[Array | np.ndarray, "requests"]  # float32; 0 = greedy
     top_k: Int[Array | np.ndarray, "requests"]  # 0 = off
     top_p: Float[Array | np.ndarray, "requests"]  # float32; 1 = off
-    seed: Int[Array | np.ndarray, "requests"]  # uint32
+    seed: UInt[Array | np.ndarray, "requests"]  # uint32
     position: Int[Array | np.ndarray, "requests"]  # absolute position of the token to be drawn
 
     @classmethod
@@ -90,30 +90,93 @@ def sample(
     """``(token, log softmax(logits)[token])`` of each request, int32 and float32.
 
     The log-probability is the model's own: no temperature, no filter. It is NaN when the
-    logits are. Temperature divides first, then top-k cuts, then top-p cuts what top-k left.
+    logits are. Temperature divides first, then top-k cuts, then top-p cuts what top-k left; equal
+    logits rank by id, the lower one first. Nothing is sorted: what a filter leaves are all tokens
+    above a threshold, which is found bit by bit.
     """
     logits = logits.astype(jnp.float32)
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     warm = batch.temperature > 0
     token = jax.lax.cond(
         warm.any(),
-        lambda: jnp.where(warm, jax.vmap(_draw)(logits, batch), best),
+        lambda: jnp.where(warm, _draw(logits, batch), best),
         lambda: best,
     )
-    logprobs = jax.nn.log_softmax(logits, axis=-1)
-    return token, jnp.take_along_axis(logprobs, token[:, None], axis=-1)[:, 0]
+    chosen = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
+    top = logits.max(axis=-1)
+    return token, chosen - top - jnp.log(jnp.exp(logits - top[:, None]).sum(axis=-1))
 
 
-def _draw(logits: Float[Array, "vocab"], row: SamplingBatch) -> Int[Array, ""]:
-    """Gumbel-max over the tokens that the filters leave; ties in a filter go to the lower id."""
-    order = jnp.argsort(logits, descending=True, stable=True).astype(jnp.int32)
-    z = logits[order]
+def _draw(logits: Float[Array, "requests vocab"], batch: SamplingBatch) -> Int[Array, "requests"]:
+    """Gumbel-max over the tokens that the filters leave."""
     # Subtracted before the division, so that no temperature overflows.
-    z = (z - z[0]) / jnp.where(row.temperature > 0, row.temperature, 1.0)
-    rank = jnp.arange(z.shape[0], dtype=jnp.int32)
-    z = jnp.where((row.top_k == 0) | (rank < row.top_k), z, -jnp.inf)
-    p = jax.nn.softmax(z)
-    before = jnp.cumsum(p) - p  # mass of the likelier tokens
-    z = jnp.where((row.top_p >= 1) | (before < row.top_p) | (rank == 0), z, -jnp.inf)
-    key = jax.random.fold_in(jax.random.key(row.seed), row.position)
-    return order[jnp.argmax(z + jax.random.gumbel(key, z.shape, jnp.float32)[order])]
+    z = logits - logits.max(axis=-1, keepdims=True)
+    z = z / jnp.where(batch.temperature > 0, batch.temperature, 1.0)[:, None]
+    kept = _kept(_ordered(logits), jnp.exp(z), batch.top_k, batch.top_p)
+
+    def noise(seed: UInt[Array, ""], position: Int[Array, ""]) -> Float[Array, "vocab"]:
+        key = jax.random.fold_in(jax.random.key(seed), position)
+        return jax.random.gumbel(key, z.shape[1:], jnp.float32)
+
+    z = jnp.where(kept, z, -jnp.inf) + jax.vmap(noise)(batch.seed, batch.position)
+    return jnp.argmax(z, axis=-1).astype(jnp.int32)
+
+
+def _kept(
+    order: UInt[Array, "requests vocab"],
+    mass: Float[Array, "requests vocab"],
+    top_k: Int[Array, "requests"],
+    top_p: Float[Array, "requests"],
+) -> Bool[Array, "requests vocab"]:
+    """Whether top-k and then top-p leave a token: likelier ones are larger in ``order``.
+
+    Either leaves all tokens above an edge, and of those equal to it the first ``ties``.
+    """
+    vocab = order.shape[1]
+
+    def above(edge: UInt[Array, "requests"], of: Float[Array, "requests vocab"]) -> Array:
+        return jnp.where(order > edge[:, None], of, 0).sum(-1)
+
+    def at(edge: UInt[Array, "requests"]) -> Float[Array, "requests"]:
+        return jnp.where(order == edge[:, None], mass, 0).max(-1)
+
+    count, k = jnp.ones_like(mass), top_k.astype(jnp.float32)
+    edge = _threshold(order, count, k, (top_k > 0) & (top_k < vocab))
+    ties = k - above(edge, count)
+    need = top_p * (above(edge, mass) + ties * at(edge))
+    inner = _threshold(order, mass, need, top_p < 1)
+    held = jnp.maximum(jnp.ceil((need - above(inner, mass)) / at(inner)), 1)
+    held = jnp.where(inner == edge, jnp.minimum(ties, held), held)
+    edge, ties = jnp.where(top_p < 1, inner, edge), jnp.where(top_p < 1, held, ties)
+    equal = order == edge[:, None]
+    first = jnp.arange(vocab, 0, -1, dtype=jnp.uint32)[None]  # of equal ones, the lower ids
+    last = _threshold(first, equal.astype(jnp.float32), ties, equal.sum(-1) > ties.astype(jnp.int32))
+    return (order > edge[:, None]) | (equal & (first >= last[:, None]))
+
+
+def _threshold(
+    order: UInt[Array, "#requests vocab"],
+    mass: Float[Array, "requests vocab"],
+    need: Float[Array, "requests"],
+    wanted: Bool[Array, "requests"],
+) -> UInt[Array, "requests"]:
+    """Largest ``t`` with ``sum(mass[order >= t]) >= need``, for wanted rows; else 0.
+
+    One pass for each of the 32 bits, none if no row is wanted.
+    """
+
+    def with_bit(state: tuple[Array, Array]) -> tuple[Array, Array]:
+        bit, t = state
+        more = t | (jnp.uint32(1) << bit.astype(jnp.uint32))
+        enough = jnp.where(order >= more[:, None], mass, 0).sum(-1) >= need
+        return bit - 1, jnp.where(wanted & enough, more, t)
+
+    first = jnp.where(wanted.any(), 31, -1)
+    none = jnp.zeros(need.shape, jnp.uint32)
+    return jax.lax.while_loop(lambda state: state[0] >= 0, with_bit, (first, none))[1]
+
+
+def _ordered(x: Float[Array, "..."]) -> UInt[Array, "..."]:
+    """uint32 that compare as the floats do; 0 is below all of them."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)
+    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))

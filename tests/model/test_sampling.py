@@ -180,3 +180,46 @@ def test_stop_tokens_of_any_iterable_are_kept():
 
 def test_numbers_of_numpy_and_jax_are_numbers():
     SamplingParams(temperature=np.float32(0.5), top_p=jnp.float32(0.9), seed=np.uint32(7))
+
+
+def sorted_draw(logits, row) -> int:
+    """The definition: the vocabulary in order, cut by rank and by mass before, then Gumbel-max."""
+    logits = np.asarray(logits)
+    order = np.argsort(-logits, kind="stable")
+    z = (logits[order] - logits.max()) / np.float32(row["temperature"])
+    kept = np.arange(len(z)) < (row["top_k"] or len(z))
+    p = np.where(kept, np.exp(z.astype(np.float64)), 0)
+    p /= p.sum()
+    before = np.cumsum(p) - p
+    kept &= (row["top_p"] >= 1) | (before < np.float64(row["top_p"]))
+    kept[0] = True
+    key = jax.random.fold_in(jax.random.key(np.uint32(row["seed"])), row["position"])
+    noise = np.asarray(jax.random.gumbel(key, logits.shape, jnp.float32))[order]
+    return int(order[np.argmax(np.where(kept, z + noise, -np.inf))])
+
+
+@pytest.mark.parametrize("digits", [None, 1, 0], ids=["distinct", "ties", "many ties"])
+def test_draws_are_those_of_the_sorted_definition(digits):
+    """Filters alone and together, logits that tie, forbidden ones, every sign."""
+    rng = np.random.default_rng(3)
+    n, vocab = 300, 97
+    logits = (4 * rng.normal(size=(n, vocab)) - rng.choice([0, 30], size=(n, 1))).astype("f4")
+    if digits is not None:
+        logits = logits.round(digits) + np.float32(0)
+    logits[rng.random((n, vocab)) < 0.05] = -np.inf
+    columns = {
+        "temperature": rng.choice([0.5, 1.0, 1.5], n),
+        "top_k": rng.choice([0, 1, 2, 5, 20, 96, 97, 500], n),
+        "top_p": rng.choice([1.0, 0.999, 0.9, 0.5, 0.1], n).astype("f4"),
+        "seed": rng.integers(0, 2**32, n),
+        "position": rng.integers(0, 1000, n),
+    }
+    tokens, _ = draw(jnp.asarray(logits), batch(n, **columns))
+    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values())]
+    want = [sorted_draw(x, row) for x, row in zip(logits, rows, strict=True)]
+    np.testing.assert_array_equal(tokens, want)
+
+
+def test_the_vocabulary_is_not_sorted():
+    text = jax.jit(sample).lower(normal(8, 1000), batch(8)).as_text()
+    assert "stablehlo.sort" not in text and "top_k" not in text
