@@ -1,69 +1,72 @@
-"""Decoding end to end: a model of V2-Lite's widths, random weights.
+"""Decoding end to end beside vLLM: V2-Lite's shape, random weights, ``Engine.generate``.
 
-The step is the engine's own: host arrays to the device, one compiled program, tokens back to the
-host. Caches hold random rows of the stated context instead of a prompt's.
+vLLM runs before, in processes of its own on the same machine (``shared/peers/vllm``), and leaves
+JSON files; ``--peers`` is their folder. Of several files for one depth the faster figure counts.
 """
 
-import dataclasses
+import itertools
+import json
+import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-import jax
 import numpy as np
 
 from benchmarks.random_model import drawn, of_layers
+from benchmarks.timing import device_events
 from mla_jax.config import ModelConfig
 from mla_jax.engine import Engine
 from mla_jax.metadata.buckets import FEWEST_ROWS, Ladder, MLALadder
-from mla_jax.metadata.common import HostBatch
+from mla_jax.metadata.packed import pack
 from mla_jax.model.presets import V2_LITE
 from mla_jax.model.sampling import SamplingParams
-from mla_jax.model.step import StepBatch, empty_batch
+from mla_jax.model.step import empty_batch
+from mla_jax.scheduler import Event
 from mla_jax.types import cdiv
 
-__all__ = ["CASES", "METHOD", "Case", "run"]
+__all__ = ["CASES", "METHOD", "PREFILLS", "Case", "run"]
 
-PAGE = 64
-STEPS = 40
-PROMPT = 8  # tokens of the engine's own requests
+PAGE, CHUNK, ROWS = 64, 16384, 32768
+MOST, LONGEST = 128, 33280
+STEPS, TRACED = 128, 6
+REPEATS = 2
+BYTES_PER_S, FLOPS_PER_S = 4.25e12, 800e12
+SHOWN = 14  # kernels of a breakdown
 METHOD = (
-    "V2-Lite widths (1 dense layer, the rest experts), bf16, random weights and cache rows; median "
-    f"wall time of {STEPS} decode steps: batch to the device, step, tokens back; peak_bytes is the "
-    "device's most, of it weights, caches and the programs' temporaries; tokens_per_s counts one "
-    "token a request and step"
+    "V2-Lite's shape (1 dense layer, the rest experts), bf16, random weights, prompts of random "
+    f"tokens through Engine.generate, greedy, steps of at most {CHUNK} prompt tokens. Decode: wall "
+    f"time of a step over {STEPS} steps in which all requests decode, from the stated context on. "
+    f"Prefill: wall time of a call with one new token a prompt, median of {REPEATS}. Peer: vLLM, "
+    "torch.compile and CUDA graphs, on the same machine right before; the faster of its expert "
+    "configurations. Floor: the larger of the bytes of weights and caches that must be read / "
+    "4.25 TB/s and FLOPs / 800 TFLOP/s. Kernels: microseconds of a step, busy: when any runs"
 )
 
 
 @dataclass(frozen=True)
 class Case:
-    """``batch`` requests of ``context`` cached tokens each; ``backend`` None is the library's."""
+    """``batch`` requests with prompts of ``context`` tokens each."""
 
     layers: int
     batch: int
     context: int
-    backend: str | None
+    decodes: bool  # else the prompts are what is timed
 
     @property
     def name(self) -> str:
-        which = self.backend or "default"
-        return f"v2_lite_{self.layers}l_b{self.batch}_c{self.context}/{which}"
+        kind = "decode" if self.decodes else "prefill"
+        return f"v2_lite_{self.layers}l_{kind}_{self.batch}x{self.context}"
 
     @property
-    def pages(self) -> int:
-        return cdiv(self.context + STEPS, PAGE)
-
-    @property
-    def rows(self) -> int:
-        """Decodes of a step, as default ladders have them."""
-        return max(self.batch, FEWEST_ROWS)
-
-    @property
-    def fed(self) -> int:
-        return PROMPT * self.batch
+    def peer(self) -> str:
+        """Its name in vLLM's files."""
+        return f"{'decode' if self.decodes else 'prefill'}_{self.batch}x{self.context}"
 
     @property
     def config(self) -> ModelConfig:
@@ -71,130 +74,216 @@ class Case:
 
 
 CASES = tuple(
-    Case(layers, batch, context, backend)
-    for layers, sizes, backends in (
-        (4, ((1, 32768), (32, 4096), (128, 4096)), (None, "xla")),
-        (27, ((1, 4096), (32, 4096), (128, 4096), (1, 32768)), (None,)),
-    )
-    for batch, context in sizes
-    for backend in backends
+    Case(layers, batch, context, True)
+    for layers in (27, 4)
+    for batch, context in ((1, 4096), (32, 4096), (128, 4096), (1, 32768))
+)
+PREFILLS = tuple(
+    Case(layers, batch, context, False)
+    for layers in (27, 4)
+    for batch, context in ((8, 4096), (1, 32768))
 )
 
 
 def run(peers: Path | None, chosen: list[str], turn: AbstractContextManager) -> Iterator[dict]:
     """Time the chosen cases, row by row; compiles outside of ``turn``, measures inside."""
-    del peers
-    model, layers = None, 0
-    for case in (c for c in CASES if c.name in chosen):
+    engine, layers = None, 0
+    for case in (c for c in CASES + PREFILLS if c.name in chosen):
         if case.layers != layers:
-            model = None  # its weights leave the device first
-            model, layers = drawn(case.config), case.layers
-        engine = _engine(case, model)
+            engine = None  # its weights leave the device first
+            engine, layers = _engine(case.config), case.layers
+        assert engine is not None
         with turn:
-            row = _row(case, engine)
-        del engine
-        print(
-            f"{row['case']:36s} {row['step_us']:9.0f} us a step {row['tokens_per_s']:9.0f} "
-            f"tokens/s; engine {row['engine_tokens_per_s']:.0f} tokens/s",
-            flush=True,
-        )
+            row = {"case": case.name, "layers": layers}
+            row |= (_decode if case.decodes else _prefill)(case, engine)
+            row |= _beside(case, row["ours_us"], peers) | _memory(engine)
+        shown = {k: v for k, v in row.items() if k.endswith("us") or k.startswith("ratio")}
+        print(case.name, {k: round(v, 3) for k, v in shown.items()}, flush=True)
         yield row
 
 
-def _engine(case: Case, model) -> Engine:
-    """An engine that has compiled its two programs: all prompts, all decodes."""
-    engine = Engine(
-        model,
-        case.config,
-        num_pages=1 + case.batch * case.pages,
-        page=PAGE,
-        max_requests=case.batch,
-        prefill_chunk=case.fed,
-        max_model_len=case.context + STEPS,
-        ladder=MLALadder(
-            decodes=Ladder("decode requests", (case.rows,)),
-            prefills=Ladder("prefill requests", (case.rows,)),
-            prefill_tokens=Ladder("prefill tokens", (case.fed,)),
-            pages=Ladder("pages of one request", (case.pages,)),
-            context_rows=case.fed,
-        ),
-        backend=case.backend,
+def _engine(config: ModelConfig) -> Engine:
+    """An engine for all cases, with the programs that they run compiled side by side."""
+    pages = sorted({cdiv(4096 + STEPS + 64, PAGE), LONGEST // PAGE})
+    ladder = MLALadder(
+        decodes=Ladder("decode requests", (FEWEST_ROWS, 32, MOST)),
+        prefills=Ladder("prefill requests", (8, MOST)),
+        prefill_tokens=Ladder("prefill tokens", (CHUNK,)),
+        pages=Ladder("pages of one request", tuple(pages)),
+        context_rows=ROWS,
+        mixed=((MOST, CHUNK), (0, CHUNK)),
     )
-    _generate(engine, case)
+    engine = Engine(
+        drawn(config),
+        config,
+        num_pages=1 + MOST * pages[0],
+        page=PAGE,
+        max_requests=MOST,
+        prefill_chunk=CHUNK,
+        max_model_len=LONGEST,
+        ladder=ladder,
+        absorb_prefills=False,
+    )
+    used = [d for d in engine.builder.rungs() if d.bucket.prefills in (0, 8)]
+
+    def ready(decision) -> None:
+        layout = pack(empty_batch(decision, [group.name for group in engine.groups])).layout
+        engine._step.compile(layout, engine._caches)
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(ready, used))
     return engine
 
 
-def _generate(engine: Engine, case: Case) -> int:
-    """Short requests through ``generate``: how many new tokens."""
-    prompts = [[1 + i % 100] * PROMPT for i in range(case.batch)]
-    wish = SamplingParams(max_new_tokens=STEPS, ignore_eos=True)
-    return sum(len(c.token_ids) for c in engine.generate(prompts, wish))
+class _Watch:
+    """Sees every event of a call: when steps ended in which all requests decoded."""
+
+    def __init__(self, case: Case, start: Callable[[], None]):
+        self.case, self._start = case, start
+        self.counts: Counter[str] = Counter()
+        self.times: list[float] = []
+        self._seen: set[str] = set()
+        self.last: dict[str, int] = {}
+
+    def __call__(self, event: Event) -> None:
+        if event.id in self._seen:
+            self._step_ended()
+        self._seen.add(event.id)
+        self.counts[event.id] += 1
+        self.last[event.id] = event.token_id or 0
+
+    def _step_ended(self) -> None:
+        whole = len(self._seen) == self.case.batch and min(self.counts.values()) > 1
+        if whole and len(self.times) <= STEPS:
+            self.times.append(time.perf_counter())
+            if len(self.times) == STEPS + 1:
+                self._start()
+        self._seen.clear()
 
 
-def _fill(engine: Engine) -> None:
-    """Random rows in the engine's caches, where they are."""
-
-    cache = engine._caches["latent"]
-    row = jax.jit(lambda key: jax.random.normal(key, cache.pages.shape[1:], cache.pages.dtype))
-    put = jax.jit(lambda pages, row, i: pages.at[i].set(row), donate_argnums=0)
-    pages, engine._caches = cache.pages, {}
-    for i, key in enumerate(jax.random.split(jax.random.key(1), pages.shape[0])):
-        pages = put(pages, row(key), i)
-    engine._caches = {"latent": dataclasses.replace(cache, pages=pages)}
-
-
-def _row(case: Case, engine: Engine) -> dict:
-    start = time.perf_counter()
-    tokens = _generate(engine, case)
-    served = tokens / (time.perf_counter() - start)
-    _fill(engine)
-    times = _decode(engine, case)
-    middle = statistics.median(times)
-    memory = engine.placement.device.memory_stats() or {}
+def _decode(case: Case, engine: Engine) -> dict:
+    """Steps behind each other, all requests decoding; the last ones traced."""
+    if case.batch * case.context <= 140_000:
+        _generate(engine, case, 8)
+    lead = 2 + cdiv(case.batch * case.context, CHUNK)
+    with device_events() as (start, events):
+        watch = _Watch(case, start)
+        _generate(engine, case, lead + STEPS + TRACED + 2, watch)
+    times = watch.times
+    assert len(times) == STEPS + 1, f"{case.name}: {len(times)} steps in which all decode"
+    us = [1e6 * (b - a) for a, b in itertools.pairwise(times)]
+    mean = sum(us) / len(us)
     return {
-        "case": case.name,
-        "step_us": 1e6 * middle,
-        "step_us_least": 1e6 * min(times),
-        "tokens_per_s": case.batch / middle,
-        "engine_tokens_per_s": served,
-        "layers": case.layers,
-        "programs": engine.stats().compiles,
-        "peak_bytes": memory.get("peak_bytes_in_use", 0),
-        "weight_bytes": sum(x.nbytes for x in engine._step.leaves),
-        "derived_bytes": sum(x.nbytes for x in jax.tree.leaves(engine._step.derived)),
-        "cache_bytes": sum(x.nbytes for x in jax.tree.leaves(engine._caches)),
-        "workspace_bytes": engine.stats().workspace_bytes,
-        "in_use_bytes": memory.get("bytes_in_use", 0),
+        "ours_us": mean,
+        "median_us": statistics.median(us),
+        "tokens_per_s": 1e6 * case.batch / mean,
+        "floor_us": _floor_us(case, steps_behind=STEPS // 2),
+        "distinct_last_tokens": len(set(watch.last.values())),
+        **_breakdown(events),
     }
 
 
-def _decode(engine: Engine, case: Case) -> list[float]:
-    """Seconds of decode steps that follow each other, the first ones left out."""
-    order = np.random.default_rng(0).permutation(case.batch * case.pages).astype(np.int32)
-    table = 1 + order.reshape(case.batch, case.pages)
-    tokens, times = np.ones(case.batch, np.int32), []
-    for i in range(STEPS):
-        start = time.perf_counter()
-        batch = _batch(engine, table, tokens, case.context + i + 1)
-        out, engine._caches = engine._step.run(engine._caches, batch)
-        tokens = out.read()[0][: case.batch]
-        times.append(time.perf_counter() - start)
-    return times[5:]
+def _prefill(case: Case, engine: Engine) -> dict:
+    """Whole calls with one new token a prompt."""
+    _generate(engine, case, 1)
+    seconds = []
+    for _ in range(REPEATS):
+        begin = time.perf_counter()
+        _generate(engine, case, 1)
+        seconds.append(time.perf_counter() - begin)
+    us = 1e6 * statistics.median(seconds)
+    with device_events() as (start, events):
+        start()
+        _generate(engine, case, 1)
+    return {
+        "ours_us": us,
+        "tokens_per_s": 1e6 * case.batch * case.context / us,
+        "floor_us": _floor_us(case),
+        **_breakdown(events, steps=1),
+    }
 
 
-def _batch(engine: Engine, table: np.ndarray, tokens: np.ndarray, length: int) -> StepBatch:
-    """One token for each request."""
-    n = len(tokens)
-    lens = np.full(n, length, np.int32)
-    host = HostBatch.of(np.ones_like(lens), lens)
-    batch = empty_batch(engine.builder.decide(host), ["latent"])
-    starts, padded, count = host.padded_arrays(batch.decision.common_bucket)
-    batch.page_tables["latent"][:n] = table
-    batch.token_ids[:n] = tokens
-    return dataclasses.replace(
-        batch,
-        query_starts=starts,
-        seq_lens=padded,
-        num_requests=np.asarray(count, np.int32),
-        sampling=dataclasses.replace(batch.sampling, position=padded),
-    )
+def _generate(engine: Engine, case: Case, new: int, watch: Callable | None = None) -> None:
+    rng = np.random.default_rng(engine.stats().new_tokens)  # no prompt twice
+    prompts = [rng.integers(100, 99_000, case.context).tolist() for _ in range(case.batch)]
+    wish = SamplingParams(max_new_tokens=new, ignore_eos=True)
+    engine.generate(prompts, wish, on_progress=watch)
+
+
+def _floor_us(case: Case, steps_behind: int = 0) -> float:
+    """No machine with these rates is faster; weights are read once in a step."""
+    config, dims, moe = case.config, case.config.dims, case.config.moe
+    assert moe is not None
+    layers, dense = case.layers, case.config.sparse_layers.count(False)
+    new = case.batch if case.decodes else case.batch * case.context
+    down = config.hidden * (dims.rank + dims.rope)
+    heads = dims.heads * (config.hidden * (dims.nope + dims.rope + dims.v))
+    up = dims.rank * dims.heads * (dims.nope + dims.v)
+    expert = 3 * config.hidden * moe.width
+    attention = down + heads + up
+    shared = moe.shared * expert + config.hidden * moe.experts
+    per_token = layers * attention + dense * 3 * config.hidden * config.mlp
+    per_token += (layers - dense) * (shared + moe.topk * expert)
+    head = config.hidden * config.vocab
+    touched = moe.experts * (1 - (1 - moe.topk / moe.experts) ** new)
+    read = per_token + (layers - dense) * (touched - moe.topk) * expert + head
+    row = dims.rank + dims.rope
+    keys = case.context + steps_behind
+    if case.decodes:
+        read += layers * case.batch * keys * row
+        pairs = case.batch * keys * dims.heads * (row + dims.rank)
+    else:
+        wide = dims.nope + dims.rope + dims.v
+        pairs = case.batch * keys * (keys + 1) / 2 * dims.heads * wide
+    flops = 2 * (per_token * new + head * case.batch + layers * pairs)
+    return 1e6 * max(2 * read / BYTES_PER_S, flops / FLOPS_PER_S)
+
+
+def _breakdown(events: list[dict], steps: int | None = None) -> dict:
+    """Microseconds of each kernel in a step, and of all that time in which any runs."""
+    if not events:
+        return {}
+    names = Counter(e["name"] for e in events)
+    if steps is None:  # what runs once a step tells how many there are
+        steps = min(n for n in names.values() if n >= TRACED // 2)
+    each: Counter[str] = Counter()
+    end, busy = events[0]["ts"], 0.0
+    for e in events:
+        each[e["name"][:64]] += e["dur"] / steps
+        busy += max(0.0, e["ts"] + e["dur"] - max(end, e["ts"]))
+        end = max(end, e["ts"] + e["dur"])
+    span = end - events[0]["ts"]
+    return {
+        "busy_percent": 100 * busy / span,
+        "events_a_step": len(events) / steps,
+        "kernels": {k: round(v, 1) for k, v in each.most_common(SHOWN)},
+    }
+
+
+def _beside(case: Case, us: float, peers: Path | None) -> dict:
+    """The ratio to the faster of vLLM's runs of this depth."""
+    found = {}
+    for path in sorted(peers.glob("*.json")) if peers else []:
+        record = json.loads(path.read_text())
+        if record["args"]["layers"] != case.layers:
+            continue
+        if row := record["cases"].get(case.peer):
+            ms = row.get("step_ms") or 1e3 * row.get("s", math.nan)
+            found[record["args"]["moe_config"]] = 1e3 * ms
+    if not found:
+        return {}
+    best = min(found, key=found.__getitem__)
+    ratio = {"ratio": found[best] / us, "peer_us": found[best], "peer": f"vLLM, {best}"}
+    return ratio | {f"peer_{name}_us": value for name, value in found.items()}
+
+
+def _memory(engine: Engine) -> dict:
+    stats = engine.stats()
+    found = engine.placement.device.memory_stats() or {}
+    return {
+        "programs": stats.compiles,
+        "weight_bytes": stats.weight_bytes,
+        "cache_bytes": stats.cache_bytes,
+        "workspace_bytes": stats.workspace_bytes,
+        "peak_bytes": found.get("peak_bytes_in_use", 0),
+    }

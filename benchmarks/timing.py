@@ -14,13 +14,14 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["Isolated", "back_to_back_us", "isolated_us"]
+__all__ = ["Isolated", "back_to_back_us", "device_events", "isolated_us"]
 
 ROUNDS = 2
 CALLS = 12  # of one traced stretch
@@ -92,15 +93,35 @@ def _trace(run: Callable[[], None]) -> list[list[dict]]:
     with profile(activities=[ProfilerActivity.CUDA]) as traced:
         for _ in range(CALLS):
             run()
+    events = _events(traced)
+    each, rest = divmod(len(events), CALLS)
+    assert (each > 0) > rest, f"{len(events)} device events in {CALLS} calls"
+    return [events[i * each : (i + 1) * each] for i in range(CALLS)]
+
+
+def _events(traced: profile) -> list[dict]:
+    """What ran on the device, in order of its start."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         traced.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
     kinds = {"kernel", "gpu_memcpy", "gpu_memset"}
-    events = sorted((e for e in events if e.get("cat") in kinds), key=lambda e: e["ts"])
-    each, rest = divmod(len(events), CALLS)
-    assert (each > 0) > rest, f"{len(events)} device events in {CALLS} calls"
-    return [events[i * each : (i + 1) * each] for i in range(CALLS)]
+    return sorted((e for e in events if e.get("cat") in kinds), key=lambda e: e["ts"])
+
+
+@contextmanager
+def device_events() -> Iterator[tuple[Callable[[], None], list[dict]]]:
+    """A function that starts to trace; the events are in the list behind the block."""
+    traced, running = profile(activities=[ProfilerActivity.CUDA]), []
+    events: list[dict] = []
+
+    def start() -> None:
+        running.append(traced.start())
+
+    yield start, events
+    if running:
+        traced.stop()
+        events += _events(traced)
 
 
 def _summary(calls: list[list[dict]]) -> Isolated:

@@ -3,12 +3,17 @@
 Host state (page pools, scheduler: plain Python) and device state (weights, caches) never mix:
 a step moves one ``StepBatch`` to the device and reads only what was drawn. What a model is, its
 ``Family`` says; nothing here knows one.
+
+The engine runs ahead: it sends the next step before it reads the tokens of the last one, so that
+the device need not wait for the host. Tokens that are not read yet reach the next step on the
+device (``step.drawn_by``). Where a request turns out to have ended, the step that was sent for it
+in vain changes nothing: its rows lie in pages that whoever gets them writes first.
 """
 
 import itertools
 import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
@@ -31,7 +36,7 @@ from mla_jax.metadata.packed import pack
 from mla_jax.model.family import Family, Serving, family_of
 from mla_jax.model.sampling import SamplingParams
 from mla_jax.model.sharding import sharding_of
-from mla_jax.model.step import Step, StepBatch, empty_batch
+from mla_jax.model.step import Step, StepBatch, StepOutput, drawn_by, empty_batch
 from mla_jax.model.weights import Progress, checked_config, load, place
 from mla_jax.pages import PageGroup, PagePool
 from mla_jax.placement import Placement
@@ -129,6 +134,8 @@ class Engine:
         backend: name of the backend of every operation that has one of that name.
         absorb_prefills: let steps of short prefills on long contexts run over their pages where
             the device's measured rates say that this is faster (docs/chunked_context.md).
+        run_ahead: send a step before the tokens of the one before are read; the tokens are the same
+            without, and later.
         want_logits: keep every step's logits in ``Completion.logits`` (for tests and parity).
         family: what the model is; by default the one that reads the configuration's model type.
         devices: one device or several of a kind, a mesh of one axis, or a ``Placement``; None is
@@ -153,6 +160,7 @@ class Engine:
         context_rows: int | None = None,
         backend: str | None = None,
         absorb_prefills: bool = True,
+        run_ahead: bool = True,
         want_logits: bool = False,
         family: Family | None = None,
         devices: Any = None,
@@ -204,6 +212,9 @@ class Engine:
             want_logits=want_logits,
             store=None if programs is None else (programs, (self.family.name, config, serving)),
         )
+        self._most_flights = 2 if run_ahead else 1
+        self._flights: deque[_Flight] = deque()  # steps sent and not read, the oldest first
+        self._tokens = self._step.no_tokens()  # of the last step that was sent, on the device
         self._ids = itertools.count()
         self._unread: list[Event] = []  # for the next ``step``
         self._claimed: dict[str, list[Event]] = {}  # for ``generate`` and ``stream``
@@ -243,8 +254,12 @@ class Engine:
     def take(self, model: nnx.Module) -> None:
         """Serve the weights that ``model`` has now; whatever follows from them is derived anew.
 
-        Running requests go on with what they have in the caches.
+        Running requests go on with what they have in the caches. Tokens that were drawn before
+        are told with the next step's.
         """
+        with self._whole():
+            while self._flights:
+                self._land()
         self._step.take(model)
 
     def warm_up(
@@ -322,7 +337,7 @@ class Engine:
         return outcome is not None
 
     def step(self) -> list[Event]:
-        """Run one step and return what happened to requests made by ``add``.
+        """Wait for one step and return what happened to requests made by ``add``.
 
         Events of a ``generate`` or ``stream`` in progress go to their own readers.
         """
@@ -432,27 +447,45 @@ class Engine:
         return _Whole(self)
 
     def _advance(self) -> None:
-        """Schedule, run, conclude. Nothing to run is no error."""
+        """Send what can be sent, read the oldest step, conclude it. Nothing to run is no error."""
         self._drop()
         with self._whole():
-            plan = self.scheduler.schedule()
-            if not plan.work:
+            while len(self._flights) < self._most_flights and self._launch():
+                pass
+            self._land()
+
+    def _launch(self) -> bool:
+        """Send the next step; False if there is none."""
+        plan = self.scheduler.schedule()
+        if not plan.work:
+            return False
+        lens = np.array([(w.length, w.start + w.length) for w in plan.work], np.int32)
+        host = HostBatch.of(lens[:, 0], lens[:, 1])
+        decision = self.builder.decide(host)
+        batch = self._batch(plan, host, decision)
+        out, self._caches = self._step.run(self._caches, batch, self._tokens)
+        self._tokens = out.tokens
+        self.scheduler.launch(plan)
+        self._flights.append(_Flight(plan, out))
+        self._buckets[decision.bucket] += 1
+        self._prompt_tokens += sum(
+            w.length for w in plan.work if w.length > 1 or w.start < w.request.prompt_len
+        )
+        return True
+
+    def _land(self) -> None:
+        """Read the oldest step that anybody waits for, and conclude it."""
+        while self._flights:
+            plan, out = self._flights[0].plan, self._flights[0].out
+            if any(w.request.finish_reason is None for w in plan.work):
+                token_ids, logprobs = out.read()
+                n = len(plan.work)
+                self._keep_logits(plan, jax.device_get(out.logits))
+                found = token_ids[:n].tolist(), logprobs[:n].tolist()
+                self._flights.popleft()
+                self._conclude(self.scheduler.outcomes(plan, *found))
                 return
-            lens = np.array([(w.length, w.start + w.length) for w in plan.work], np.int32)
-            host = HostBatch.of(lens[:, 0], lens[:, 1])
-            decision = self.builder.decide(host)
-            batch = self._batch(plan, host, decision)
-            out, self._caches = self._step.run(self._caches, batch)
-            token_ids, logprobs = out.read()
-            n = len(plan.work)
-            self._keep_logits(plan, jax.device_get(out.logits))
-            self._buckets[decision.bucket] += 1
-            self._prompt_tokens += sum(
-                w.length for w in plan.work if w.length > 1 or w.start < w.request.prompt_len
-            )
-            self._conclude(
-                self.scheduler.outcomes(plan, token_ids[:n].tolist(), logprobs[:n].tolist())
-            )
+            self._flights.popleft()
 
     def _conclude(self, outcomes: Sequence[Outcome]) -> None:
         """Record and tell what happened; ``_recover`` finishes it where it was interrupted."""
@@ -474,6 +507,8 @@ class Engine:
         for outcome in self._outcomes:
             self._tell(outcome, again=True)
         self._outcomes = ()
+        self._flights.clear()
+        self._tokens = self._step.no_tokens()
         self._recoveries += 1
         self._alloc()
 
@@ -484,7 +519,9 @@ class Engine:
         starts, lens, count = host.padded_arrays(bucket)
         fed: list[int] = []
         for w in work:
-            fed += w.request.tokens[w.start : w.start + w.length]
+            fed += w.tokens
+            if len(w.tokens) < w.length:
+                fed.append(drawn_by(w.request.row))
         batch.token_ids[: len(fed)] = fed
         for g, table in enumerate(batch.page_tables.values()):
             width = table.shape[1]
@@ -512,7 +549,7 @@ class Engine:
         for i, work in enumerate(plan.work):
             if work.samples and work.request.finish_reason is None:
                 rows = self._logits.setdefault(work.request.id, [])
-                rows[work.request.generated :] = [logits[i]]
+                rows[work.start + work.length - work.request.prompt_len :] = [logits[i]]
 
     def _claim(
         self, prompt: Sequence[int], params: SamplingParams, inbox: list[Event], ids: list[str]
@@ -551,6 +588,14 @@ class Engine:
             self._claimed.pop(id, None)
             self._logits.pop(id, None)
             self._abandoned.discard(id)
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A step that was sent to the device."""
+
+    plan: Plan
+    out: StepOutput
 
 
 class _Whole:

@@ -5,6 +5,10 @@ chunks in order of arrival under one token budget. A prompt gets all its pages w
 admitted; a decode that finds no free page evicts the youngest running request, which later
 recomputes its prompt and its own tokens. Running followed by waiting is always in order of
 arrival, so the oldest request can evict every other and always advances: nobody starves.
+
+A plan may be made while the step before it still runs. Tokens that this step draws are promised:
+they have a place in their request, and the next plan feeds them, but their ids are not known. A
+request that turns out to have ended leaves a step in flight that does nothing for it.
 """
 
 import math
@@ -68,17 +72,23 @@ class Request:
     stops: frozenset[int]  # tokens that end it
     logprobs: list[float] = field(default_factory=list)  # of the generated tokens
     pages: tuple[array, ...]  # of each cache group: int32, in token order
-    computed: int = 0  # leading tokens whose rows are in the cache
+    computed: int = 0  # leading tokens whose rows are in the cache, or will be: see ``launch``
+    length: int = field(init=False)  # tokens, those that steps in flight draw included
+    row: int = 0  # among the requests of the last launched step that draws for it
     finish_reason: str | None = None  # stop | length | cancelled | error
+
+    def __post_init__(self):
+        self.length = len(self.tokens)
 
     @property
     def generated(self) -> int:
+        """Tokens drawn and known."""
         return len(self.tokens) - self.prompt_len
 
     @property
     def remaining(self) -> int:
-        """Tokens to be fed before the next one can be drawn."""
-        return len(self.tokens) - self.computed
+        """Tokens to be fed before the next one can be drawn; 0 if its last one is promised."""
+        return self.length - self.computed if self.length <= self.rows_at_most else 0
 
     @property
     def rows_at_most(self) -> int:
@@ -93,6 +103,7 @@ class Work:
     request: Request
     start: int
     length: int
+    samples: bool  # the last token is among them, so that a new one is drawn
 
     @property
     def is_decode(self) -> bool:
@@ -100,9 +111,9 @@ class Work:
         return self.length == 1
 
     @property
-    def samples(self) -> bool:
-        """The last known token is among them, so that a new one is drawn."""
-        return self.start + self.length == len(self.request.tokens)
+    def tokens(self) -> list[int]:
+        """Those that are known: the last one may be promised."""
+        return self.request.tokens[self.start : self.start + self.length]
 
 
 @dataclass(frozen=True)
@@ -247,11 +258,14 @@ class Scheduler:
         request = self._live.get(id)
         if request is None:
             return None
-        work, event = Work(request, request.computed, 0), _last_event(request, "cancelled")
-        return Outcome(work, None, math.nan, "cancelled", event)
+        work = Work(request, request.computed, 0, samples=False)
+        return Outcome(work, None, math.nan, "cancelled", _last_event(request, "cancelled"))
 
     def schedule(self) -> Plan:
-        """The next step; without work only when nothing lives."""
+        """The next step; without work only when nothing lives but what ends with steps in flight.
+
+        One step may be in flight, launched and its tokens not known.
+        """
         work, chunks = self._decodes(), self._chunks()
         work += [w for w in chunks if w.is_decode]
         return Plan((*work, *(w for w in chunks if not w.is_decode)))
@@ -264,7 +278,7 @@ class Scheduler:
                 continue
             if not (self._has_room(request) or self._grow(request)):
                 break
-            work.append(Work(request, request.computed, 1))
+            work.append(_chunk(request, 1))
         return work
 
     def _has_room(self, request: Request) -> bool:
@@ -314,10 +328,12 @@ class Scheduler:
                 work.append(_chunk(request, budget))
                 budget -= work[-1].length
         while budget and self.waiting and len(self.running) < self.max_requests:
-            tokens = len(self.waiting[0].tokens)
-            if not self._can_hold(self.waiting[0], tokens, spare=self._growing()):
+            request, tokens = self.waiting[0], self.waiting[0].length
+            if not request.remaining:  # it was evicted while its last token is drawn
                 break
-            request = self.waiting.popleft()
+            if not self._can_hold(request, tokens, spare=self._growing()):
+                break
+            self.waiting.popleft()
             self._lend(request, tokens)
             self.running.append(request)
             work.append(_chunk(request, budget))
@@ -335,8 +351,17 @@ class Scheduler:
             for i, group in enumerate(self.groups)
         ]
 
+    def launch(self, plan: Plan) -> None:
+        """The plan is on its way: its rows will be in the cache, its tokens are promised."""
+        for row, work in enumerate(plan.work):
+            request = work.request
+            request.computed = work.start + work.length
+            if work.samples:
+                request.length, request.row = request.computed + 1, row
+
     def commit(self, plan: Plan, tokens: Sequence[int], logprobs: Sequence[float]) -> list[Event]:
-        """Record what a step drew: one token and log-probability per entry of the plan's work."""
+        """Launch a plan and record what it drew: a token and log-probability for each work."""
+        self.launch(plan)
         outcomes = self.outcomes(plan, tokens, logprobs)
         for outcome in outcomes:
             self.apply(outcome)
@@ -345,7 +370,7 @@ class Scheduler:
     def outcomes(
         self, plan: Plan, tokens: Sequence[int], logprobs: Sequence[float]
     ) -> list[Outcome]:
-        """What the step did to each request, nothing changed yet.
+        """What a launched step did to each request, nothing changed yet.
 
         Requests cancelled meanwhile are passed over. A log-probability that is not finite ends
         its request with ``error``.
@@ -358,16 +383,15 @@ class Scheduler:
 
     def apply(self, outcome: Outcome) -> None:
         """Let a request have its token, and end it if it ends."""
-        request = outcome.work.request
         _record(outcome)
-        request.computed = outcome.work.start + outcome.work.length
         if outcome.reason is not None:
-            self._end(request, outcome.reason)
+            self._end(outcome.work.request, outcome.reason)
 
     def recover(self, outcomes: Sequence[Outcome] = ()) -> None:
         """After an interruption anywhere: all pages are free, whoever lives waits, nothing is lost.
 
-        ``outcomes`` are those of a step that were applied in part, or not at all.
+        Steps in flight are forgotten: what they draw is drawn again. ``outcomes`` are those of a
+        step that were applied in part, or not at all.
         """
         for outcome in outcomes:
             _record(outcome)
@@ -379,6 +403,7 @@ class Scheduler:
         self.running, self.waiting = Queue(), Queue()
         for request in self._live.values():  # in order of arrival
             request.pages, request.computed = self._no_pages(), 0
+            request.length = len(request.tokens)
             self.waiting.append(request)
 
     def _end(self, request: Request, reason: str) -> None:
@@ -443,4 +468,5 @@ def _last_event(
 
 
 def _chunk(request: Request, budget: int) -> Work:
-    return Work(request, request.computed, min(request.remaining, budget))
+    start, length = request.computed, min(request.remaining, budget)
+    return Work(request, start, length, samples=start + length == request.length)

@@ -59,21 +59,22 @@ class Staging:
         """Of the words as a program gets them."""
         return self.placement.page_locked if self.page_locked else self.placement.everywhere
 
-    def run(self, program: Callable[[Array], tuple[Array, Any]], words: np.ndarray) -> Any:
-        """The second result of ``program(words)``; the first is ready once it has read them."""
+    def run[T](
+        self, program: Callable[[Array], tuple[Array, T]], words: np.ndarray
+    ) -> tuple[Array, T]:
+        """``program(words)``, of which the first result is ready once it has read them."""
         if not self.page_locked or not words.size:
-            return program(jax.device_put(words, self.sharding))[1]
+            return program(jax.device_put(words, self.sharding))
         if words.size not in self._slots:
             self._slots[words.size] = _turns(words.size, self.placement)
         slot = next(self._slots[words.size])
         slot.read, out = program(slot.write(words))
-        return out
+        return slot.read, out
 
 
-def received(words: Int[Array, "words"]) -> tuple[Int[Array, "none"], Int[Array, "words"]]:
-    """In a program: a first result for ``Staging.run``, and the words on the device."""
-    words = jax.device_put(words, jax.memory.Space.Device)
-    return words[:0], words  # an empty array: ready with the program, and nothing to allocate
+def received(words: Int[Array, "words"]) -> Int[Array, "words"]:
+    """In a program: the words on the device."""
+    return jax.device_put(words, jax.memory.Space.Device)
 
 
 class StagedFunction:
@@ -81,9 +82,10 @@ class StagedFunction:
 
     def __init__(self, fun: Callable[..., Any], at: int, placement: Placement, **options: Any):
         def run(*args: Any, **kwargs: Any) -> tuple[Array, Any]:
-            read, words = received(args[at].words)
+            words = received(args[at].words)
             given = Packed(layout=args[at].layout, words=words)
-            return read, fun(*args[:at], given, *args[at + 1 :], **kwargs)
+            # An empty array is ready with the program too, and nothing to allocate.
+            return words[:0], fun(*args[:at], given, *args[at + 1 :], **kwargs)
 
         self._at, self._staging = at, Staging(placement)
         self._staged, self._plain = jax.jit(run, **options), jax.jit(fun, **options)
@@ -101,7 +103,7 @@ class StagedFunction:
             sent = Packed(layout=packed.layout, words=words)
             return self._staged(*args[: self._at], sent, *args[self._at + 1 :], **kwargs)
 
-        return self._staging.run(program, packed.words)
+        return self._staging.run(program, packed.words)[1]
 
     def compiled_programs(self) -> int:
         """Programs traced so far."""

@@ -150,7 +150,9 @@ def _kept(
     edge, ties = jnp.where(top_p < 1, inner, edge), jnp.where(top_p < 1, held, ties)
     equal = order == edge[:, None]
     first = jnp.arange(vocab, 0, -1, dtype=jnp.uint32)[None]  # of equal ones, the lower ids
-    last = _threshold(first, equal.astype(jnp.float32), ties, equal.sum(-1) > ties.astype(jnp.int32))
+    last = _threshold(
+        first, equal.astype(jnp.float32), ties, equal.sum(-1) > ties.astype(jnp.int32)
+    )
     return (order > edge[:, None]) | (equal & (first >= last[:, None]))
 
 

@@ -1,12 +1,13 @@
-"""The one compiled function of serving: (weights, caches, batch) -> (tokens, caches).
+"""The one compiled function of serving: (weights, caches, batch, tokens) -> (tokens, caches).
 
 One program per rung: the static half of a batch's decision. The module is split once at load; a
 program takes flat leaves, because flattening a module on every token costs milliseconds of host
-time. Metadata is built inside the program, by the builder that decided the batch.
+time. Metadata is built inside the program, by the builder that decided the batch. A step can take
+the tokens that the step before it drew, on the device, before the host has read them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
+from mla_jax.errors import MetadataError
 from mla_jax.metadata.builder import AttentionMetadataBuilder
 from mla_jax.metadata.common import build_common
 from mla_jax.metadata.packed import Layout, Packed, pack
@@ -26,7 +28,15 @@ from mla_jax.model.sharding import sharding_of
 from mla_jax.placement import Placement
 from mla_jax.types import Array, Float, Int
 
-__all__ = ["GPU_OPTIONS", "LOOPS_IN_GRAPHS", "Step", "StepBatch", "StepOutput", "empty_batch"]
+__all__ = [
+    "GPU_OPTIONS",
+    "LOOPS_IN_GRAPHS",
+    "Step",
+    "StepBatch",
+    "StepOutput",
+    "drawn_by",
+    "empty_batch",
+]
 
 LOOPS_IN_GRAPHS = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,"
@@ -60,13 +70,18 @@ steps behind each other).
 class StepBatch:
     """What the host decides in one step; decodes first, padding last."""
 
-    token_ids: Int[Array | np.ndarray, "tokens"]  # 0 on padding
+    token_ids: Int[Array | np.ndarray, "tokens"]  # or ``drawn_by(request)``; 0 on padding
     query_starts: Int[Array | np.ndarray, "starts"]  # exclusive sum of new tokens; tail repeats
     seq_lens: Int[Array | np.ndarray, "requests"]  # cached + new tokens; 0 on padding
     num_requests: Int[Array | np.ndarray, ""]  # real ones
     page_tables: dict[str, Int[Array | np.ndarray, "requests _"]]  # of each group; 0 = none
     decision: Any  # of the metadata builder; its static half is the program's
     sampling: SamplingBatch
+
+
+def drawn_by(request: int) -> int:
+    """Instead of a token id: the token that this request of the step before drew."""
+    return -1 - request
 
 
 def empty_batch(decision: Any, groups: Sequence[str]) -> StepBatch:
@@ -93,6 +108,7 @@ class StepOutput:
     """One sampled token per request; rows of unfinished prompts and padding mean nothing."""
 
     drawn: Int[Array, "2 requests"]  # token ids; bits of their log-probabilities
+    tokens: Int[Array, "slots"]  # the same ids on the device, for the next step; as many always
     logits: Float[Array, "requests vocab"] | None  # only when asked for
 
     def read(self) -> tuple[Int[np.ndarray, "requests"], Float[np.ndarray, "requests"]]:
@@ -116,6 +132,7 @@ class Step:
         backend: name of the backend of every operation that has one of that name.
         want_logits: programs also return float32 logits.
         store: a folder of compiled programs, with what the model follows from.
+        most_requests: of one step; those of the builder's largest rung by default.
     """
 
     def __init__(
@@ -127,11 +144,15 @@ class Step:
         backend: str | None = None,
         want_logits: bool = False,
         store: tuple[str | Path, Sequence[object]] | None = None,
+        most_requests: int | None = None,
     ):
         self.placement = Placement.of(placement)
         self.builder, self.want_logits, self._backend = builder, want_logits, backend
         self._staging = Staging(self.placement)
-        self._programs: dict[Layout, Callable[..., tuple[Array, tuple[StepOutput, Any]]]] = {}
+        if most_requests is None:
+            most_requests = max(rung.common_bucket.requests for rung in builder.rungs())
+        self._slots = most_requests
+        self._programs: dict[Layout, Callable[..., tuple[Array, Any]]] = {}
         self._store, self._facts = None, ()
         if store is not None:
             self._store = ProgramStore(store[0], self.placement)
@@ -166,20 +187,31 @@ class Step:
         """The module with these leaves."""
         return nnx.merge(self._graph, jax.tree.unflatten(self._tree, leaves))
 
+    def no_tokens(self) -> Int[Array, "slots"]:
+        """What a step takes that takes no token of the step before."""
+        return jax.device_put(np.zeros(self._slots, np.int32), self.placement.everywhere)
+
     def run(
-        self, caches: Mapping[str, Any], given: StepBatch | Packed
+        self,
+        caches: Mapping[str, Any],
+        given: StepBatch | Packed,
+        tokens: Int[Array, "slots"] | None = None,
     ) -> tuple[StepOutput, dict[str, Any]]:
         """One step; ``caches`` are donated. ``given`` is of the host, packed or not.
 
-        A rung that was not compiled before is compiled now.
+        ``tokens`` are those of the step before, of which a batch takes what it has as ``drawn_by``.
+        A rung that was not compiled before is compiled now. The call returns before the step is
+        done.
         """
         packed = given if isinstance(given, Packed) else pack(given)
         program = self._programs.get(packed.layout)
         if program is None:
             program = self.compile(packed.layout, caches)
-        arguments = self.leaves, self.derived, caches
+        tokens = self.no_tokens() if tokens is None else tokens
+        arguments = self.leaves, self.derived, caches, tokens
         words = np.asarray(packed.words)
-        return self._staging.run(lambda words: program(*arguments, words), words)
+        tokens, (out, caches) = self._staging.run(lambda words: program(*arguments, words), words)
+        return replace(out, tokens=tokens), caches
 
     def compile(self, layout: Layout, caches: Mapping[str, Any]) -> Callable[..., Any]:
         """The program of batches laid out so, from the folder if it is there.
@@ -189,7 +221,8 @@ class Step:
         if found := self._programs.get(layout):
             return found
         words = jax.ShapeDtypeStruct((layout.size,), np.int32, sharding=self._staging.sharding)
-        arguments = (*jax.tree.map(_spec, (self.leaves, self.derived, dict(caches))), words)
+        tokens = jax.ShapeDtypeStruct((self._slots,), np.int32, sharding=self.placement.everywhere)
+        arguments = *jax.tree.map(_spec, (self.leaves, self.derived, dict(caches))), tokens, words
         facts = (
             *self._facts,
             layout,
@@ -227,21 +260,24 @@ class Step:
 
     def _trees(self, layout: Layout, arguments: Any) -> tuple[Any, Any]:
         """Structure of a program's arguments and results, without tracing it."""
-        _, _, caches, _ = arguments
+        _, _, caches, *_ = arguments
         out = 0, (self._output(0), caches)
         return jax.tree.structure((arguments, {})), jax.tree.structure(out)
 
     def _output(self, drawn: Any, logits: Any = 0) -> StepOutput:
-        """A tree like a program's output, of whatever stands for its leaves."""
-        return StepOutput(drawn=drawn, logits=logits if self.want_logits else None)
+        """A program's second result, of whatever stands for its leaves; its first are tokens."""
+        return StepOutput(drawn=drawn, tokens=None, logits=logits if self.want_logits else None)
 
     def _lowered(self, layout: Layout, arguments: Any) -> jax.stages.Lowered:
         def run(
-            leaves: Sequence[Array], derived: Any, caches: dict[str, Any], words: Array
+            leaves: Sequence[Array],
+            derived: Any,
+            caches: dict[str, Any],
+            tokens: Array,
+            words: Array,
         ) -> tuple[Array, tuple[StepOutput, dict[str, Any]]]:
-            read, words = received(words)
-            batch: StepBatch = Packed(layout=layout, words=words).unpack()
-            return read, self._body(self._merged(leaves), derived, caches, batch)
+            batch: StepBatch = Packed(layout=layout, words=received(words)).unpack()
+            return self._body(self._merged(leaves), derived, caches, tokens, batch)
 
         everywhere = self.placement.everywhere
         drawn = self.placement.page_locked if self._staging.page_locked else everywhere
@@ -257,8 +293,13 @@ class Step:
             return jitted.lower(*arguments)
 
     def _body(
-        self, model: Any, derived: Any, caches: dict[str, Any], batch: StepBatch
-    ) -> tuple[StepOutput, dict[str, Any]]:
+        self,
+        model: Any,
+        derived: Any,
+        caches: dict[str, Any],
+        tokens: Int[Array, "slots"],
+        batch: StepBatch,
+    ) -> tuple[Int[Array, "slots"], tuple[StepOutput, dict[str, Any]]]:
         """One step inside a program: metadata, layers, logits, draws."""
         query_starts = jnp.asarray(batch.query_starts)
         common = build_common(
@@ -271,7 +312,7 @@ class Step:
         )
         meta = self.builder.build(common, batch.decision)
         hidden, caches = model(
-            jnp.asarray(batch.token_ids),
+            _fed(jnp.asarray(batch.token_ids), tokens),
             meta,
             caches,
             derived=derived,
@@ -283,7 +324,15 @@ class Step:
         drawn = jnp.stack([token_ids, lax.bitcast_convert_type(logprobs, jnp.int32)])
         if self._staging.page_locked:
             drawn = jax.device_put(drawn, jax.memory.Space.Host)
-        return StepOutput(drawn=drawn, logits=logits if self.want_logits else None), caches
+        if len(token_ids) > self._slots:
+            raise MetadataError("Step: requests", len(token_ids), f"at most {self._slots}")
+        tokens = jnp.pad(token_ids, (0, self._slots - len(token_ids)))
+        return tokens, (self._output(drawn, logits), caches)
+
+
+def _fed(ids: Int[Array, "tokens"], drawn: Int[Array, "slots"]) -> Int[Array, "tokens"]:
+    """Token ids, those of the step before in their places: see ``drawn_by``."""
+    return jnp.where(ids < 0, drawn.at[-1 - ids].get(mode="clip"), ids)
 
 
 def _spec(leaf: Array) -> jax.ShapeDtypeStruct:

@@ -215,7 +215,7 @@ def test_draws_are_those_of_the_sorted_definition(digits):
         "position": rng.integers(0, 1000, n),
     }
     tokens, _ = draw(jnp.asarray(logits), batch(n, **columns))
-    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values())]
+    rows = [{name: column[i] for name, column in columns.items()} for i in range(n)]
     want = [sorted_draw(x, row) for x, row in zip(logits, rows, strict=True)]
     np.testing.assert_array_equal(tokens, want)
 

@@ -89,7 +89,7 @@ def step(model: DeepseekV3, *, page: int, **settings) -> Step:
     one = Ladder("any", (1,))
     ladder = MLALadder(decodes=one, prefills=one, prefill_tokens=one, pages=one, context_rows=1)
     builder = MLAMetadataBuilder(ladder=ladder, group=GroupSpec(name="latent", page=page))
-    return Step(model, builder, want_logits=True, **settings)
+    return Step(model, builder, want_logits=True, most_requests=16, **settings)
 
 
 def caches(cfg: ModelConfig, *, num_pages: int, page: int, fill: float = 0.0) -> dict:
