@@ -4,7 +4,7 @@ Every row draws with ``fold_in(key(seed), position)``, so a token depends on the
 logits, seed and position and on nothing else in the batch.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import jax
@@ -92,93 +92,132 @@ def sample(
     The log-probability is the model's own: no temperature, no filter. It is NaN when the
     logits are. Temperature divides first, then top-k cuts, then top-p cuts what top-k left; equal
     logits rank by id, the lower one first. Nothing is sorted: what a filter leaves are all tokens
-    above a threshold, which is found bit by bit.
+    above an edge, which is found bit by bit. Loops and branches are not nested: XLA's CUDA graphs
+    hold them so, and the host need not wait for the device to know which way it goes.
     """
     logits = logits.astype(jnp.float32)
+    top = logits.max(axis=-1)
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     warm = batch.temperature > 0
+    rows = _Rows(logits, top, jnp.where(warm, batch.temperature, 1.0))
+    edges = _edges(rows, jnp.where(warm, batch.top_k, 0), jnp.where(warm, batch.top_p, 1.0))
     token = jax.lax.cond(
         warm.any(),
-        lambda: jnp.where(warm, _draw(logits, batch), best),
+        lambda: jnp.where(warm, _draw(rows, *edges, batch.seed, batch.position), best),
         lambda: best,
     )
     chosen = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
-    top = logits.max(axis=-1)
     return token, chosen - top - jnp.log(jnp.exp(logits - top[:, None]).sum(axis=-1))
 
 
-def _draw(logits: Float[Array, "requests vocab"], batch: SamplingBatch) -> Int[Array, "requests"]:
+@dataclass(frozen=True)
+class _Rows:
+    """Logits, and what follows from them element by element: computed where it is read."""
+
+    logits: Float[Array, "requests vocab"]
+    top: Float[Array, "requests"]
+    temperature: Float[Array, "requests"]
+
+    def scaled(self, x: Float[Array, "requests vocab"]) -> Float[Array, "requests vocab"]:
+        """Subtracted before the division, so that no temperature overflows."""
+        return (x - self.top[:, None]) / self.temperature[:, None]
+
+    def order(self) -> UInt[Array, "requests vocab"]:
+        """Compare as the logits do; 0 is below all of them."""
+        bits = jax.lax.bitcast_convert_type(jnp.where(self.logits == 0, 0, self.logits), jnp.uint32)
+        return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+
+    def mass(self) -> Float[Array, "requests vocab"]:
+        """Probabilities, times a constant of the row."""
+        return jnp.exp(self.scaled(self.logits))
+
+    def mass_at(self, order: UInt[Array, "requests"]) -> Float[Array, "requests"]:
+        """Of one token with this place in the order; 0 if there is none."""
+        bits = jnp.where(order >> 31 == 1, order ^ jnp.uint32(1 << 31), ~order)
+        value = jax.lax.bitcast_convert_type(bits, jnp.float32)
+        return jnp.where(order > 0, jnp.exp(self.scaled(value[:, None]))[:, 0], 0)
+
+
+def _draw(
+    rows: _Rows,
+    edge: UInt[Array, "requests"],
+    last: UInt[Array, "requests"],
+    seed: UInt[Array, "requests"],
+    position: Int[Array, "requests"],
+) -> Int[Array, "requests"]:
     """Gumbel-max over the tokens that the filters leave."""
-    # Subtracted before the division, so that no temperature overflows.
-    z = logits - logits.max(axis=-1, keepdims=True)
-    z = z / jnp.where(batch.temperature > 0, batch.temperature, 1.0)[:, None]
-    kept = _kept(_ordered(logits), jnp.exp(z), batch.top_k, batch.top_p)
 
     def noise(seed: UInt[Array, ""], position: Int[Array, ""]) -> Float[Array, "vocab"]:
         key = jax.random.fold_in(jax.random.key(seed), position)
-        return jax.random.gumbel(key, z.shape[1:], jnp.float32)
+        return jax.random.gumbel(key, rows.logits.shape[1:], jnp.float32)
 
-    z = jnp.where(kept, z, -jnp.inf) + jax.vmap(noise)(batch.seed, batch.position)
+    order, edge, last = rows.order(), edge[:, None], last[:, None]
+    kept = (order > edge) | ((order == edge) & (_lower_first(rows) >= last))
+    z = jnp.where(kept, rows.scaled(rows.logits), -jnp.inf) + jax.vmap(noise)(seed, position)
     return jnp.argmax(z, axis=-1).astype(jnp.int32)
 
 
-def _kept(
-    order: UInt[Array, "requests vocab"],
-    mass: Float[Array, "requests vocab"],
-    top_k: Int[Array, "requests"],
-    top_p: Float[Array, "requests"],
-) -> Bool[Array, "requests vocab"]:
-    """Whether top-k and then top-p leave a token: likelier ones are larger in ``order``.
+def _edges(
+    rows: _Rows, top_k: Int[Array, "requests"], top_p: Float[Array, "requests"]
+) -> tuple[UInt[Array, "requests"], UInt[Array, "requests"]]:
+    """``(edge, last)``: a token is left above the edge, and at it if its id comes first.
 
-    Either leaves all tokens above an edge, and of those equal to it the first ``ties``.
+    Both are 0 where no filter cuts.
     """
-    vocab = order.shape[1]
+    vocab = rows.logits.shape[1]
+    by_k, by_p = (top_k > 0) & (top_k < vocab), top_p < 1
+    cut = by_k | by_p
 
-    def above(edge: UInt[Array, "requests"], of: Float[Array, "requests vocab"]) -> Array:
-        return jnp.where(order > edge[:, None], of, 0).sum(-1)
+    def counted(least: UInt[Array, "requests one"]) -> tuple[Array, Array]:
+        found = rows.order() >= least
+        return found.astype(jnp.float32).sum(-1), jnp.where(found, rows.mass(), 0).sum(-1)
 
-    def at(edge: UInt[Array, "requests"]) -> Float[Array, "requests"]:
-        return jnp.where(order == edge[:, None], mass, 0).max(-1)
+    def held(least: UInt[Array, "requests one"]) -> tuple[Array]:
+        return (jnp.where(rows.order() >= least, rows.mass(), 0).sum(-1),)
 
-    count, k = jnp.ones_like(mass), top_k.astype(jnp.float32)
-    edge = _threshold(order, count, k, (top_k > 0) & (top_k < vocab))
-    ties = k - above(edge, count)
-    need = top_p * (above(edge, mass) + ties * at(edge))
-    inner = _threshold(order, mass, need, top_p < 1)
-    held = jnp.maximum(jnp.ceil((need - above(inner, mass)) / at(inner)), 1)
-    held = jnp.where(inner == edge, jnp.minimum(ties, held), held)
-    edge, ties = jnp.where(top_p < 1, inner, edge), jnp.where(top_p < 1, held, ties)
-    equal = order == edge[:, None]
-    first = jnp.arange(vocab, 0, -1, dtype=jnp.uint32)[None]  # of equal ones, the lower ids
-    last = _threshold(
-        first, equal.astype(jnp.float32), ties, equal.sum(-1) > ties.astype(jnp.int32)
-    )
-    return (order > edge[:, None]) | (equal & (first >= last[:, None]))
+    k = jnp.where(by_k, top_k.astype(jnp.float32), jnp.inf)
+    edge, count, mass = _largest(counted, k, cut)
+    ties = jnp.where(by_k, k - count, 0)
+    need = jnp.where(by_p, top_p * (mass + ties * rows.mass_at(edge)), jnp.inf)
+    inner, mass = _largest(held, need, by_p)
+    some = jnp.maximum(jnp.ceil((need - mass) / rows.mass_at(inner)), 1)
+    some = jnp.where(inner == edge, jnp.minimum(ties, some), some)
+    edge, ties = jnp.where(by_p, inner, edge), jnp.where(by_p, some, ties)
+
+    def equal(least: UInt[Array, "requests one"]) -> tuple[Array]:
+        found = (rows.order() == edge[:, None]) & (_lower_first(rows) >= least)
+        return (found.astype(jnp.float32).sum(-1),)
+
+    bits = int(vocab).bit_length()
+    return edge, _largest(equal, jnp.where(cut, ties, jnp.inf), cut, bits=bits)[0]
 
 
-def _threshold(
-    order: UInt[Array, "#requests vocab"],
-    mass: Float[Array, "requests vocab"],
+def _lower_first(rows: _Rows) -> UInt[Array, "one vocab"]:
+    """Larger for lower ids; 1 or more."""
+    return jnp.arange(rows.logits.shape[1], 0, -1, dtype=jnp.uint32)[None]
+
+
+def _largest(
+    sums: Callable[[UInt[Array, "requests one"]], tuple[Array, ...]],
     need: Float[Array, "requests"],
     wanted: Bool[Array, "requests"],
-) -> UInt[Array, "requests"]:
-    """Largest ``t`` with ``sum(mass[order >= t]) >= need``, for wanted rows; else 0.
+    *,
+    bits: int = 32,
+) -> tuple[Array, ...]:
+    """The largest ``t`` whose first sum reaches ``need``, and all sums of ``t + 1``.
 
-    One pass for each of the 32 bits, none if no row is wanted.
+    Sums fall with ``t``. One pass for each bit, none if no row is wanted (then 0, and zeros).
     """
 
-    def with_bit(state: tuple[Array, Array]) -> tuple[Array, Array]:
-        bit, t = state
+    def with_bit(state: tuple[Array, ...]) -> tuple[Array, ...]:
+        bit, t, *beyond = state
         more = t | (jnp.uint32(1) << bit.astype(jnp.uint32))
-        enough = jnp.where(order >= more[:, None], mass, 0).sum(-1) >= need
-        return bit - 1, jnp.where(wanted & enough, more, t)
+        found = sums(more[:, None])
+        enough = found[0] >= need
+        beyond = [jnp.where(enough, b, f) for b, f in zip(beyond, found, strict=True)]
+        return bit - 1, jnp.where(enough, more, t), *beyond
 
-    first = jnp.where(wanted.any(), 31, -1)
-    none = jnp.zeros(need.shape, jnp.uint32)
-    return jax.lax.while_loop(lambda state: state[0] >= 0, with_bit, (first, none))[1]
-
-
-def _ordered(x: Float[Array, "..."]) -> UInt[Array, "..."]:
-    """uint32 that compare as the floats do; 0 is below all of them."""
-    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)
-    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+    t, zero = jnp.zeros(need.shape, jnp.uint32), jnp.zeros(need.shape, jnp.float32)
+    zeros = [zero for _ in jax.eval_shape(sums, t[:, None])]
+    first = jnp.where(wanted.any(), bits - 1, -1)
+    return jax.lax.while_loop(lambda state: state[0] >= 0, with_bit, (first, t, *zeros))[1:]
