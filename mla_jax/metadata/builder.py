@@ -24,7 +24,11 @@ __all__ = ["AttentionMetadataBuilder", "Decision", "MLADecision", "MLAMetadataBu
 
 
 class Decision(Protocol):
-    """What the host decides: a pytree, its static half the bucket, its leaves int32 of numpy."""
+    """What the host decides: a pytree, its static half the bucket, its leaves int32 of numpy.
+
+    One of which ``decodes_only`` is true has nothing that a layer loops over: its program is
+    compiled so (``model.step.UNROLLED``). A decision need not say it.
+    """
 
     @property
     def common_bucket(self) -> CommonBucket:
@@ -95,6 +99,11 @@ class MLADecision:
     def common_bucket(self) -> CommonBucket:
         """The shapes that the common metadata must have."""
         return self.bucket.common
+
+    @property
+    def decodes_only(self) -> bool:
+        """No prefills, hence no chunks of cached context."""
+        return self.bucket.prefills == 0
 
 
 @dataclass(frozen=True, kw_only=True)

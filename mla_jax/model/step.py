@@ -51,17 +51,22 @@ GPU_OPTIONS: dict[str, bool | int | str] = LOOPS_IN_GRAPHS | {
     "xla_gpu_enable_dynamic_slice_fusion": True,
     "xla_gpu_enable_triton_gemm": False,
     "xla_gpu_dot_merger_threshold_mb": 0,
-    "xla_gpu_command_buffer_unroll_loops": True,
     "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
 }
 """Options of a step whose layers are scanned: no weight is copied out of its stack, no gaps.
 
 Products by cuBLAS and custom calls read a layer's weights at their address in the stack. XLA's own
-Triton products would have them copied first, and merging two products copies both weights. One
-CUDA graph holds the kernels of all turns of the loop, which the host would otherwise launch turn
-by turn, and kernels that do not need each other's results run at the same time: of 27 layers one
-request's step took 3.95 ms without both, 3.32 with all turns in the graph, 2.87 with both (H200,
-steps behind each other).
+Triton products would have them copied first, and merging two products copies both weights. Kernels
+that do not need each other's results run at the same time.
+"""
+
+UNROLLED: dict[str, bool | int | str] = {"xla_gpu_command_buffer_unroll_loops": True}
+"""And of one that has decodes only: its CUDA graph holds the kernels of all layers one by one.
+
+A loop inside of a graph costs a turn's start and end for each layer. Of 27 layers one request's
+step took 3.95 ms with neither option, 3.32 unrolled, 2.87 with both (H200, steps behind each
+other). XLA of JAX 0.11 fails at the second run of a graph that was unrolled around another loop,
+such as that over chunks of cached context.
 """
 
 
@@ -229,7 +234,7 @@ class Step:
             self._backend,
             self.want_logits,
             jax.tree.map(str, arguments),
-            self._options,
+            self._options(layout),
         )
         program = None
         if self._store is not None:
@@ -254,9 +259,13 @@ class Step:
         """The most that a program needs beside its arguments and results while it runs."""
         return max(self._workspaces.values(), default=0)
 
-    @property
-    def _options(self) -> dict[str, bool | int | str] | None:
-        return GPU_OPTIONS if self.placement.on_gpu else None
+    def _options(self, layout: Layout) -> dict[str, bool | int | str] | None:
+        """Of the compiler, for batches laid out so."""
+        if not self.placement.on_gpu:
+            return None
+        decision = jax.tree.unflatten(layout.tree, layout.shapes).decision
+        unrolled = getattr(decision, "decodes_only", False)
+        return GPU_OPTIONS | (UNROLLED if unrolled else {})
 
     def _trees(self, layout: Layout, arguments: Any) -> tuple[Any, Any]:
         """Structure of a program's arguments and results, without tracing it."""
@@ -287,7 +296,7 @@ class Step:
             run,
             donate_argnums=(2,),
             out_shardings=(everywhere, (results, kept)),
-            compiler_options=self._options,
+            compiler_options=self._options(layout),
         )
         with self.placement.working():
             return jitted.lower(*arguments)
