@@ -38,6 +38,16 @@ def test_equal_scores_go_to_the_lower_index(moe, rng):
     np.testing.assert_array_equal(np.asarray(experts), [list(range(moe.topk))] * 3)
 
 
+def test_the_router_of_many_tokens(rng, monkeypatch):
+    """One program adds all pieces: the same bits."""
+    moe = routers.MOES["v2_lite"]
+    c = routers.case(rng, 20, moe)
+    few = router.route_tokens(*c.args, moe=moe)
+    monkeypatch.setattr(router, "MOST_CUT", 10)
+    for a, b in zip(few, router.route_tokens(*c.args, moe=moe), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize(("format", "dtype"), [("fp16", "float16"), ("fp32", "float32")])
 @pytest.mark.parametrize(("tokens", "heads"), [(1, 16), (9, 3), (30, 40)])

@@ -98,6 +98,15 @@ def _lead(experts, p, pairs, EXPERTS: tl.constexpr, PAIRS: tl.constexpr, ROWS: t
 
 
 @jit
+def _chosen(experts, pairs, EXPERTS: tl.constexpr, PAIRS: tl.constexpr):
+    """For every pair: which one it is among those that chose an expert, from 1 on; else 0."""
+    i = tl.arange(0, PAIRS)
+    e = tl.load(experts + i, mask=i < pairs, other=-1)
+    chosen = ((e >= 0) & (e < EXPERTS)).to(tl.int32)
+    return tl.cumsum(chosen, 0) * chosen
+
+
+@jit
 def _rows(rows, first, end, ROWS: tl.constexpr):
     """Pairs of the rows from ``first`` on, and which of them exist."""
     r = first + tl.arange(0, ROWS)
@@ -186,26 +195,32 @@ def gate_up(
 
     ``SIZES`` are experts, choices, hidden and width; ``TILE`` rows, tail, columns and depth: a
     tile of no more rows than the tail's is computed as one of so many. ``PAIRS`` > 0, a power of
-    two from ``pairs`` on: no plan, pairs lead themselves; ``rows`` and ``tiles`` are not read.
+    two from ``pairs`` on: no plan, pairs lead themselves; ``rows`` and ``tiles`` are not read, and
+    of ``choices`` times as many programs as blocks each takes every so many'th pair that has an
+    expert. Of the pairs without one nobody hears.
     """
     pid = tl.program_id(0)
     BLOCKS: tl.constexpr = SIZES[3] // TILE[2]
     ROWS: tl.constexpr = TILE[0]
     TAIL: tl.constexpr = TILE[1]
     if PAIRS > 0:
-        e, pair, live = _lead(experts, pid // BLOCKS, pairs, SIZES[0], PAIRS, ROWS)
-        block = pid % BLOCKS
-    else:
-        e, block, first, end = _place(tiles, pid, BLOCKS)
+        turn = _chosen(experts, pairs, SIZES[0], PAIRS)
+        for n in range(pid // BLOCKS + 1, tl.max(turn) + 1, SIZES[1]):
+            p = tl.sum(tl.where(turn == n, tl.arange(0, PAIRS), 0), 0)
+            e, pair, live = _lead(experts, p, pairs, SIZES[0], PAIRS, ROWS)
+            if e >= 0:
+                block = pid % BLOCKS
+                _gate_up_tile(x, gate, up, out, e, block, pair, live, SIZES, LIMIT, ROWS, TILE)
+        return
+    e, block, first, end = _place(tiles, pid, BLOCKS)
     if e < 0:
         return
-    if PAIRS == 0:
-        if TAIL < ROWS:
-            if end - first <= TAIL:
-                few, few_live = _rows(rows, first, end, TAIL)
-                _gate_up_tile(x, gate, up, out, e, block, few, few_live, SIZES, LIMIT, TAIL, TILE)
-                return
-        pair, live = _rows(rows, first, end, ROWS)
+    if TAIL < ROWS:
+        if end - first <= TAIL:
+            pair, live = _rows(rows, first, end, TAIL)
+            _gate_up_tile(x, gate, up, out, e, block, pair, live, SIZES, LIMIT, TAIL, TILE)
+            return
+    pair, live = _rows(rows, first, end, ROWS)
     _gate_up_tile(x, gate, up, out, e, block, pair, live, SIZES, LIMIT, ROWS, TILE)
 
 
@@ -220,17 +235,20 @@ def down(
     ROWS: tl.constexpr = TILE[0]
     TAIL: tl.constexpr = TILE[1]
     if PAIRS > 0:
-        e, pair, live = _lead(experts, pid // BLOCKS, pairs, SIZES[0], PAIRS, ROWS)
-        block = pid % BLOCKS
-    else:
-        e, block, first, end = _place(tiles, pid, BLOCKS)
+        turn = _chosen(experts, pairs, SIZES[0], PAIRS)
+        for n in range(pid // BLOCKS + 1, tl.max(turn) + 1, SIZES[1]):
+            p = tl.sum(tl.where(turn == n, tl.arange(0, PAIRS), 0), 0)
+            e, pair, live = _lead(experts, p, pairs, SIZES[0], PAIRS, ROWS)
+            if e >= 0:
+                _down_tile(h, weight, out, e, pid % BLOCKS, pair, live, SIZES, ROWS, TILE)
+        return
+    e, block, first, end = _place(tiles, pid, BLOCKS)
     if e < 0:
         return
-    if PAIRS == 0:
-        if TAIL < ROWS:
-            if end - first <= TAIL:
-                few, few_live = _rows(rows, first, end, TAIL)
-                _down_tile(h, weight, out, e, block, few, few_live, SIZES, TAIL, TILE)
-                return
-        pair, live = _rows(rows, first, end, ROWS)
+    if TAIL < ROWS:
+        if end - first <= TAIL:
+            pair, live = _rows(rows, first, end, TAIL)
+            _down_tile(h, weight, out, e, block, pair, live, SIZES, TAIL, TILE)
+            return
+    pair, live = _rows(rows, first, end, ROWS)
     _down_tile(h, weight, out, e, block, pair, live, SIZES, ROWS, TILE)

@@ -11,8 +11,10 @@ without a plan::
 
 Of a plan the number of tiles is static, the most that any choice can need; those without rows
 end at once. Few pairs need none: each looks for the others of its expert, and the first does the
-work for all. No product is split over its depth, nothing is added atomically, and what a row is
-multiplied with does not depend on its tile: a row's bits are those it has alone in an equal call.
+work for all. Programs are then as many as one token needs: a step is padded to more tokens than it
+has, and a program that finds nothing to do takes its place on the machine all the same. No product
+is split over its depth, nothing is added atomically, and what a row is multiplied with does not
+depend on its tile: a row's bits are those it has alone in an equal call.
 """
 
 from dataclasses import dataclass
@@ -191,12 +193,12 @@ def routed_experts(
             tile_count,
             out=(spec((tile_count, kernels.FIELDS.value)), spec((pairs,))),
             grid=count,
-            warps=4,
+            warps=4 if pairs <= 8192 else 16,
             stages=1,
             **plan_sizes(pairs, count, tuning),
         )
     else:
-        tile_count, tiles, rows = pairs, experts, experts  # not read
+        tile_count, tiles, rows = topk, experts, experts  # not read; programs of a block
     sizes = (count, topk, hidden, width)
     searched = 0 if tuning.planned else power(pairs)
     h = triton_lib.call(

@@ -22,40 +22,53 @@ __all__ = ["choose", "logits"]
 @jit
 def logits(
     x, kernel, tokens, out,
-    SIZES: tl.constexpr, PIECE: tl.constexpr, TILE: tl.constexpr,
+    SIZES: tl.constexpr, PIECE: tl.constexpr, COUNT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """``out[piece] = x @ kernel`` over the piece's channels, for one tile of tokens.
+    """``out[program] = x @ kernel`` over ``COUNT`` pieces of channels, for one tile of tokens.
 
     ``SIZES`` are hidden and experts, ``TILE`` tokens, experts (a power of two) and channels of one
-    turn. Products are float32.
+    turn. Each piece is summed by itself, and then added. Products are as exact as float32's: of
+    bfloat16 rows they are those of three bfloat16 numbers that make up a weight.
     """
     HIDDEN: tl.constexpr = SIZES[0]
     EXPERTS: tl.constexpr = SIZES[1]
-    PIECES: tl.constexpr = (HIDDEN + PIECE - 1) // PIECE
+    PROGRAMS: tl.constexpr = (HIDDEN + COUNT * PIECE - 1) // (COUNT * PIECE)
     ROWS: tl.constexpr = TILE[0]
     COLUMNS: tl.constexpr = TILE[1]
     DEPTH: tl.constexpr = TILE[2]
     pid = tl.program_id(0)
-    piece = pid % PIECES
-    t = pid // PIECES * ROWS + tl.arange(0, ROWS)
+    first = pid % PROGRAMS
+    t = pid // PROGRAMS * ROWS + tl.arange(0, ROWS)
     e = tl.arange(0, COLUMNS)
-    k = piece * PIECE + tl.arange(0, DEPTH)
+    k = first * COUNT * PIECE + tl.arange(0, DEPTH)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for _ in range(0, PIECE, DEPTH):
-        here = k < HIDDEN
-        rows = tl.load(
-            x + t.to(tl.int64)[:, None] * HIDDEN + k[None, :],
-            mask=(t < tokens)[:, None] & here[None, :],
-            other=0.0,
-        )
-        weights = tl.load(
-            kernel + k[:, None] * EXPERTS + e[None, :],
-            mask=here[:, None] & (e < EXPERTS)[None, :],
-            other=0.0,
-        )
-        total = tl.dot(rows.to(tl.float32), weights, total, input_precision="ieee")
-        k += DEPTH
-    to = out + (piece * tokens + t)[:, None].to(tl.int64) * EXPERTS + e[None, :]
+    for _ in range(COUNT):
+        piece = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for _ in range(0, PIECE, DEPTH):
+            here = k < HIDDEN
+            rows = tl.load(
+                x + t.to(tl.int64)[:, None] * HIDDEN + k[None, :],
+                mask=(t < tokens)[:, None] & here[None, :],
+                other=0.0,
+            )
+            weights = tl.load(
+                kernel + k[:, None] * EXPERTS + e[None, :],
+                mask=here[:, None] & (e < EXPERTS)[None, :],
+                other=0.0,
+            )
+            if rows.dtype == tl.bfloat16:
+                high = weights.to(tl.bfloat16)
+                weights -= high.to(tl.float32)
+                middle = weights.to(tl.bfloat16)
+                low = (weights - middle.to(tl.float32)).to(tl.bfloat16)
+                piece = tl.dot(rows, low, piece)
+                piece = tl.dot(rows, middle, piece)
+                piece = tl.dot(rows, high, piece)
+            else:
+                piece = tl.dot(rows.to(tl.float32), weights, piece, input_precision="ieee")
+            k += DEPTH
+        total += piece
+    to = out + (first * tokens + t)[:, None].to(tl.int64) * EXPERTS + e[None, :]
     tl.store(to, total, mask=(t < tokens)[:, None] & (e < EXPERTS)[None, :])
 
 
