@@ -15,7 +15,7 @@ from mla_jax.metadata.buckets import Ladder, MLALadder
 from mla_jax.model.deepseek_v3 import DeepseekV3
 from mla_jax.model.prefill_crossover import PathRate, PrefillCrossover
 from mla_jax.model.sampling import SamplingParams
-from mla_jax.model.step import Step
+from mla_jax.model.step import Step, StepOutput
 
 CONFIG = ModelConfig(
     family="deepseek_v3",
@@ -118,6 +118,56 @@ def same(got, want):
         assert a.finish_reason == b.finish_reason
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=2e-5)
         np.testing.assert_allclose(a.logits, b.logits, atol=2e-5)
+
+
+def test_tokens_are_the_same_without_running_ahead(make, alone):
+    engine = make(max_requests=6, run_ahead=False)
+    same(engine.generate(PROMPTS, PARAMS), alone)
+    assert settled(engine)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_step_is_sent_before_the_tokens_of_the_last_are_read(make, monkeypatch, ahead):
+    engine, order = make(run_ahead=ahead), []
+
+    def logged(owner, name, what):
+        inner = getattr(owner, name)
+
+        def run(*args, **kwargs):
+            order.append(what)
+            return inner(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, run)
+
+    logged(Step, "run", "send")
+    logged(StepOutput, "read", "read")
+    engine.generate([[1, 2, 3]], wish(4))
+    plain = ["send", "read"] * 4
+    assert order == (["send", *["send", "read"] * 3, "read"] if ahead else plain)
+
+
+def test_a_step_sent_for_an_ended_request_changes_nothing(make):
+    """The end is noticed one step late: its pages go on to somebody else meanwhile."""
+    first = make().generate([[1, 2, 3]], wish(6))[0].token_ids
+    stop = wish(6, stop_token_ids=(first[2],))
+    engine = make(pages=2, max_requests=2)  # one page each
+    asked = [([1, 2, 3], stop), ([4, 5], wish(5)), ([1, 2, 3], wish(4)), ([6], stop)]
+    got = engine.generate([p for p, _ in asked], [w for _, w in asked])
+    want = [make().generate([p], w)[0] for p, w in asked]
+    same(got, want)
+    assert got[0].finish_reason == "stop" and settled(engine, pages=2)
+
+
+def test_new_weights_wait_for_tokens_in_flight(make, model, alone):
+    """What was drawn by the old ones is told, and nothing twice."""
+    engine = make()
+    id = engine.add(PROMPTS[0], PARAMS[0])
+    events = engine.step()
+    engine.take(model)
+    while engine.stats().live:
+        events += engine.step()
+    assert [e.token_id for e in events] == list(alone[0].token_ids)
+    assert {e.id for e in events} == {id}
 
 
 def test_greedy_tokens_are_those_of_a_full_recompute(model, alone):

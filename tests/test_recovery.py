@@ -23,11 +23,17 @@ from tests import traffic
 
 KINDS = traffic.asks(24, seed=5)
 STAGES = (
-    *((Scheduler, name) for name in ("schedule", "_lend", "_preempt", "outcomes", "apply")),
-    *((Scheduler, name) for name in ("add", "cancellation", "recover", "_end", "_return_pages")),
+    *((Scheduler, name) for name in ("schedule", "launch", "_lend", "_preempt", "outcomes")),
+    *(
+        (Scheduler, name)
+        for name in ("apply", "add", "cancellation", "recover", "_end", "_return_pages")
+    ),
     *((PagePool, name) for name in ("alloc", "release", "reset")),
     *((Queue, name) for name in ("append", "popleft", "remove")),
-    *((Engine, name) for name in ("_advance", "_batch", "_keep_logits", "_conclude", "_tell")),
+    *(
+        (Engine, name)
+        for name in ("_advance", "_launch", "_land", "_batch", "_keep_logits", "_conclude", "_tell")
+    ),
     *((Engine, name) for name in ("_claim", "_with_logits", "_drop", "_alloc", "_recover")),
     *((Engine, name) for name in ("add", "cancel")),
     (MLAMetadataBuilder, "decide"),

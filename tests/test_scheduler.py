@@ -74,6 +74,18 @@ def drain(s: Scheduler, limit: int = 100_000) -> dict:
     return done
 
 
+def drawn_by(plan: Plan, known: dict) -> list[int]:
+    """What a step in flight draws, promised tokens being what steps before it drew."""
+    drawn = []
+    for w in plan.work:
+        tokens = known.setdefault(w.request, [])
+        tokens[:] = [*w.request.tokens, *tokens[len(w.request.tokens) :]]
+        drawn.append(next_token(tokens[: w.start + w.length]))
+        if w.samples:
+            tokens[w.start + w.length :] = [drawn[-1]]
+    return drawn
+
+
 def expected(prompt, n, stops=()) -> tuple[int, ...]:
     tokens = list(prompt)
     for _ in range(n):
@@ -313,6 +325,77 @@ def test_two_thousand_requests_with_cancellations_and_a_pool_too_small():
             assert got == whole[: len(got)]
         else:
             assert got == whole
+
+
+def test_a_plan_is_made_while_the_step_before_it_runs():
+    s = make(max_prefill_tokens=16)
+    s.add("a", range(3), wish(3))
+    s.add("b", range(4), wish(1))
+    first = s.schedule()
+    s.launch(first)
+    second = s.schedule()  # b's only token is promised: nothing is left to do for it
+    assert [(w.request.id, w.start, w.length, w.samples) for w in second.work] == [
+        ("a", 3, 1, True)
+    ]
+    assert second.work[0].tokens == [] and second.work[0].request.row == 0
+    s.launch(second)
+    for outcome in s.outcomes(first, drawn_by(first, {}), [0.0, 0.0]):
+        s.apply(outcome)
+    assert "b" not in s and len(s._live["a"].tokens) == 4
+    third = s.schedule()
+    assert [(w.start, w.samples) for w in third.work] == [(4, True)]
+
+
+class Ahead:
+    """A scheduler of which one step is always in flight."""
+
+    def __init__(self, scheduler: Scheduler):
+        self.s, self.flights, self.known = scheduler, [], {}
+
+    def step(self) -> list:
+        """Launch what can be launched, land the oldest."""
+        while len(self.flights) < 2 and (plan := self.s.schedule()).work:
+            for w in plan.work:
+                assert w.start == w.request.computed and w.length > 0
+                assert w.start + w.length <= len(w.request.pages[0]) * self.s.groups[0].tokens
+                assert len(w.tokens) + (w.start + w.length > len(w.request.tokens)) == w.length
+            self.s.launch(plan)
+            self.flights.append((plan, drawn_by(plan, self.known)))
+        if not self.flights:
+            return []
+        plan, drawn = self.flights.pop(0)
+        outcomes = self.s.outcomes(plan, drawn, [-0.5] * len(drawn))
+        for outcome in outcomes:
+            self.s.apply(outcome)
+        return [o.event for o in outcomes if o.event is not None]
+
+
+def test_two_thousand_requests_with_a_step_in_flight_and_a_pool_too_small():
+    rng = random.Random(1)
+    s = make(num_pages=12, max_requests=8, max_prefill_tokens=16, max_model_len=48)
+    ahead, wanted, done = Ahead(s), {}, {}
+    while len(wanted) < 2000 or len(s):
+        for _ in range(rng.randrange(4)):
+            prompt = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 30))]
+            params = wish(rng.randrange(1, 14), stop_token_ids=(rng.randrange(VOCAB),))
+            if len(wanted) < 2000:
+                s.add(id := f"{len(wanted)}", prompt, params)
+                wanted[id] = prompt, params
+        if s._live and rng.random() < 0.1:
+            event = s.cancel(rng.choice(list(s._live)))
+            done[event.id] = event.completion
+        if rng.random() < 0.02:  # a step is lost, and with it those in flight
+            s.recover()
+            ahead.flights.clear()
+            ahead.known.clear()
+        done |= {e.id: e.completion for e in ahead.step() if e.completion}
+    assert len(done) == 2000 and s.preemptions > 100
+    assert all(group.pool.used == 0 for group in s.groups)
+    for id, (prompt, params) in wanted.items():
+        whole = expected(prompt, params.max_new_tokens, params.stop_token_ids)
+        got = done[id].token_ids
+        cancelled = done[id].finish_reason == "cancelled"
+        assert got == (whole[: len(got)] if cancelled else whole)
 
 
 class Traffic(RuleBasedStateMachine):
