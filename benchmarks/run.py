@@ -55,7 +55,7 @@ def main() -> None:
     out = given.out or Path(__file__).parent / "results" / f"{stem}.json"
     record = {
         "device": kind,
-        "versions": _versions(),
+        "versions": versions(),
         "clocks": clocks(),
         "method": suite.METHOD,
         "extra": extra,
@@ -154,7 +154,7 @@ def _new_rows(parts: list[Path], seen: set[str]) -> Iterator[dict]:
                 yield row
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     import jax
     import jaxlib
     from jax._src.lib import mosaic_gpu

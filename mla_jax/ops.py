@@ -24,6 +24,7 @@ from mla_jax.pallas import (
     cache_io,
     dense_decode,
     dense_prefill,
+    fp8_matmul,
     grouped_matmul,
     merge,
     problems,
@@ -31,7 +32,7 @@ from mla_jax.pallas import (
 )
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.registry import Backend, Problem, Registry
-from mla_jax.types import Array, AttnState, Bool, Float, Int, gathered
+from mla_jax.types import Array, AttnState, BlockScaled, Bool, Float, Int, gathered
 
 __all__ = [
     "REGISTRY",
@@ -40,6 +41,7 @@ __all__ = [
     "copy_blocks",
     "explain",
     "gather_latent",
+    "matmul_fp8",
     "merge_attn_states",
     "mla_decode",
     "mla_prefill",
@@ -47,6 +49,7 @@ __all__ = [
     "plan_prefill",
     "route_tokens",
     "routed_experts",
+    "routed_experts_fp8",
     "support_matrix",
     "swap_blocks",
     "write_latent",
@@ -64,6 +67,7 @@ REGISTRY = Registry(
         *merge.BACKENDS,
         *router.BACKENDS,
         *grouped_matmul.BACKENDS,
+        *fp8_matmul.BACKENDS,
     )
 )
 
@@ -417,6 +421,36 @@ def routed_experts(
     run = _choose(problem, backend, tuning)
     clamp = None if limit is None else float(limit)
     return run(x, gate, up, down, weights, _int32(experts), limit=clamp)
+
+
+def routed_experts_fp8(
+    x: Float[Array, "tokens hidden"],
+    gate: BlockScaled,
+    up: BlockScaled,
+    down: BlockScaled,
+    weights: Float[Array, "tokens topk"],
+    experts: Int[Array, "tokens topk"],
+    *,
+    limit: float | None = None,
+    backend: str | None = None,
+) -> Float[Array, "tokens hidden"]:
+    """``routed_experts`` with e4m3 weights in 128 x 128 blocks as published: rows are outputs.
+
+    ``gate`` and ``up`` are [experts, width, hidden], ``down`` is [experts, hidden, width]. The
+    result is that of the widened weights; no activation is quantised.
+    Source: DeepSeek-V3 (arXiv:2412.19437) 3.3.2, the weights' part.
+    """
+    problem = problems.routed_fp8(x, gate, up, down, weights, experts, limit=limit)
+    clamp = None if limit is None else float(limit)
+    run = _choose(problem, backend)
+    return run(x, gate, up, down, weights, _int32(experts), limit=clamp)
+
+
+def matmul_fp8(
+    x: Float[Array, "tokens into"], weight: BlockScaled, *, backend: str | None = None
+) -> Float[Array, "tokens out"]:
+    """``x W^T``, accumulated in float32, with e4m3 weights in 128 x 128 blocks [out, in]."""
+    return _choose(problems.matmul_fp8(x, weight), backend)(x, weight)
 
 
 def explain(

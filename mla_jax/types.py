@@ -22,11 +22,14 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, UInt, UInt8
 
 __all__ = [
     "Array",
+    "SCALE_BLOCK",
     "AttnState",
+    "BlockScaled",
     "Bool",
     "Float",
     "Int",
@@ -41,6 +44,34 @@ __all__ = [
 
 PAD_SLOT = -1
 """The slot of a token that must not write the cache."""
+
+
+SCALE_BLOCK = 128
+"""Rows and columns of a weight matrix that share one scale, in published e4m3 checkpoints."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class BlockScaled:
+    """An e4m3 weight as published: ``W[o, i] = values[o, i] * scale[o // 128, i // 128]``.
+
+    The layer is ``y = x W^T``: rows are outputs. Leading axes are experts or layers.
+    """
+
+    values: Float[Array, "... out into"]  # float8_e4m3fn
+    scale: Float[Array, "... out_blocks in_blocks"]  # float32
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of ``values``."""
+        return self.values.shape
+
+    def widened(self, dtype: DTypeLike) -> Float[Array, "... out into"]:
+        """The matrix in another dtype: the product in float32, rounded once."""
+        rows, columns = self.shape[-2:]
+        scale = jnp.repeat(self.scale, SCALE_BLOCK, axis=-2)[..., :rows, :]
+        scale = jnp.repeat(scale, SCALE_BLOCK, axis=-1)[..., :columns]
+        return (self.values.astype(jnp.float32) * scale).astype(dtype)
 
 
 @jax.tree_util.register_dataclass

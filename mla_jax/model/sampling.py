@@ -101,9 +101,10 @@ def sample(
     warm = batch.temperature > 0
     rows = _Rows(logits, top, jnp.where(warm, batch.temperature, 1.0))
     edges = _edges(rows, jnp.where(warm, batch.top_k, 0), jnp.where(warm, batch.top_p, 1.0))
+    seed, position = jnp.asarray(batch.seed), jnp.asarray(batch.position)
     token = jax.lax.cond(
         warm.any(),
-        lambda: jnp.where(warm, _draw(rows, *edges, batch.seed, batch.position), best),
+        lambda: jnp.where(warm, _draw(rows, *edges, seed, position), best),
         lambda: best,
     )
     chosen = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]

@@ -113,7 +113,7 @@ class StepOutput:
     """One sampled token per request; rows of unfinished prompts and padding mean nothing."""
 
     drawn: Int[Array, "2 requests"]  # token ids; bits of their log-probabilities
-    tokens: Int[Array, "slots"]  # the same ids on the device, for the next step; as many always
+    tokens: Int[Array, "slots"] | None  # the same ids on the device, for the next step
     logits: Float[Array, "requests vocab"] | None  # only when asked for
 
     def read(self) -> tuple[Int[np.ndarray, "requests"], Float[np.ndarray, "requests"]]:
@@ -154,9 +154,8 @@ class Step:
         self.placement = Placement.of(placement)
         self.builder, self.want_logits, self._backend = builder, want_logits, backend
         self._staging = Staging(self.placement)
-        if most_requests is None:
-            most_requests = max(rung.common_bucket.requests for rung in builder.rungs())
-        self._slots = most_requests
+        largest = (rung.common_bucket.requests for rung in builder.rungs())
+        self._slots = max(largest) if most_requests is None else most_requests
         self._programs: dict[Layout, Callable[..., tuple[Array, Any]]] = {}
         self._store, self._facts = None, ()
         if store is not None:
@@ -215,8 +214,9 @@ class Step:
         tokens = self.no_tokens() if tokens is None else tokens
         arguments = self.leaves, self.derived, caches, tokens
         words = np.asarray(packed.words)
-        tokens, (out, caches) = self._staging.run(lambda words: program(*arguments, words), words)
-        return replace(out, tokens=tokens), caches
+        found = self._staging.run(lambda words: program(*arguments, words), words)
+        tokens, (out, new_caches) = found
+        return replace(out, tokens=tokens), new_caches
 
     def compile(self, layout: Layout, caches: Mapping[str, Any]) -> Callable[..., Any]:
         """The program of batches laid out so, from the folder if it is there.

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from mla_jax.cache import LatentCache
 from mla_jax.errors import ArgumentError
 from mla_jax.pallas.registry import Problem
+from mla_jax.types import SCALE_BLOCK, BlockScaled, cdiv
 
 __all__ = ["ACTIVATIONS", "PROBLEMS"]
 
@@ -246,11 +247,38 @@ def routed(x, gate, up, down, weights, experts, *, limit=None) -> Problem:
         experts=(experts, "int", "tokens topk"),
     )
     _same_dtype(op, x=x, gate=gate, up=up, down=down)
+    _check_experts(op, weights, limit)
+    names = ("experts", "topk", "hidden", "width", "tokens")
+    return Problem.of(op, dtype=str(x.dtype), **{name: size[name] for name in names})
+
+
+def _check_experts(op: str, weights: Any, limit: Any) -> None:
     if weights.dtype != jnp.float32:
         raise ArgumentError(f"{op}: weights", f"dtype {weights.dtype}", "float32")
     if limit is not None and not (isinstance(limit, numbers.Real) and 0 < float(limit) < math.inf):
         hint = "It is static, not an array."
         raise ArgumentError(f"{op}: limit", limit, "None or a finite Python number above 0", hint)
+
+
+def matmul_fp8(x, weight) -> Problem:
+    op = "matmul_fp8"
+    size = _bind(op, {}, x=(x, "float", "tokens into"), weight=(weight, "e4m3", "out into"))
+    return Problem.of(op, dtype=str(x.dtype), **size)
+
+
+def routed_fp8(x, gate, up, down, weights, experts, *, limit=None) -> Problem:
+    op = "routed_experts_fp8"
+    size = _bind(
+        op,
+        {},
+        x=(x, "float", "tokens hidden"),
+        gate=(gate, "e4m3", "experts width hidden"),
+        up=(up, "e4m3", "experts width hidden"),
+        down=(down, "e4m3", "experts hidden width"),
+        weights=(weights, "float", "tokens topk"),
+        experts=(experts, "int", "tokens topk"),
+    )
+    _check_experts(op, weights, limit)
     names = ("experts", "topk", "hidden", "width", "tokens")
     return Problem.of(op, dtype=str(x.dtype), **{name: size[name] for name in names})
 
@@ -282,6 +310,8 @@ def _bind(op: str, sizes: dict[str, int], **arrays: tuple[Any, str, str]) -> dic
     for name, (x, kind, axes) in arrays.items():
         what = f"{op}: {name}"
         names = axes.split()
+        if kind == "e4m3":
+            _check_blocks(what, x)
         if len(x.shape) != len(names):
             raise ArgumentError(what, f"shape {tuple(x.shape)}", f"[{', '.join(names)}]")
         if kind == "int" and not jnp.issubdtype(x.dtype, jnp.integer):
@@ -300,6 +330,19 @@ def _bind(op: str, sizes: dict[str, int], **arrays: tuple[Any, str, str]) -> dic
                     f"{base}={sizes[base]}, as in the cache or the other arguments",
                 )
     return sizes
+
+
+def _check_blocks(what: str, x: Any) -> None:
+    """Refuse what is not an e4m3 matrix with a float32 scale for each of its blocks."""
+    if not isinstance(x, BlockScaled):
+        raise ArgumentError(what, type(x).__name__, "BlockScaled")
+    if x.values.dtype != jnp.float8_e4m3fn or x.scale.dtype != jnp.float32:
+        given = f"{x.values.dtype} scaled by {x.scale.dtype}"
+        raise ArgumentError(what, given, "float8_e4m3fn scaled by float32")
+    *lead, rows, columns = x.shape
+    blocks = *lead, cdiv(rows, SCALE_BLOCK), cdiv(columns, SCALE_BLOCK)
+    if x.scale.shape != blocks:
+        raise ArgumentError(f"{what}: shape of its scale", x.scale.shape, f"{blocks}")
 
 
 def _cache_sizes(op: str, cache: LatentCache) -> dict[str, int]:
@@ -386,4 +429,6 @@ PROBLEMS: dict[str, Callable[..., Problem]] = {
     "apply_sinks": sinks,
     "route_tokens": route,
     "routed_experts": routed,
+    "routed_experts_fp8": routed_fp8,
+    "matmul_fp8": matmul_fp8,
 }

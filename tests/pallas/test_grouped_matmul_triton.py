@@ -168,7 +168,7 @@ def parts(model, tokens, t):
         t.down_stages,
     )
     if t.planned:
-        yield "plan", triton.plan_sizes(pairs, model["experts"], t), 4, 1
+        yield "plan", triton.plan_sizes(pairs, model["experts"], rows=t.rows, group=t.group), 4, 1
 
 
 @pytest.mark.skipif(bool(COMPILER), reason=COMPILER or "installed")

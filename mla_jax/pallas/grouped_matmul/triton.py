@@ -36,6 +36,7 @@ __all__ = [
     "combine",
     "heuristic",
     "most_tiles",
+    "plan",
     "plan_sizes",
     "power",
     "routed_experts",
@@ -185,18 +186,7 @@ def routed_experts(
         return jnp.zeros_like(x)
     _check(tuning, pairs, hidden, width)
     if tuning.planned:
-        tile_count = most_tiles(pairs, count, tuning.rows)
-        tiles, rows = triton_lib.call(
-            kernels.plan,
-            experts,
-            pairs,
-            tile_count,
-            out=(spec((tile_count, kernels.FIELDS.value)), spec((pairs,))),
-            grid=count,
-            warps=4 if pairs <= 8192 else 16,
-            stages=1,
-            **plan_sizes(pairs, count, tuning),
-        )
+        tile_count, tiles, rows = plan(experts, count, rows=tuning.rows, group=tuning.group)
     else:
         tile_count, tiles, rows = topk, experts, experts  # not read; programs of a block
     sizes = (count, topk, hidden, width)
@@ -227,6 +217,29 @@ def routed_experts(
     return combine(y.reshape(tokens, topk, hidden), weights, experts, count)
 
 
+def plan(
+    experts: Int[Array, "tokens topk"], count: int, *, rows: int, group: int
+) -> tuple[int, Int[Array, "tiles fields"], Int[Array, "pairs"]]:
+    """``(number of tiles, tiles, pairs by expert)`` by the planning kernel."""
+    from mla_jax.pallas import triton_lib
+    from mla_jax.pallas.grouped_matmul import kernels_triton as kernels
+
+    pairs = experts.size
+    tile_count = most_tiles(pairs, count, rows)
+    tiles, order = triton_lib.call(
+        kernels.plan,
+        experts,
+        pairs,
+        tile_count,
+        out=(spec((tile_count, kernels.FIELDS.value)), spec((pairs,))),
+        grid=count,
+        warps=4 if pairs <= 8192 else 16,
+        stages=1,
+        **plan_sizes(pairs, count, rows=rows, group=group),
+    )
+    return tile_count, tiles, order
+
+
 def combine(
     y: Float[Array, "tokens topk hidden"],
     weights: Float[Array, "tokens topk"],
@@ -245,14 +258,14 @@ def combine(
     return total.astype(y.dtype)
 
 
-def plan_sizes(pairs: int, count: int, tuning: Tuning) -> dict[str, Any]:
+def plan_sizes(pairs: int, count: int, *, rows: int, group: int) -> dict[str, Any]:
     """Static sizes of the planning kernel."""
     return dict(
         EXPERTS=count,
         BINS=power(count),
         CHUNK=min(power(pairs), 4096),
-        ROWS=tuning.rows,
-        GROUP=tuning.group,
+        ROWS=rows,
+        GROUP=group,
     )
 
 

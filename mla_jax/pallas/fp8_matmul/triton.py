@@ -1,0 +1,113 @@
+"""Products with block-scaled e4m3 weights in Triton: see ``ref.py``, and ``kernels_triton.py``.
+
+For few rows, where reading the weights is what takes the time: bytes are read once, half of what
+16-bit weights are, and widened on the way to the tensor cores. Each block of 128 x 128 has its own
+sum in float32, which is scaled and added. Rows stay 16-bit: nothing of them is quantised.
+
+The experts' launches are those of ``grouped_matmul.triton``: a plan, gate and up, down, and a sum.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from mla_jax.pallas.grouped_matmul import triton as grouped
+from mla_jax.pallas.registry import OneOf, Requirement, Within
+from mla_jax.types import SCALE_BLOCK, Array, BlockScaled, Float, Int, cdiv
+
+__all__ = ["FEW_ROWS", "REQUIREMENT", "matmul_fp8", "routed_experts_fp8"]
+
+REQUIREMENT = Requirement(
+    sm=Within(low=89),
+    features={
+        "dtype": OneOf("bfloat16", "float16"),
+        "experts": Within(high=1024),
+        "hidden": Within(low=SCALE_BLOCK, multiple=SCALE_BLOCK),
+        "width": Within(low=SCALE_BLOCK, multiple=SCALE_BLOCK),
+    },
+    packages=("triton",),
+)
+
+FEW_ROWS = Requirement(
+    sm=Within(low=89),
+    features={
+        "dtype": OneOf("bfloat16", "float16"),
+        "into": Within(low=SCALE_BLOCK, multiple=SCALE_BLOCK),
+        "tokens": Within(high=64),
+    },
+    packages=("triton",),
+)
+"""With more rows XLA's product of widened weights is faster."""
+
+UNPLANNED = 128
+"""Choices up to which every program looks for its own pairs."""
+
+
+def matmul_fp8(x: Float[Array, "tokens into"], weight: BlockScaled) -> Float[Array, "tokens out"]:
+    """``ref.matmul_fp8``; widening is exact, the sum is rounded once."""
+    from mla_jax.pallas import triton_lib
+    from mla_jax.pallas.fp8_matmul import kernels_triton as kernels
+
+    (tokens, into), out = x.shape, weight.shape[0]
+    if not tokens:
+        return jnp.zeros((0, out), x.dtype)
+    rows = next(n for n in (16, 32, 64) if tokens <= n)
+    columns = next((n for n in (64, 32) if out // n >= 128), 16)
+    return triton_lib.call(
+        kernels.matmul,
+        x, weight.values, weight.scale, tokens,
+        out=jax.ShapeDtypeStruct((tokens, out), x.dtype),
+        grid=cdiv(out, columns) * cdiv(tokens, rows),
+        warps=4,
+        stages=4,
+        SIZES=(into, out),
+        TILE=(rows, columns),
+    )  # fmt: skip
+
+
+def routed_experts_fp8(
+    x: Float[Array, "tokens hidden"],
+    gate: BlockScaled,
+    up: BlockScaled,
+    down: BlockScaled,
+    weights: Float[Array, "tokens topk"],
+    experts: Int[Array, "tokens topk"],
+    *,
+    limit: float | None,
+) -> Float[Array, "tokens hidden"]:
+    """``ref.routed_experts_fp8``; gated products and each choice's are rounded to x's dtype."""
+    from mla_jax.pallas import triton_lib
+    from mla_jax.pallas.fp8_matmul import kernels_triton as kernels
+
+    (tokens, hidden), topk, (count, width, _) = x.shape, experts.shape[1], gate.shape
+    pairs = tokens * topk
+    if not pairs:
+        return jnp.zeros_like(x)
+    rows = next((n for n, most in ((16, 8), (32, 24)) if pairs <= count * most), 64)
+    planned = pairs > UNPLANNED
+    if planned:
+        tile_count, tiles, order = grouped.plan(experts, count, rows=rows, group=8)
+    else:
+        tile_count, tiles, order = topk, experts, experts  # not read; programs of a block
+    columns, searched = 64, 0 if planned else grouped.power(pairs)
+    warps, stages = (4, 4) if rows < 64 else (8, 3)
+    facts = {"SIZES": (count, topk, hidden, width), "PAIRS": searched, "TILE": (rows, columns)}
+    h = triton_lib.call(
+        kernels.gate_up,
+        x, gate.values, gate.scale, up.values, up.scale, experts, order, tiles, pairs,
+        out=grouped.spec((pairs, width), x.dtype),
+        grid=tile_count * (width // columns),
+        warps=warps,
+        stages=stages,
+        LIMIT=limit,
+        **facts,
+    )  # fmt: skip
+    y = triton_lib.call(
+        kernels.down,
+        h, down.values, down.scale, experts, order, tiles, pairs,
+        out=grouped.spec((pairs, hidden), x.dtype),
+        grid=tile_count * (hidden // columns),
+        warps=warps,
+        stages=stages,
+        **facts,
+    )  # fmt: skip
+    return grouped.combine(y.reshape(tokens, topk, hidden), weights, experts, count)

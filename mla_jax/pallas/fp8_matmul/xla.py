@@ -1,0 +1,36 @@
+"""Products with block-scaled e4m3 weights on any device: widened to x's dtype first."""
+
+import jax.numpy as jnp
+from jax import lax
+
+from mla_jax.pallas.grouped_matmul import xla
+from mla_jax.types import Array, BlockScaled, Float, Int
+
+__all__ = ["matmul_fp8", "routed_experts_fp8"]
+
+
+def matmul_fp8(x: Float[Array, "tokens into"], weight: BlockScaled) -> Float[Array, "tokens out"]:
+    """``ref.matmul_fp8`` with weights rounded to x's dtype."""
+    exact = x.dtype == jnp.float32
+    return lax.dot_general(
+        x,
+        weight.widened(x.dtype),
+        (((1,), (1,)), ((), ())),
+        precision=lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT,
+        preferred_element_type=jnp.float32,
+    ).astype(x.dtype)
+
+
+def routed_experts_fp8(
+    x: Float[Array, "tokens hidden"],
+    gate: BlockScaled,
+    up: BlockScaled,
+    down: BlockScaled,
+    weights: Float[Array, "tokens topk"],
+    experts: Int[Array, "tokens topk"],
+    *,
+    limit: float | None,
+) -> Float[Array, "tokens hidden"]:
+    """``ref.routed_experts_fp8`` with weights rounded to x's dtype."""
+    g, u, d = (w.widened(x.dtype).swapaxes(1, 2) for w in (gate, up, down))
+    return xla.routed_experts(x, g, u, d, weights, experts, limit=limit)

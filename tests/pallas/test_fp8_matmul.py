@@ -1,0 +1,150 @@
+"""Products with block-scaled e4m3 weights: every backend against the widened weights in float64."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mla_jax import ops
+from mla_jax.errors import ArgumentError
+from mla_jax.ops import matmul_fp8, routed_experts_fp8
+from mla_jax.pallas import problems
+from mla_jax.pallas.device import DeviceInfo
+from mla_jax.pallas.fp8_matmul import ref
+from mla_jax.types import BlockScaled
+from tests import aot
+from tests.cases import draw, run
+from tests.compare import within
+from tests.pallas.experts import case, judge, missing
+
+OP = "matmul_fp8"  # the other has the same backends
+DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+
+
+def weight(rng, *shape, std=1.0) -> BlockScaled:
+    """Random bytes, subnormal ones too, and a random scale for each block."""
+    blocks = *shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128)
+    values = (rng.normal(size=shape) * rng.choice([100, 0.01], size=shape)).clip(-448, 448)
+    scale = (std / 70 * rng.uniform(0.2, 2, size=blocks)).astype(np.float32)
+    return BlockScaled(
+        values=jnp.asarray(values.astype(ml_dtypes.float8_e4m3fn)), scale=jnp.asarray(scale)
+    )
+
+
+def wide(w: BlockScaled) -> np.ndarray:
+    """In float64, block by block."""
+    out = np.asarray(w.values).astype(np.float64)
+    scale = np.asarray(w.scale, np.float64)
+    for i in range(scale.shape[-2]):
+        for j in range(scale.shape[-1]):
+            block = (..., slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128))
+            out[block] *= scale[..., i : i + 1, j : j + 1]
+    return out
+
+
+def experts(rng, tokens, *, hidden=256, width=128, dtype="bfloat16", **facts):
+    """A case of ``tests.pallas.experts`` with the widened weights, and the weights."""
+    c = case(rng, tokens, hidden=hidden, width=width, dtype=dtype, **facts)
+    count = len(c.gate)
+    gate, up = (weight(rng, count, width, hidden, std=hidden**-0.5) for _ in range(2))
+    down = weight(rng, count, hidden, width, std=width**-0.5)
+    names = {"gate": gate, "up": up, "down": down}
+    c = dataclasses.replace(c, **{k: wide(w).swapaxes(1, 2) for k, w in names.items()})
+    args = *map(jnp.asarray, (c.x,)), gate, up, down, *map(jnp.asarray, (c.weights, c.experts))
+    return c, args
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(128, 128), (192, 256), (576, 384), (24, 128)])
+@pytest.mark.parametrize("tokens", [1, 17, 64])
+def test_a_product(tokens, shape, dtype, backend, rng):
+    w = weight(rng, *shape, std=shape[1] ** -0.5)
+    x = draw(rng, tokens, shape[1], dtype=dtype)
+    got = np.asarray(run(matmul_fp8, jnp.asarray(x), w, backend=backend))
+    assert got.dtype == x.dtype
+    true = x.astype(np.float64) @ wide(w).T
+    honest = x.astype(np.float64) @ wide(w).astype(x.dtype).astype(np.float64).T
+    within(got, true, honest.astype(x.dtype), floor=1e-5)
+
+
+@DTYPES
+@pytest.mark.parametrize("tokens", [1, 7, 60])
+def test_experts_against_the_truth(tokens, dtype, backend, rng):
+    c, args = experts(rng, tokens, dtype=dtype)
+    judge(run(routed_experts_fp8, *args, backend=backend), c)
+
+
+def test_the_definition(rng):
+    c, args = experts(rng, 9, dtype="float32")
+    judge(ref.routed_experts_fp8(*args), c)
+    x = jnp.asarray(draw(rng, 3, 256))
+    w = weight(rng, 200, 256)
+    np.testing.assert_allclose(
+        ref.matmul_fp8(x, w), np.asarray(x) @ wide(w).T, rtol=2e-5, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("limit", [None, 0.7])
+def test_padding_is_no_expert(limit, backend, rng):
+    c, args = experts(rng, 12)
+    choices = c.experts.copy()
+    choices[[2, 5, 11]] = -1, 6, 1000
+    c = c.with_choices(choices)
+    x = c.x.copy()
+    x[[2, 5, 11]] = np.nan
+    c = dataclasses.replace(c, x=x)
+    args = jnp.asarray(x), *args[1:5], jnp.asarray(choices)
+    judge(run(routed_experts_fp8, *args, limit=limit, backend=backend), c, limit)
+
+
+def test_no_tokens(backend, rng):
+    _, args = experts(rng, 1)
+    none = args[0][:0], *args[1:4], args[4][:0], args[5][:0]
+    assert run(routed_experts_fp8, *none, backend=backend).shape == (0, 256)
+
+
+def test_refusals(rng):
+    w = weight(rng, 128, 256)
+    x = jnp.zeros((2, 256), jnp.bfloat16)
+    with pytest.raises(ArgumentError, match="weight: given ArrayImpl; allowed: BlockScaled"):
+        problems.matmul_fp8(x, w.values)
+    with pytest.raises(ArgumentError, match="shape of its scale"):
+        problems.matmul_fp8(x, dataclasses.replace(w, scale=w.scale[:, :1]))
+    with pytest.raises(ArgumentError, match="scaled by bfloat16"):
+        problems.matmul_fp8(x, dataclasses.replace(w, scale=w.scale.astype(jnp.bfloat16)))
+    with pytest.raises(ArgumentError, match="into=256"):
+        problems.matmul_fp8(x[:, :128], w)
+    assert "xla: accepted" in ops.explain("matmul_fp8", x, w)
+
+
+AOT = aot.available() or missing("triton")
+
+
+@pytest.mark.skipif(bool(AOT), reason=AOT or "available")
+@pytest.mark.parametrize("tokens", [1, 128, 1024])
+def test_compiles_for_sm90(tokens, monkeypatch):
+    monkeypatch.setattr(DeviceInfo, "current", lambda: aot.H200)
+    s = jax.ShapeDtypeStruct
+
+    def scaled(*shape):
+        blocks = *shape[:-2], shape[-2] // 128, shape[-1] // 128
+        return BlockScaled(values=s(shape, jnp.float8_e4m3fn), scale=s(blocks, jnp.float32))
+
+    compiled, _ = aot.compile_sm90(
+        lambda *args: routed_experts_fp8(*args, backend="triton"),
+        s((tokens, 1024), jnp.bfloat16),
+        scaled(16, 512, 1024), scaled(16, 512, 1024), scaled(16, 1024, 512),
+        s((tokens, 4), jnp.float32),
+        s((tokens, 4), jnp.int32),
+    )  # fmt: skip
+    calls = compiled.as_text().count('custom_call_target="triton_kernel_call_ffi"')
+    assert calls == (2 if tokens == 1 else 3)
+    if tokens == 1:
+        aot.compile_sm90(
+            lambda *args: matmul_fp8(*args, backend="triton"),
+            s((tokens, 1024), jnp.bfloat16),
+            scaled(512, 1024),
+        )
