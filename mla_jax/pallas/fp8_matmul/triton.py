@@ -42,6 +42,15 @@ UNPLANNED = 128
 """Choices up to which every program looks for its own pairs."""
 
 
+FEW, MANY = (64, 4, 4), (64, 8, 3)
+"""Columns, warps and stages of the experts' programs, with tiles of 16 or 32 rows and of 64."""
+
+
+def raised(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Rows of bfloat16 times ``2**64``, as the kernels take them: exact, and infinite above it."""
+    return x * jnp.asarray(2.0**64, x.dtype) if x.dtype == jnp.bfloat16 else x
+
+
 def matmul_fp8(x: Float[Array, "tokens into"], weight: BlockScaled) -> Float[Array, "tokens out"]:
     """``ref.matmul_fp8``; widening is exact, the sum is rounded once."""
     from mla_jax.pallas import triton_lib
@@ -54,7 +63,7 @@ def matmul_fp8(x: Float[Array, "tokens into"], weight: BlockScaled) -> Float[Arr
     columns = next((n for n in (64, 32) if out // n >= 128), 16)
     return triton_lib.call(
         kernels.matmul,
-        x, weight.values, weight.scale, tokens,
+        raised(x), weight.values, weight.scale, tokens,
         out=jax.ShapeDtypeStruct((tokens, out), x.dtype),
         grid=cdiv(out, columns) * cdiv(tokens, rows),
         warps=4,
@@ -88,12 +97,12 @@ def routed_experts_fp8(
         tile_count, tiles, order = grouped.plan(experts, count, rows=rows, group=8)
     else:
         tile_count, tiles, order = topk, experts, experts  # not read; programs of a block
-    columns, searched = 64, 0 if planned else grouped.power(pairs)
-    warps, stages = (4, 4) if rows < 64 else (8, 3)
+    searched = 0 if planned else grouped.power(pairs)
+    columns, warps, stages = FEW if rows < 64 else MANY
     facts = {"SIZES": (count, topk, hidden, width), "PAIRS": searched, "TILE": (rows, columns)}
     h = triton_lib.call(
         kernels.gate_up,
-        x, gate.values, gate.scale, up.values, up.scale, experts, order, tiles, pairs,
+        raised(x), gate.values, gate.scale, up.values, up.scale, experts, order, tiles, pairs,
         out=grouped.spec((pairs, width), x.dtype),
         grid=tile_count * (width // columns),
         warps=warps,
