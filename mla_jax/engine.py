@@ -37,7 +37,7 @@ from mla_jax.model.family import Family, Serving, family_of
 from mla_jax.model.sampling import SamplingParams
 from mla_jax.model.sharding import sharding_of
 from mla_jax.model.step import Step, StepBatch, StepOutput, drawn_by, empty_batch
-from mla_jax.model.weights import Progress, checked_config, load, place
+from mla_jax.model.weights import Progress, checked_config, keeps_fp8, load, place
 from mla_jax.pages import PageGroup, PagePool
 from mla_jax.placement import Placement
 from mla_jax.scheduler import Completion, Event, Outcome, Plan, Scheduler
@@ -103,12 +103,13 @@ def _read_model(
     *,
     dtype: DTypeLike,
     progress: Progress | None,
+    fp8: bool = False,
 ) -> nnx.Module:
-    model = family.abstract(config, jnp.dtype(dtype))
+    model = family.abstract(config, jnp.dtype(dtype), **({"fp8": True} if fp8 else {}))
     sharding = partial(sharding_of, placement=placement)
     with placement.working():
-        leaves = load(folder, config, dtype=jnp.dtype(dtype), progress=progress, sharding=sharding)
-        place(model, leaves)
+        facts = {"progress": progress, "sharding": sharding, "fp8": fp8}
+        place(model, load(folder, config, dtype=jnp.dtype(dtype), **facts))
     return model
 
 
@@ -233,11 +234,15 @@ class Engine:
         dtype: DTypeLike = jnp.bfloat16,
         progress: Progress | None = None,
         ignore_keys: Collection[str] = (),
+        fp8_weights: bool | None = None,
         **settings: Any,
     ) -> "Engine":
         """An engine for a Hugging Face folder; ``settings`` are those of the constructor.
 
         ``ignore_keys`` names keys of config.json to pass over, as in ``ModelConfig.from_hf``.
+        ``fp8_weights``: whether e4m3 weights stay e4m3 on the device, which halves what they take
+        and what a step reads; False widens them to ``dtype``. None: they stay on one GPU with a
+        16-bit ``dtype``, if all products of the layers are e4m3.
 
         Raises:
             ConfigError: config.json has a key that this library does not implement.
@@ -246,8 +251,9 @@ class Engine:
         config = checked_config(folder, ignore_keys=ignore_keys)
         settings["devices"] = placement = Placement.of(settings.get("devices"))
         family = settings.get("family") or family_of(config.family)
+        fp8 = _keep_fp8(folder, config, family, placement, jnp.dtype(dtype), fp8_weights)
         read = partial(
-            _read_model, folder, config, family, placement, dtype=dtype, progress=progress
+            _read_model, folder, config, family, placement, dtype=dtype, progress=progress, fp8=fp8
         )
         return cls(read, config, dtype=dtype, **settings)
 
@@ -590,6 +596,25 @@ class Engine:
             self._abandoned.discard(id)
 
 
+def _keep_fp8(
+    folder: str | Path,
+    config: Any,
+    family: Family,
+    placement: Placement,
+    dtype: jnp.dtype,
+    asked: bool | None,
+) -> bool:
+    """Whether e4m3 weights stay so; refuses what was asked for and cannot be."""
+    if asked is None:
+        usual = placement.on_gpu and placement.size == 1 and dtype.itemsize == 2
+        given = bool(getattr(config, "fp8_block", None))
+        return usual and given and family.fp8 and keeps_fp8(folder, config)
+    if asked and (placement.size > 1 or not family.fp8):
+        given = f"True on {placement.size} devices, family {family.name}"
+        raise EngineError("fp8_weights", given, "None or False: e4m3 weights stay on one device")
+    return asked
+
+
 @dataclass(frozen=True)
 class _Flight:
     """A step that was sent to the device."""
@@ -620,8 +645,10 @@ def _bytes_of(tree: Any) -> int:
 
 
 def _dtype_of(model: nnx.Module) -> jnp.dtype:
-    """That of most leaves: norms and routers may have more digits."""
+    """That of most leaves: norms and routers may have more digits, e4m3 weights have scales."""
     leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
+    if any(leaf.dtype == jnp.float8_e4m3fn for leaf in leaves):
+        leaves = [leaf for leaf in leaves if leaf.dtype.itemsize == 2]
     return jnp.dtype(Counter(leaf.dtype for leaf in leaves).most_common(1)[0][0])
 
 

@@ -24,16 +24,23 @@ __all__ = ["Block", "DeepseekV3"]
 class Block(nnx.Module):
     """``h += attn(norm(h)); h += mlp_or_moe(norm(h))``."""
 
-    def __init__(self, config: ModelConfig, *, sparse: bool, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        sparse: bool,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+        fp8: bool = False,
+    ):
+        facts = {"dtype": dtype, "rngs": rngs, "fp8": fp8}
         self.attn_norm = RMSNorm(config.hidden, eps=config.eps, dtype=dtype)
-        self.attn = MLA(config, dtype=dtype, rngs=rngs)
+        self.attn = MLA(config, **facts)
         self.mlp_norm = RMSNorm(config.hidden, eps=config.eps, dtype=dtype)
         if sparse:
-            self.moe = MoE(config, dtype=dtype, rngs=rngs)
+            self.moe = MoE(config, **facts)
         else:
-            self.mlp = SwiGLU(
-                config.hidden, config.mlp, bias=config.mlp_bias, dtype=dtype, rngs=rngs
-            )
+            self.mlp = SwiGLU(config.hidden, config.mlp, bias=config.mlp_bias, **facts)
         self.sparse = sparse
 
     def __call__(
@@ -81,16 +88,19 @@ class Block(nnx.Module):
         """``h + mlp_or_moe(norm(h))``; rows that are not real reach no expert."""
         x = self.mlp_norm(h)
         if not self.sparse:
-            return h + self.mlp(x)
+            return h + self.mlp(x, backend=backend)
         return self.moe(x, real, onto=h, backend=backend, placement=placement)
 
 
 class DeepseekV3(nnx.Module):
-    """Token ids to hidden states to float32 logits; equal layers are stacked (``stack.Stack``)."""
+    """Token ids to hidden states to float32 logits; equal layers are stacked (``stack.Stack``).
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    With ``fp8`` the layers' products have block-scaled e4m3 weights, zeros until they are loaded.
+    """
+
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs, fp8: bool = False):
         def block(sparse: bool, rngs: nnx.Rngs) -> Block:
-            return Block(config, sparse=sparse, dtype=dtype, rngs=rngs)
+            return Block(config, sparse=sparse, dtype=dtype, rngs=rngs, fp8=fp8)
 
         self.embed = Embed(config.vocab, config.hidden, dtype=dtype, rngs=rngs)
         periods = periods_of(config.sparse_layers)

@@ -189,8 +189,9 @@ class Family:
     groups: Callable[[Any, Serving], tuple[CacheGroup, ...]]  # of a config and settings
     builder: Callable[[Any, Serving], AttentionMetadataBuilder]
     module: Callable[..., nnx.Module] | None  # (config, dtype=…, rngs=…)
+    fp8: bool = False  # the module takes fp8=True: products with block-scaled e4m3 weights
 
-    def abstract(self, config: Any, dtype: jnp.dtype) -> nnx.Module:
+    def abstract(self, config: Any, dtype: jnp.dtype, *, fp8: bool = False) -> nnx.Module:
         """The module without memory for its weights.
 
         Raises:
@@ -200,7 +201,8 @@ class Family:
         if make is None:
             allowed = ", ".join(t for f in FAMILIES if f.module for t in f.model_types)
             raise ConfigError(f"model_type of family {self.name}", self.model_types, allowed)
-        return nnx.eval_shape(lambda: make(config, dtype=dtype, rngs=nnx.Rngs(0)))
+        more = {"fp8": True} if fp8 else {}
+        return nnx.eval_shape(lambda: make(config, dtype=dtype, rngs=nnx.Rngs(0), **more))
 
 
 def _dense_groups(config: ModelConfig, serving: Serving) -> tuple[CacheGroup, ...]:
@@ -257,6 +259,7 @@ DEEPSEEK_V3 = Family(
     groups=_dense_groups,
     builder=_dense_builder,
     module=DeepseekV3,
+    fp8=True,
 )
 
 

@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.typing import DTypeLike
 
-from mla_jax.types import Array, Float
+from mla_jax import ops
+from mla_jax.types import SCALE_BLOCK, Array, BlockScaled, Float, cdiv
 
-__all__ = ["Linear", "contract", "precision_of", "project"]
+__all__ = ["Linear", "contract", "precision_of", "project", "scaled_params"]
 
 
 def precision_of(dtype: jnp.dtype) -> lax.Precision:
@@ -36,7 +38,11 @@ def contract(spec: str, x: Array, y: Array, *, out_dtype: jnp.dtype | None = Non
 
 
 class Linear(nnx.Module):
-    """``y = x @ kernel (+ bias)`` with ``kernel [*in, *out]``; heads are axes of their own."""
+    """``y = x @ kernel (+ bias)`` with ``kernel [*in, *out]``; heads are axes of their own.
+
+    With ``fp8`` the weight is block-scaled e4m3 as published: ``kernel [out, in]`` of bytes, rows
+    and columns of all axes merged, and ``scale``.
+    """
 
     def __init__(
         self,
@@ -46,16 +52,51 @@ class Linear(nnx.Module):
         bias: bool = False,
         dtype: jnp.dtype,
         rngs: nnx.Rngs,
+        fp8: bool = False,
     ):
-        kernel = jax.random.normal(rngs.params(), (*in_dims, *out_dims), jnp.float32)
-        self.kernel = nnx.Param((kernel * math.prod(in_dims) ** -0.5).astype(dtype))
+        self.in_dims, self.out_dims = in_dims, out_dims
+        if fp8:
+            self.kernel, self.scale = scaled_params((math.prod(out_dims), math.prod(in_dims)))
+        else:
+            kernel = jax.random.normal(rngs.params(), (*in_dims, *out_dims), jnp.float32)
+            self.kernel = nnx.Param((kernel * math.prod(in_dims) ** -0.5).astype(dtype))
+            self.scale = None
         self.bias = nnx.Param(jnp.zeros(out_dims, dtype)) if bias else None
-        self.in_axes = len(in_dims)
 
-    def __call__(self, x: Float[Array, "*axes"]) -> Float[Array, "*result"]:
-        """Accumulated in float32, rounded once to the dtype of ``x``."""
+    def __call__(
+        self, x: Float[Array, "*axes"], *, backend: str | None = None
+    ) -> Float[Array, "*result"]:
+        """Accumulated in float32, rounded once to the dtype of ``x``.
+
+        ``backend`` is that of e4m3 weights; XLA multiplies all others.
+        """
         bias = None if self.bias is None else self.bias[...]
-        return project(x, self.kernel[...], bias, in_axes=self.in_axes)
+        axes = len(self.in_dims)
+        if self.scale is None:
+            return project(x, self.kernel[...], bias, in_axes=axes)
+        weight = BlockScaled(values=self.kernel[...], scale=self.scale[...])
+        lead = x.shape[: x.ndim - axes]
+        rows = x.reshape(math.prod(lead), math.prod(self.in_dims))
+        y = ops.matmul_fp8(rows, weight, backend=ops.named("matmul_fp8", backend))
+        y = y.reshape(*lead, *self.out_dims)
+        return y if bias is None else (y + bias.astype(jnp.float32)).astype(x.dtype)
+
+    def dense(self, dtype: DTypeLike) -> Float[Array, "*dims"]:
+        """``[*in, *out]``: the kernel, or the widened bytes in ``dtype``."""
+        if self.scale is None:
+            return self.kernel[...]
+        wide = BlockScaled(values=self.kernel[...], scale=self.scale[...]).widened(dtype)
+        return wide.T.reshape(*self.in_dims, *self.out_dims)
+
+
+def scaled_params(shape: tuple[int, ...]) -> tuple[nnx.Param, nnx.Param]:
+    """Bytes and scales of e4m3 weights ``[..., out, in]``: zeros, until they are loaded."""
+    *lead, out, into = shape
+    blocks = *lead, cdiv(out, SCALE_BLOCK), cdiv(into, SCALE_BLOCK)
+    return (
+        nnx.Param(jnp.zeros(shape, jnp.float8_e4m3fn)),
+        nnx.Param(jnp.ones(blocks, jnp.float32)),
+    )
 
 
 def project(

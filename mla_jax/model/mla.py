@@ -125,11 +125,12 @@ class _Up(NamedTuple):
 class MLA(nnx.Module):
     """One attention layer. Cache in, cache out; everything else is an argument."""
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs, fp8: bool = False):
         d = config.dims
+        facts = {"dtype": dtype, "rngs": rngs, "fp8": fp8}
 
         def linear(in_dim: int, *out_dims: int, bias: bool = False) -> Linear:
-            return Linear((in_dim,), out_dims, bias=bias, dtype=dtype, rngs=rngs)
+            return Linear((in_dim,), out_dims, bias=bias, **facts)
 
         biased = config.attention_bias
         if d.q_rank is None:
@@ -141,28 +142,45 @@ class MLA(nnx.Module):
         self.kv_down = linear(config.hidden, d.row, bias=biased)
         self.kv_norm = RMSNorm(d.rank, eps=config.latent_eps, dtype=dtype)
         self.kv_up = linear(d.rank, d.heads, d.nope + d.v)
-        self.out = Linear((d.heads, d.v), (config.hidden,), bias=biased, dtype=dtype, rngs=rngs)
+        self.out = Linear((d.heads, d.v), (config.hidden,), bias=biased, **facts)
         self.dims, self.rope, self.scale = d, config.rope, config.scale
 
     def absorbed(self) -> Absorbed:
         """The decode weights, derived from ``kv_up`` as it is now."""
-        return absorb_weights(self.kv_up.kernel[...], nope=self.dims.nope)
+        return absorb_weights(self._up_projection(), nope=self.dims.nope)
+
+    def _up_projection(self) -> Float[Array, "rank heads nope_v"]:
+        """``[U_k | U_v]`` of all heads, widened if the weights are e4m3."""
+        return self.kv_up.dense(self.kv_norm.scale[...].dtype)
 
     def queries(
-        self, x: Float[Array, "tokens hidden"], angles: tuple[Array, Array]
+        self,
+        x: Float[Array, "tokens hidden"],
+        angles: tuple[Array, Array],
+        *,
+        backend: str | None = None,
     ) -> tuple[Float[Array, "tokens heads nope"], Float[Array, "tokens heads rope"]]:
         """Per-head queries, the rotary part rotated."""
-        return self._split_queries(self._project_queries(x), angles)
+        return self._split_queries(self._project_queries(x, backend), angles)
 
     def latents(
-        self, x: Float[Array, "tokens hidden"], angles: tuple[Array, Array]
+        self,
+        x: Float[Array, "tokens hidden"],
+        angles: tuple[Array, Array],
+        *,
+        backend: str | None = None,
     ) -> tuple[Float[Array, "tokens rank"], Float[Array, "tokens rope"]]:
         """What the cache stores: the normalised latent and the rotated shared key."""
-        return self._split_row(self.kv_down(x), angles)
+        return self._split_row(self.kv_down(x, backend=backend), angles)
 
-    def _project_queries(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens heads qk"]:
+    def _project_queries(
+        self, x: Float[Array, "tokens hidden"], backend: str | None
+    ) -> Float[Array, "tokens heads qk"]:
         """Per-head queries before rotation."""
-        return self.q(x) if self.dims.q_rank is None else self.q_up(self.q_norm(self.q_down(x)))
+        if self.dims.q_rank is None:
+            return self.q(x, backend=backend)
+        low = self.q_norm(self.q_down(x, backend=backend))
+        return self.q_up(low, backend=backend)
 
     def _split_queries(
         self, q: Float[Array, "tokens heads qk"], angles: tuple[Array, Array]
@@ -198,8 +216,8 @@ class MLA(nnx.Module):
         """
         plan = StepPlan() if plan is None else plan
         angles = cos_sin(meta.positions, self.rope) if plan.angles is None else plan.angles
-        q, kv = self._project_queries(x), self.kv_down(x)
-        kv_up, number = self.kv_up.kernel[...], 0 if layer is None else layer
+        q, kv = self._project_queries(x, backend), self.kv_down(x, backend=backend)
+        kv_up, number = self._up_projection(), 0 if layer is None else layer
         absorbed = self.absorbed() if absorbed is None else absorbed
         several = placement is not None and placement.size > 1
         if (
@@ -220,7 +238,7 @@ class MLA(nnx.Module):
             given = (_Rows._make((1, 1, None, None)), 1, 0, None, None, None, None)
             attend = divided(attend, placement, given=given, returned=(1, None))
         heads, cache = attend(new, kv_up, absorbed, meta, cache, number, plan)
-        return self.out(heads), cache
+        return self.out(heads, backend=backend), cache
 
     def _appended(
         self,
@@ -323,7 +341,7 @@ class MLA(nnx.Module):
         """
         expand = partial(
             self._expanded,
-            kv_up=self.kv_up.kernel[...] if kv_up is None else kv_up,
+            kv_up=self._up_projection() if kv_up is None else kv_up,
             backend=backend,
         )
         if context is None:
@@ -359,13 +377,14 @@ class MLA(nnx.Module):
         """
         tokens = x.shape[0]
         angles = cos_sin(jnp.arange(tokens, dtype=jnp.int32), self.rope)
-        new = _Rows(*self.queries(x, angles), *self.latents(x, angles))
+        rows = self.queries(x, angles, backend="xla"), self.latents(x, angles, backend="xla")
+        new = _Rows(*rows[0], *rows[1])
         starts = jnp.array([0, tokens], jnp.int32)
         meta = PrefillMetadata(query_starts=starts, key_starts=starts)
         state = self._expanded(
-            new.q, new.latent, new.k_rope, meta, kv_up=self.kv_up.kernel[...], backend="xla"
+            new.q, new.latent, new.k_rope, meta, kv_up=self._up_projection(), backend="xla"
         )
-        return self.out(state.out.astype(x.dtype))
+        return self.out(state.out.astype(x.dtype), backend="xla")
 
     def _expanded(
         self,

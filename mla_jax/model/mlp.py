@@ -13,10 +13,24 @@ __all__ = ["SwiGLU"]
 class SwiGLU(nnx.Module):
     """``down(silu(gate(x)) * up(x))``."""
 
-    def __init__(self, hidden: int, width: int, *, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs):
-        self.gate = Linear((hidden,), (width,), bias=bias, dtype=dtype, rngs=rngs)
-        self.up = Linear((hidden,), (width,), bias=bias, dtype=dtype, rngs=rngs)
-        self.down = Linear((width,), (hidden,), bias=bias, dtype=dtype, rngs=rngs)
+    def __init__(
+        self,
+        hidden: int,
+        width: int,
+        *,
+        bias: bool,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+        fp8: bool = False,
+    ):
+        def linear(into: int, out: int) -> Linear:
+            return Linear((into,), (out,), bias=bias, dtype=dtype, rngs=rngs, fp8=fp8)
 
-    def __call__(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+        self.gate, self.up = linear(hidden, width), linear(hidden, width)
+        self.down = linear(width, hidden)
+
+    def __call__(
+        self, x: Float[Array, "tokens hidden"], *, backend: str | None = None
+    ) -> Float[Array, "tokens hidden"]:
+        gate, up = self.gate(x, backend=backend), self.up(x, backend=backend)
+        return self.down(jax.nn.silu(gate) * up, backend=backend)

@@ -9,11 +9,12 @@ from jax import lax
 
 from mla_jax import ops
 from mla_jax.config import ModelConfig, MoEConfig
+from mla_jax.model.linear import scaled_params
 from mla_jax.model.mlp import SwiGLU
 from mla_jax.model.sharding import divided, divides
 from mla_jax.pallas.router.ref import choose_experts
 from mla_jax.placement import SHARDS, Placement
-from mla_jax.types import Array, Bool, Float, Int
+from mla_jax.types import Array, BlockScaled, Bool, Float, Int
 
 __all__ = ["Experts", "MoE", "Router", "choose_experts"]
 
@@ -47,9 +48,28 @@ class Router(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """``experts`` SwiGLUs, of which each token passes its own."""
+    """``experts`` SwiGLUs, of which each token passes its own.
 
-    def __init__(self, hidden: int, moe: MoEConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    With ``fp8`` weights are block-scaled e4m3 ``[experts, out, in]``, each with its scales.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        moe: MoEConfig,
+        *,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+        fp8: bool = False,
+    ):
+        self.fp8 = fp8
+        if fp8:
+            into, back = (moe.experts, moe.width, hidden), (moe.experts, hidden, moe.width)
+            self.gate, self.gate_scale = scaled_params(into)
+            self.up, self.up_scale = scaled_params(into)
+            self.down, self.down_scale = scaled_params(back)
+            return
+
         def init(in_dim: int, out_dim: int) -> nnx.Param:
             w = jax.random.normal(rngs.params(), (moe.experts, in_dim, out_dim), jnp.float32)
             return nnx.Param((w * in_dim**-0.5).astype(dtype))
@@ -77,6 +97,9 @@ class Experts(nnx.Module):
         """
         if real is not None:
             experts = jnp.where(real[:, None], experts, -1)
+        if self.fp8:
+            run = partial(ops.routed_experts_fp8, backend=ops.named("routed_experts_fp8", backend))
+            return run(x, *self._scaled(), weights, experts)
         run = partial(ops.routed_experts, backend=ops.named("routed_experts", backend))
 
         def share(gate, up, down, x, weights, chosen):
@@ -91,15 +114,22 @@ class Experts(nnx.Module):
         on_all = divided(share, placement, given=given, returned=None)
         return on_all(gate, up, down, x, weights, experts)
 
+    def _scaled(self) -> tuple[BlockScaled, BlockScaled, BlockScaled]:
+        return (
+            BlockScaled(values=self.gate[...], scale=self.gate_scale[...]),
+            BlockScaled(values=self.up[...], scale=self.up_scale[...]),
+            BlockScaled(values=self.down[...], scale=self.down_scale[...]),
+        )
+
 
 class MoE(nnx.Module):
     """Routed experts plus the shared SwiGLU."""
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs, fp8: bool = False):
         moe = config.moe
         assert moe is not None, "a sparse layer needs config.moe"
         self.router = Router(config.hidden, moe, rngs=rngs)
-        self.experts = Experts(config.hidden, moe, dtype=dtype, rngs=rngs)
+        self.experts = Experts(config.hidden, moe, dtype=dtype, rngs=rngs, fp8=fp8)
         self.shared = (
             SwiGLU(
                 config.hidden,
@@ -107,6 +137,7 @@ class MoE(nnx.Module):
                 bias=config.mlp_bias,
                 dtype=dtype,
                 rngs=rngs,
+                fp8=fp8,
             )
             if moe.shared
             else None
@@ -127,7 +158,7 @@ class MoE(nnx.Module):
         product; that sum needs no routed expert, so both parts can run at the same time. Over
         several devices of a ``placement`` each one has its own experts.
         """
-        beside = None if self.shared is None else self.shared(x)
+        beside = None if self.shared is None else self.shared(x, backend=backend)
         if onto is not None:
             beside = onto if beside is None else onto + beside
         weights, experts = self.router(x, real, backend=backend, placement=placement)

@@ -26,7 +26,7 @@ from mla_jax.model.stack import Place
 from mla_jax.model.weight_table import Weight, expected_shapes, fused_experts, weight_table
 from mla_jax.types import Array, Int, cdiv
 
-__all__ = ["Progress", "checked_config", "dequantise", "load", "place", "save"]
+__all__ = ["Progress", "checked_config", "dequantise", "keeps_fp8", "load", "place", "save"]
 
 type Progress = Callable[[int, int], None]
 """Called with the bytes read so far and the bytes to read."""
@@ -75,6 +75,7 @@ def load(
     dtype: str | np.dtype | type,
     progress: Progress | None = None,
     sharding: Callable[[str, tuple[int, ...]], jax.sharding.Sharding] | None = None,
+    fp8: bool = False,
 ) -> dict[str, Array]:
     """Leaves by path, on the default device unless ``sharding(path, shape)`` says where.
 
@@ -82,18 +83,25 @@ def load(
     layer's part of one of them is in memory at a time, and each device is sent its own share.
 
     The router and its choice bias are float32, everything else is ``dtype``. Multi-token
-    prediction layers, rotary buffers and the head of a tied model are skipped.
+    prediction layers, rotary buffers and the head of a tied model are skipped. With ``fp8`` the
+    layers' e4m3 tensors stay as they are, ``[out, in]``, and so do their scales.
 
     Raises WeightsError with every missing, unexpected, misshapen or mistyped tensor.
     """
     checkpoint = Checkpoint.open(folder)
     table = _checked_table(folder, config, checkpoint.tensors)
+    if fp8 and (why := _why_not_fp8(table, checkpoint.tensors)):
+        raise WeightsError(str(folder), [f"{why}; load without fp8, which widens the weights"])
     reader = _Reader(checkpoint=checkpoint, progress=progress or (lambda done, total: None))
     reader.total = sum(
         reader.tensors[n].nbytes for w in table for name in w.names() for n in reader.parts(name)
     )
     filling = _Filling(sharding=sharding)
     for weight in table:
+        if fp8 and _is_product(weight):
+            for path, array in reader.kept(weight):
+                filling.put(path, array, weight.place)
+            continue
         target = np.dtype(np.float32) if weight.float32 else jnp.dtype(dtype)
         for path, array in zip(weight.paths, reader.leaves(weight, target), strict=True):
             filling.put(path, array, weight.place)
@@ -163,6 +171,20 @@ class _Reader:
                 leaf[e] = part
         return out
 
+    def kept(self, weight: Weight) -> Iterator[tuple[str, np.ndarray]]:
+        """Bytes and scales of one table row, experts stacked."""
+        (path,) = weight.paths
+        pairs = []
+        for name in weight.names():
+            pairs.append([self.tensors[part].read(None) for part in self.parts(name)])
+            self.done += sum(x.nbytes for x in pairs[-1])
+            self.progress(self.done, self.total)
+        values, scales = zip(*pairs, strict=True)
+        one = not weight.experts
+        yield path, values[0] if one else np.stack(values)
+        scale = (scales[0] if one else np.stack(scales)).astype(np.float32)
+        yield (path.removesuffix("kernel") + "scale" if one else f"{path}_scale"), scale
+
     def _cast(self, weight: Weight, name: str, index: int | None, dtype: np.dtype) -> np.ndarray:
         read = [self.tensors[part].read(index) for part in self.parts(name)]
         self.done += sum(x.nbytes for x in read)
@@ -174,6 +196,27 @@ class _Reader:
             problem = f"{name}: values beyond float16; load as bfloat16 or float32"
             raise WeightsError(str(self.checkpoint.folder), [problem])
         return leaf
+
+
+def keeps_fp8(folder: str | Path, config: ModelConfig) -> bool:
+    """Whether ``load(…, fp8=True)`` can: every product of every layer is block-scaled e4m3."""
+    tensors = Checkpoint.open(folder).tensors
+    return not _why_not_fp8(_checked_table(folder, config, tensors), tensors)
+
+
+def _is_product(weight: Weight) -> bool:
+    """A matrix of a layer that is not the router's."""
+    return weight.place is not None and len(weight.shape) == 2 and not weight.float32
+
+
+def _why_not_fp8(table: list[Weight], tensors: Mapping[str, Tensor]) -> str:
+    """The first product whose weights could not stay e4m3; empty if there is none."""
+    for weight in filter(_is_product, table):
+        for name in weight.names():
+            if weight.fused or tensors[name].dtype != "F8_E4M3":
+                how = "all experts in one tensor" if weight.fused else tensors[name].dtype
+                return f"{name}: given {how}; allowed: F8_E4M3, a tensor for each product"
+    return ""
 
 
 def dequantise(q: np.ndarray, scale: np.ndarray) -> np.ndarray:

@@ -84,6 +84,12 @@ def model(cfg: ModelConfig, seed: int = 0) -> DeepseekV3:
     return module
 
 
+def leaves(model: DeepseekV3) -> dict:
+    """Every weight by its path."""
+    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    return {".".join(map(str, path)): var.get_value() for path, var in flat}
+
+
 def step(model: DeepseekV3, *, page: int, **settings) -> Step:
     """A step whose programs return logits; its buckets are given by hand."""
     one = Ladder("any", (1,))

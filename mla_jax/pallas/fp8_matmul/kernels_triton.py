@@ -20,6 +20,7 @@ Imported only where Triton is there: by ``triton.py``, when it runs.
 # pyright: reportOperatorIssue=false
 # pyright: reportIndexIssue=false
 # pyright: reportPossiblyUnboundVariable=false
+# pyright: reportAssignmentType=false
 
 from mla_jax.pallas.grouped_matmul.kernels_triton import _chosen, _lead, _place, _rows
 from mla_jax.pallas.triton_lib import jit, tl

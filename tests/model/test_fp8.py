@@ -1,0 +1,169 @@
+"""A model whose weights stay block-scaled e4m3: the model of its widened weights."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+
+from mla_jax.config import MLADims, MoEConfig
+from mla_jax.engine import Engine
+from mla_jax.errors import EngineError, WeightsError
+from mla_jax.model.deepseek_v3 import DeepseekV3
+from mla_jax.model.safetensors_io import Checkpoint, write_safetensors
+from mla_jax.model.sampling import SamplingParams
+from mla_jax.model.weights import keeps_fp8, load, place, save
+from tests.model import tiny
+
+GPU = jax.default_backend() == "gpu"
+LONG = SamplingParams(max_new_tokens=12, ignore_eos=True)
+PROMPTS = [[1, 5, 9, 30], [2], list(range(3, 40))]
+BOUND = 1.25
+"""How much farther from float32 logits may be than those of the widened weights in bfloat16."""
+
+
+def config(**changes):
+    """Widths that the kernels take too: multiples of 128."""
+    facts = {
+        "hidden": 256,
+        "mlp": 384,
+        "dims": MLADims(heads=4, rank=128, nope=32, rope=16, v=32, q_rank=128),
+        "rope": dataclasses.replace(tiny.config().rope, dim=16),
+        "moe": MoEConfig(
+            experts=8, topk=3, width=128, shared=1, method="noaux_tc", groups=4, topk_groups=2,
+            normalise=True, scale=2.5,
+        ),
+        "fp8_block": 128,
+    }  # fmt: skip
+    return dataclasses.replace(tiny.config(), **(facts | changes))
+
+
+def quantised(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes and the float32 scale of each block."""
+    q = np.zeros(x.shape, ml_dtypes.float8_e4m3fn)
+    scale = np.zeros([-(-n // 128) for n in x.shape], np.float32)
+    for i, j in np.ndindex(*scale.shape):
+        block = np.s_[128 * i : 128 * i + 128, 128 * j : 128 * j + 128]
+        scale[i, j] = np.abs(x[block]).max() / 448
+        q[block] = (x[block] / scale[i, j]).astype(q.dtype)
+    return q, scale
+
+
+def is_product(name: str) -> bool:
+    return "_proj" in name and name.endswith(".weight")
+
+
+@pytest.fixture(scope="module")
+def cfg():
+    return config()
+
+
+@pytest.fixture(scope="module")
+def folder(cfg, tmp_path_factory):
+    path = tmp_path_factory.mktemp("fp8")
+    save(path, cfg, tiny.leaves(tiny.model(cfg)))
+    text = (path / "config.json").read_text()
+    tensors = {}
+    for name, tensor in Checkpoint.open(path).tensors.items():
+        x = tensor.read()
+        if is_product(name):
+            tensors[name], tensors[f"{name}_scale_inv"] = quantised(x)
+        else:
+            tensors[name] = x
+    write_safetensors(path / "model.safetensors", tensors)
+    block = '"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", '
+    block += '"weight_block_size": [128, 128]}'
+    (path / "config.json").write_text(text.rstrip()[:-1].rstrip() + f",\n  {block}\n}}\n")
+    return path
+
+
+def serve(folder, dtype: str, fp8: bool | None, **more):
+    settings = {"num_pages": 64, "page": 8, "max_requests": 4, "prefill_chunk": 64}
+    engine = Engine.from_pretrained(
+        folder, dtype=jnp.dtype(dtype), fp8_weights=fp8, want_logits=True, **(settings | more)
+    )
+    return engine.generate(PROMPTS, LONG), engine
+
+
+def test_bytes_and_scales_stay_as_they_are(folder, cfg):
+    tensors = {n: t.read() for n, t in Checkpoint.open(folder).tensors.items()}
+    leaves = load(folder, cfg, dtype="bfloat16", fp8=True)
+    for path, name in (
+        ("stacks.1.blocks.0.attn.q_up", "self_attn.q_b_proj"),
+        ("stacks.1.blocks.0.attn.out", "self_attn.o_proj"),
+        ("stacks.1.blocks.0.moe.shared.down", "mlp.shared_experts.down_proj"),
+    ):
+        for row, layer in enumerate((1, 2)):
+            stored = tensors[f"model.layers.{layer}.{name}.weight"]
+            kept = np.asarray(leaves[f"{path}.kernel"][row])
+            assert kept.dtype == stored.dtype and kept.tobytes() == stored.tobytes()
+            scale = tensors[f"model.layers.{layer}.{name}.weight_scale_inv"]
+            np.testing.assert_array_equal(leaves[f"{path}.scale"][row], scale)
+    up = np.asarray(leaves["stacks.1.blocks.0.moe.experts.up"][1, 5])
+    assert up.tobytes() == tensors["model.layers.2.mlp.experts.5.up_proj.weight"].tobytes()
+    assert leaves["stacks.1.blocks.0.moe.router.kernel"].dtype == jnp.float32
+    assert leaves["embed.embedding"].dtype == jnp.bfloat16
+
+
+def test_in_float32_it_is_the_widened_model(folder):
+    want, widened = serve(folder, "float32", False)
+    got, kept = serve(folder, "float32", True)
+    for a, b in zip(got, want, strict=True):
+        assert a.token_ids == b.token_ids
+        np.testing.assert_allclose(a.logits, b.logits, atol=2e-4, rtol=2e-4)
+    assert kept.stats().weight_bytes < 0.45 * widened.stats().weight_bytes
+
+
+def test_in_bfloat16_it_is_as_near_to_float32_as_the_widened_model(folder, record_property):
+    """The same tokens are fed to all: the error of the logits of each request's first token."""
+    true, _ = serve(folder, "float32", False)
+    errors = {}
+    for fp8 in (False, True):
+        got, _ = serve(folder, "bfloat16", fp8)
+        pairs = [(a.logits[0], b.logits[0]) for a, b in zip(got, true, strict=True)]
+        errors[fp8] = np.sqrt(sum(((a - b) ** 2).sum() for a, b in pairs)) / np.sqrt(
+            sum((b**2).sum() for _, b in pairs)
+        )
+        record_property(f"relative error, fp8 {fp8}", float(errors[fp8]))
+    assert errors[True] < BOUND * errors[False], errors
+    assert errors[False] < 0.05, errors
+
+
+def test_by_itself_a_gpu_keeps_them_and_a_cpu_does_not(folder):
+    _, engine = serve(folder, "bfloat16", None)
+    leaves = jax.tree.leaves(engine._step.leaves)
+    assert any(x.dtype == jnp.float8_e4m3fn for x in leaves) == GPU
+
+
+def test_what_cannot_stay(folder, cfg, tmp_path):
+    """One product that is not e4m3, or several devices."""
+    assert keeps_fp8(folder, cfg)
+    tensors = {n: t.read() for n, t in Checkpoint.open(folder).tensors.items()}
+    name = "model.layers.1.self_attn.o_proj.weight"
+    tensors[name] = tensors[name].astype(np.float32)
+    del tensors[f"{name}_scale_inv"]
+    write_safetensors(tmp_path / "model.safetensors", tensors)
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    assert not keeps_fp8(tmp_path, cfg)
+    with pytest.raises(WeightsError, match=r"o_proj\.weight: given F32; allowed: F8_E4M3"):
+        serve(tmp_path, "bfloat16", True)
+    serve(tmp_path, "bfloat16", None)
+    devices = jax.devices()
+    if len(devices) > 1:
+        with pytest.raises(EngineError, match="fp8_weights"):
+            serve(folder, "bfloat16", True, devices=devices[:2])
+
+
+def test_an_engine_of_a_loaded_module(folder, cfg):
+    """Its dtype is that of what is not e4m3."""
+    make = partial(DeepseekV3, cfg, dtype=jnp.bfloat16, fp8=True)
+    module = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
+    place(module, load(folder, cfg, dtype="bfloat16", fp8=True))
+    engine = Engine(module, cfg, num_pages=64, page=8, max_requests=4, prefill_chunk=64)
+    want, _ = serve(folder, "bfloat16", True)
+    got = engine.generate(PROMPTS, LONG)
+    assert [c.token_ids for c in got] == [c.token_ids for c in want]
