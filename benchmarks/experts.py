@@ -5,6 +5,8 @@ against ``ref.py`` on up to 128 of the tokens, with NaN in the rows and weights 
 compile side by side first, then each is timed alone; what has not compiled or was not reached
 within ``--limit`` seconds is left out, and said so.
 ``--tune RESULTS`` writes the packaged tunings instead, from such a file.
+``--beside FILE`` sets vLLM's times beside ours (``benchmarks.vllm_experts``); ``--first`` times the
+heuristic's or packaged choice only.
 """
 
 import argparse
@@ -15,7 +17,7 @@ import math
 import statistics
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
@@ -26,13 +28,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from benchmarks.expert_cases import CASES, Model
 from benchmarks.machine import clocks
 from mla_jax import ops
 from mla_jax.errors import ArgumentError
 from mla_jax.pallas import problems
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.grouped_matmul import ref
-from mla_jax.pallas.grouped_matmul.triton import Tuning, heuristic
+from mla_jax.pallas.grouped_matmul.triton import Tuning, heuristic, tune
 from mla_jax.pallas.tuning import folder_name
 
 DTYPE = jnp.bfloat16
@@ -50,22 +53,9 @@ METHOD = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    """Shapes of one layer's routed experts."""
-
-    experts: int
-    hidden: int
-    width: int
-    topk: int
-
-
-MODELS = {
-    "v2_lite": Model(experts=64, hidden=2048, width=1408, topk=6),
-    "v3": Model(experts=256, hidden=7168, width=2048, topk=8),
-}
-TOKENS = {"v2_lite": (1, 8, 32, 128, 512, 8192), "v3": (1, 32, 128, 8192)}
-CASES = {f"{m}_t{t}": (MODELS[m], t) for m in MODELS for t in TOKENS[m]}
+def taken(name: str) -> Tuning:
+    """What a call without a tuning takes."""
+    return tune(problems.routed(*_specs(*CASES[name])), DeviceInfo.current()).value
 
 
 def candidates(name: str) -> list[Tuning]:
@@ -268,11 +258,13 @@ def measure(name: str, loop: Any) -> dict[str, float]:
 class Bench:
     """Cases, their candidates, and the seconds that are left."""
 
-    def __init__(self, names: list[str], limit: float, jobs: int, compile_share: float):
+    def __init__(
+        self, tried: dict[str, list[Tuning]], limit: float, jobs: int, compile_share: float
+    ):
         self.start, self.limit, self.compile_share = time.perf_counter(), limit, compile_share
         self.pool = ThreadPoolExecutor(jobs)
-        self.tried = {name: candidates(name) for name in names}
-        self.found: dict[str, list[dict]] = {name: [] for name in names}
+        self.tried = tried
+        self.found: dict[str, list[dict]] = {name: [] for name in tried}
         self.notes: list[str] = []
 
     def run(self) -> list[dict]:
@@ -298,9 +290,9 @@ class Bench:
         return time.perf_counter() - self.start
 
     def text(self, name: str, tuning: Tuning) -> str:
-        """What differs from the heuristic's choice."""
+        """What differs from the first."""
         new, old = dataclasses.asdict(tuning), dataclasses.asdict(self.tried[name][0])
-        return ", ".join(f"{k}={v}" for k, v in new.items() if v != old[k]) or "heuristic"
+        return ", ".join(f"{k}={v}" for k, v in new.items() if v != old[k]) or "first"
 
     def note(self, name: str, tuning: Tuning, what: object) -> None:
         self.notes.append(f"{name}: {self.text(name, tuning)}: {str(what)[:300]}")
@@ -343,6 +335,16 @@ class Bench:
         }
 
 
+def beside(path: Path, row: dict) -> dict:
+    """The ratio to the faster of vLLM's configurations."""
+    found = json.loads(path.read_text())["cases"].get(row["case"], {})
+    times = {k: v for k, v in found.items() if not k.endswith("error")}
+    if not times:
+        return {}
+    best = min(times, key=times.__getitem__)
+    return {"peer_us": times[best], "peer": f"vLLM, {best}", "ratio": times[best] / row["us"]}
+
+
 def write_tuned(path: Path) -> None:
     """``pallas/tuned/<device>/routed_experts.json`` from a file of results."""
     record = json.loads(path.read_text())
@@ -370,11 +372,16 @@ def main() -> None:
     parser.add_argument("--compile-share", type=float, default=0.6, help="of the limit, at most")
     parser.add_argument("--jobs", type=int, default=12, help="threads that compile")
     parser.add_argument("--tune", type=Path, help="results to write the packaged tunings from")
+    parser.add_argument("--beside", type=Path, help="what benchmarks.vllm_experts has written")
+    parser.add_argument("--first", action="store_true", help="only the choice that a user gets")
     given = parser.parse_args()
     if given.tune:
         write_tuned(given.tune)
         return
-    rows = Bench(given.cases, given.limit, given.jobs, given.compile_share).run()
+    tried = {n: [taken(n)] if given.first else candidates(n) for n in given.cases}
+    rows = Bench(tried, given.limit, given.jobs, given.compile_share).run()
+    if given.beside:
+        rows = [row | beside(given.beside, row) for row in rows]
     record = {
         "device": jax.devices()[0].device_kind,
         "versions": {k: metadata.version(k) for k in ("jax", "triton")},

@@ -38,6 +38,7 @@ STEPS, TRACED = 128, 6
 REPEATS = 2
 BYTES_PER_S, FLOPS_PER_S = 4.25e12, 800e12
 SHOWN = 14  # kernels of a breakdown
+EXPERTS = "gate_up"  # the kernel that every layer of experts calls once
 METHOD = (
     "V2-Lite's shape (1 dense layer, the rest experts), bf16, random weights, prompts of random "
     f"tokens through Engine.generate, greedy, steps of at most {CHUNK} prompt tokens. Decode: wall "
@@ -45,7 +46,7 @@ METHOD = (
     f"Prefill: wall time of a call with one new token a prompt, median of {REPEATS}. Peer: vLLM, "
     "torch.compile and CUDA graphs, on the same machine right before; the faster of its expert "
     "configurations. Floor: the larger of the bytes of weights and caches that must be read / "
-    "4.25 TB/s and FLOPs / 800 TFLOP/s. Kernels: microseconds of a step, busy: when any runs"
+    "4.25 TB/s and FLOPs / 800 TFLOP/s. Busy: the part of a step in which any kernel runs"
 )
 
 
@@ -177,9 +178,9 @@ def _decode(case: Case, engine: Engine) -> dict:
         "ours_us": mean,
         "median_us": statistics.median(us),
         "tokens_per_s": 1e6 * case.batch / mean,
-        "floor_us": _floor_us(case, steps_behind=STEPS // 2),
+        **_floor(case, mean, steps_behind=STEPS // 2),
         "distinct_last_tokens": len(set(watch.last.values())),
-        **_breakdown(events),
+        **_breakdown(events, mean, sum(case.config.sparse_layers)),
     }
 
 
@@ -198,8 +199,8 @@ def _prefill(case: Case, engine: Engine) -> dict:
     return {
         "ours_us": us,
         "tokens_per_s": 1e6 * case.batch * case.context / us,
-        "floor_us": _floor_us(case),
-        **_breakdown(events, steps=1),
+        **_floor(case, us),
+        **_breakdown(events, us),
     }
 
 
@@ -208,6 +209,11 @@ def _generate(engine: Engine, case: Case, new: int, watch: Callable | None = Non
     prompts = [rng.integers(100, 99_000, case.context).tolist() for _ in range(case.batch)]
     wish = SamplingParams(max_new_tokens=new, ignore_eos=True)
     engine.generate(prompts, wish, on_progress=watch)
+
+
+def _floor(case: Case, us: float, steps_behind: int = 0) -> dict:
+    floor = _floor_us(case, steps_behind)
+    return {"floor_us": floor, "floor_percent": 100 * floor / us}
 
 
 def _floor_us(case: Case, steps_behind: int = 0) -> float:
@@ -239,22 +245,24 @@ def _floor_us(case: Case, steps_behind: int = 0) -> float:
     return 1e6 * max(2 * read / BYTES_PER_S, flops / FLOPS_PER_S)
 
 
-def _breakdown(events: list[dict], steps: int | None = None) -> dict:
-    """Microseconds of each kernel in a step, and of all that time in which any runs."""
+def _breakdown(events: list[dict], us: float, sparse: int | None = None) -> dict:
+    """Microseconds of each kernel in a step, and of the time in which any runs.
+
+    ``sparse`` layers call the experts' first kernel once in a step each; None: all is one step.
+    """
     if not events:
         return {}
     names = Counter(e["name"] for e in events)
-    if steps is None:  # what runs once a step tells how many there are
-        steps = min(n for n in names.values() if n >= TRACED // 2)
+    steps = names[EXPERTS] / sparse if sparse else 1
     each: Counter[str] = Counter()
     end, busy = events[0]["ts"], 0.0
     for e in events:
         each[e["name"][:64]] += e["dur"] / steps
         busy += max(0.0, e["ts"] + e["dur"] - max(end, e["ts"]))
         end = max(end, e["ts"] + e["dur"])
-    span = end - events[0]["ts"]
     return {
-        "busy_percent": 100 * busy / span,
+        "busy_us": busy / steps,
+        "busy_percent": 100 * busy / steps / us,
         "events_a_step": len(events) / steps,
         "kernels": {k: round(v, 1) for k, v in each.most_common(SHOWN)},
     }

@@ -90,19 +90,35 @@ EXPERTS: Columns = {
     "µs": ("us", 1),
     "floor µs": ("floor_us", 1),
     "times the floor": ("times_floor", 2),
+    "vLLM µs": ("peer_us", 1),
+    "ratio": ("ratio", 2),
+    "faster peer": ("peer", 0),
     "error": ("error", 4),
 }
 SERVE: Columns = {
-    "step µs": ("step_us", 0),
+    "µs": ("ours_us", 0),
+    "vLLM µs": ("peer_us", 0),
+    "ratio": ("ratio", 2),
+    "faster peer": ("peer", 0),
     "tokens/s": ("tokens_per_s", 0),
-    "engine tokens/s": ("engine_tokens_per_s", 0),
-    "ms": ("ms", 1),
-    "layers": ("layers", 0),
-    "programs": ("programs", 0),
+    "floor µs": ("floor_us", 0),
+    "% of floor": ("floor_percent", 0),
+    "kernels busy, %": ("busy_percent", 0),
+    "kernels a step": ("events_a_step", 0),
     "weights, bytes": ("weight_bytes", 0),
     "caches, bytes": ("cache_bytes", 0),
-    "workspace, bytes": ("workspace_bytes", 0),
     "peak, bytes": ("peak_bytes", 0),
+}
+FP8: Columns = {
+    "µs": ("us", 1),
+    "bf16 µs": ("bf16_us", 1),
+    "ratio": ("ratio", 2),
+    "part of bf16's time": ("of_bf16", 2),
+    "peer µs": ("peer_us", 1),
+    "ratio to the peer": ("peer_ratio", 2),
+    "floor µs": ("floor_us", 1),
+    "times the floor": ("times_floor", 2),
+    "error": ("error", 4),
 }
 START: Columns = {
     "layers": ("layers", 0),
@@ -150,19 +166,27 @@ SUITES = {
         TIMES | RATES,
     ),
     "experts": Suite(
-        "The routed experts of one layer in Triton, choices given, by the fastest of some tunings. "
+        "The routed experts of one layer in Triton, choices given, by the fastest of some tunings, "
+        "beside vLLM's fused Triton experts where they were timed. "
         "Case names: model, tokens. The floor here: the larger of the chosen experts' bytes / 4.8 "
         "TB/s and FLOPs / 800 TFLOP/s.",
         EXPERTS,
     ),
     "metadata": Suite("All metadata of one step, and parts that are derived later.", METADATA),
-    "serve": Suite("Decode steps of a model with random weights, by attention backend.", SERVE),
+    "fp8": Suite("Products with block-scaled e4m3 weights beside bf16 weights.", FP8),
+    "serve": Suite(
+        "Decode of a model with random weights through `Engine.generate`, beside vLLM. Case names: "
+        "model, layers, requests x context of each.",
+        SERVE,
+    ),
     "start": Suite(
         "How long an engine takes until it serves, with nothing compiled before and with stored "
         "programs (docs/starting.md).",
         START,
     ),
-    "serve_prefill": Suite("Prefill of a model with random weights, by attention backend.", SERVE),
+    "serve_prefill": Suite(
+        "Prefill of a model with random weights through `Engine.generate`, beside vLLM.", SERVE
+    ),
 }
 
 
