@@ -277,7 +277,8 @@ def _beside(case: Case, us: float, peers: Path | None) -> dict:
             continue
         if row := record["cases"].get(case.peer):
             ms = row.get("step_ms") or 1e3 * row.get("s", math.nan)
-            found[record["args"]["moe_config"]] = 1e3 * ms
+            if math.isfinite(ms):  # vLLM's side leaves NaN where it saw too few steps
+                found[record["args"]["moe_config"]] = 1e3 * ms
     if not found:
         return {}
     best = min(found, key=found.__getitem__)
