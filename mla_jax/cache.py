@@ -22,7 +22,7 @@ from mla_jax.formats import (
     Field,
     RecordFormat,
 )
-from mla_jax.types import Array, Float, UInt8
+from mla_jax.types import Array, Float, Int, UInt8
 
 __all__ = [
     "ELEMENT_FORMATS",
@@ -33,6 +33,7 @@ __all__ = [
     "LatentCache",
     "RecordCache",
     "RecordFormat",
+    "SparseScope",
 ]
 
 
@@ -177,6 +178,17 @@ class RecordCache:
         fmt = _record_format(format)
         shape = (*stack, num_pages, fmt.page_bytes(page))
         return cls(pages=jnp.zeros(shape, jnp.uint8), page=page, format=fmt)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class SparseScope:
+    """Rows of a cache that each token attends to beside those of another one (V4)."""
+
+    cache: LatentCache | RecordCache
+    slots: Int[Array, "tokens keys"]  # outside of the cache, such as -1: no row
+    lengths: Int[Array, "tokens"] | None  # entries of ``slots`` that count; None: all
+    layer: int | Int[Array, ""] | None  # of a stacked cache
 
 
 def _record_format(name: str | RecordFormat) -> RecordFormat:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -17,7 +17,15 @@ from mla_jax.errors import ConfigError
 from mla_jax.hf_config import read, write
 from mla_jax.hf_keys import load_json
 
-__all__ = ["MLADims", "MoEConfig", "ModelConfig", "RopeConfig", "YarnConfig"]
+__all__ = [
+    "IndexerConfig",
+    "LayerKind",
+    "MLADims",
+    "MoEConfig",
+    "ModelConfig",
+    "RopeConfig",
+    "YarnConfig",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +193,33 @@ class MoEConfig:
             raise ConfigError("MoEConfig.topk", self.topk, allowed)
 
 
+@dataclass(frozen=True, kw_only=True)
+class IndexerConfig:
+    """The lightning indexer of V3.2 and GLM-5: which past tokens a query attends to."""
+
+    heads: int
+    dim: int  # of a query head, and of the one key of a token
+    topk: int  # tokens that a query attends to, at most
+    full: tuple[bool, ...]  # layer i selects; others take the selection of the last that does
+    interleaved: bool = False  # rotation of its first ``rope`` channels; False = halves
+    hadamard: bool = False  # queries and keys times the Walsh-Hadamard matrix: spreads outliers
+
+    def __post_init__(self) -> None:
+        _positive(self, "heads", "dim", "topk")
+        if not (self.full and self.full[0]):
+            allowed = "the first layer true: it has no selection before it to take"
+            raise ConfigError("IndexerConfig.full", self.full, allowed)
+        if self.hadamard and self.dim & (self.dim - 1):
+            raise ConfigError("IndexerConfig.dim with hadamard", self.dim, "a power of two")
+
+
+class LayerKind(NamedTuple):
+    """What a layer is made of; layers of one kind are one program text."""
+
+    sparse: bool  # routes to experts
+    selects: bool = False  # has an indexer
+
+
 @runtime_checkable
 class RowFormat(Protocol):
     """What a cache format says about one token: ``CacheFormat`` is one."""
@@ -194,7 +229,7 @@ class RowFormat(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A whole decoder. V2, V3, R1, Kimi-K2, GLM-4.7-Flash and Youtu are values of this class."""
+    """A whole decoder of latent attention: V2, V3, V3.2, R1, Kimi-K2, GLM and Youtu are values."""
 
     family: str  # Hugging Face model_type
     vocab: int
@@ -215,6 +250,7 @@ class ModelConfig:
     bos: int | None = None
     eos: tuple[int, ...] = ()
     ignored_layers: int = 0  # MTP layers in the checkpoint that the main model does not use
+    indexer: IndexerConfig | None = None  # None = dense attention
 
     def __post_init__(self) -> None:
         _positive(self, "vocab", "hidden", "layers", "mlp", "max_positions")
@@ -223,6 +259,21 @@ class ModelConfig:
             raise ConfigError("ModelConfig.sparse_layers", given, f"{self.layers}, one per layer")
         if any(self.sparse_layers) != (self.moe is not None):
             raise ConfigError("ModelConfig.moe", self.moe, "given exactly when a layer is sparse")
+        if self.indexer is not None:
+            self._check_indexer(self.indexer)
+
+    def _check_indexer(self, indexer: IndexerConfig) -> None:
+        if len(indexer.full) != self.layers:
+            given = f"{len(indexer.full)} entries"
+            raise ConfigError("IndexerConfig.full", given, f"{self.layers}, one per layer")
+        if indexer.dim < self.dims.rope:
+            allowed = f"at least rope={self.dims.rope}, which it rotates"
+            raise ConfigError("IndexerConfig.dim", indexer.dim, allowed)
+        if self.dims.q_rank is None:
+            hint = "Index queries are projected from the query latent."
+            raise ConfigError(
+                "MLADims.q_rank with an indexer", None, "a query latent's width", hint
+            )
 
     @classmethod
     def from_hf(
@@ -251,6 +302,7 @@ class ModelConfig:
         facts["rope"] = RopeConfig(**facts["rope"])
         facts["dims"] = MLADims(**facts["dims"])
         facts["moe"] = facts["moe"] and MoEConfig(**facts["moe"])
+        facts["indexer"] = facts["indexer"] and IndexerConfig(**facts["indexer"])
         return cls(**facts)
 
     def to_hf(self) -> dict:
@@ -260,6 +312,12 @@ class ModelConfig:
     def cache_bytes_per_token(self, format: RowFormat) -> int:
         """Bytes that one token takes in the caches of all layers."""
         return self.layers * format.row_bytes(self.dims.rank, self.dims.rope)
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """What each layer is made of."""
+        full = self.indexer.full if self.indexer else (False,) * self.layers
+        return tuple(map(LayerKind, self.sparse_layers, full))
 
     @property
     def scale(self) -> float:

@@ -26,6 +26,7 @@ __all__ = [
     "Field",
     "RecordFormat",
     "ScaleRule",
+    "to_codes",
 ]
 
 CACHE_SCALE = "scale of the cache"
@@ -201,13 +202,13 @@ class RecordFormat:
         if not f.scale:
             return {f.name: x.astype(f.dtype)}
         if f.scale == CACHE_SCALE:
-            return {f.name: _to_codes(x, scale, f.dtype)}
+            return {f.name: to_codes(x, scale, f.dtype)}
         kept = self.field(f.scale)
         grouped = x.astype(jnp.float32).reshape(*x.shape[:-1], kept.count, -1)
         # Said, not left to the maximum: XLA's on a CPU passes a NaN on in some shapes only.
         amax = jnp.max(jnp.where(jnp.isnan(grouped), 0, jnp.abs(grouped)), axis=-1)
         s = self.rules[0].choose(amax, float(jnp.finfo(f.dtype).max)).astype(kept.dtype)
-        codes = _to_codes(grouped, s[..., None].astype(jnp.float32), f.dtype)
+        codes = to_codes(grouped, s[..., None].astype(jnp.float32), f.dtype)
         return {f.name: codes.reshape(x.shape), kept.name: s}
 
     def stored(self, parts: tuple[UInt8[Array, "*tokens _"], ...]) -> dict[str, Array]:
@@ -293,7 +294,7 @@ class CacheFormat:
         The cast rounds to nearest even; the clamp is to the largest finite value of the
         format, so nothing but a NaN is stored as NaN.
         """
-        return _to_codes(x, scale, self.dtype) if self.quantised else x.astype(self.dtype)
+        return to_codes(x, scale, self.dtype) if self.quantised else x.astype(self.dtype)
 
     def decode(self, stored: Float[Array, "..."], scale: Float[Array, ""]) -> Float[Array, "..."]:
         """Values of stored elements in float32: ``float32(stored) * scale`` if quantised."""
@@ -307,7 +308,7 @@ def _divide(x: Array, divisor: ArrayLike) -> Array:
     return x.astype(jnp.float32) / lax.optimization_barrier(divisor)
 
 
-def _to_codes(x: Array, scale: ArrayLike, dtype: str) -> Array:
+def to_codes(x: Array, scale: ArrayLike, dtype: str) -> Array:
     """``x / scale`` in ``dtype``, saturating at its largest finite value; a NaN stays a NaN."""
     largest = float(jnp.finfo(dtype).max)
     return jnp.clip(_divide(x, scale), -largest, largest).astype(dtype)

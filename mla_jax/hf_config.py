@@ -47,9 +47,14 @@ FAMILIES: Mapping[str, Mapping] = {
     "deepseek_v3": _DEEPSEEK_V3,
     "kimi_k2": _DEEPSEEK_V3,
     "glm4_moe_lite": _DEEPSEEK_V3 | {"eps": 1e-5, "dense": 1, "groups": 1, "kept": 1, "scale": 1.8},
+    "deepseek_v32": _DEEPSEEK_V3,
+    "glm_moe_dsa": _DEEPSEEK_V3 | {"eps": 1e-5, "groups": 1, "kept": 1},
     "youtu": {"eps": 1e-6, "tied": True, "bos": 128000, "eos": 128001, "mtp": 0},
 }
 """What an absent key means, per ``model_type``. Widths have no defaults: absence is an error."""
+
+_SPARSE_ATTENTION = {"deepseek_v32": (64, 128, 2048), "glm_moe_dsa": (32, 128, 2048)}
+"""Families with an indexer: its heads, their width and the tokens it selects, by default."""
 
 # Training, generation and bookkeeping: no effect on the forward pass of any family here.
 _INERT = """
@@ -113,6 +118,7 @@ def read(data: object, where: str = "config.json", *, ignored: Collection[str] =
         "fp8_block": _read_fp8(keys),
         "bos": keys.maybe_integer("bos_token_id", default=default["bos"]),
         "eos": _read_stops(keys, default["eos"]),
+        "indexer": _read_indexer(keys, family, layers),
         "ignored_layers": keys.maybe_integer(
             "num_nextn_predict_layers", "num_mtp_layers", default=default["mtp"]
         )
@@ -140,10 +146,44 @@ def _read_dims(keys: Keys) -> dict:
     return dims
 
 
+def _read_indexer(keys: Keys, family: str, layers: int) -> dict | None:
+    """Which layers select: GLM lists them, or says how often; all of DeepSeek's do."""
+    if family not in _SPARSE_ATTENTION:
+        return None
+    heads, dim, topk = _SPARSE_ATTENTION[family]
+    glm = family == "glm_moe_dsa"
+    keys.only("layer_types", (["indexed_attention"] * layers,))
+    return {
+        "heads": keys.integer("index_n_heads", default=heads),
+        "dim": keys.integer("index_head_dim", default=dim),
+        "topk": keys.integer("index_topk", default=topk),
+        "full": _read_selecting(keys, layers) if glm else (True,) * layers,
+        "interleaved": keys.flag("indexer_rope_interleave", glm),
+    }
+
+
+def _read_selecting(keys: Keys, layers: int) -> tuple[bool, ...]:
+    """``indexer_types``, or a pattern of F and S, or every ``index_topk_freq``-th layer."""
+    types = keys.take("indexer_types", default=None)
+    pattern = keys.take("index_topk_pattern", default=None)
+    every = keys.integer("index_topk_freq", default=1)
+    offset = keys.integer("index_skip_topk_offset", default=2, low=0)
+    if types is None and pattern is not None:
+        names = {"F": "full", "S": "shared"}
+        types = [names.get(c, c) for c in pattern] if isinstance(pattern, str) else pattern
+    if types is None:
+        return tuple(max(i - offset + 1, 0) % every == 0 for i in range(layers))
+    known = isinstance(types, list) and all(t in ("full", "shared") for t in types)
+    if not known or len(types) != layers or types[0] != "full":
+        allowed = f"{layers} times 'full' or 'shared', the first 'full'"
+        raise keys.refusal("indexer_types", types, allowed)
+    return tuple(t == "full" for t in types)
+
+
 def _read_rope(keys: Keys, family: str, dim: int, positions: int) -> dict:
     interleaved = keys.flag("rope_interleave", True)
-    if family == "deepseek_v2" and not interleaved:
-        raise keys.refusal("rope_interleave", False, True, "deepseek_v2 always rotates pairs.")
+    if (family == "deepseek_v2" or family in _SPARSE_ATTENTION) and not interleaved:
+        raise keys.refusal("rope_interleave", False, True, f"{family} always rotates pairs.")
     theta = keys.take("rope_theta", default=10000.0)
     outer = keys.maybe_integer("original_max_position_embeddings", default=None, low=1)
     keys.only("partial_rotary_factor", (1,))
@@ -197,7 +237,8 @@ def _read_sparse(keys: Keys, family: str, layers: int) -> tuple[bool, ...]:
     if not known or len(types) != layers:
         raise keys.refusal("mlp_layer_types", types, f"{layers} times 'dense' or 'sparse'")
     listed = tuple(t == "sparse" for t in types)
-    if family != "glm4_moe_lite" and listed != counted:
+    lists = family == "glm4_moe_lite" or family in _SPARSE_ATTENTION
+    if not lists and listed != counted:
         hint = "This family reads first_k_dense_replace."
         raise keys.refusal("mlp_layer_types", types, f"{dense} dense layers in front", hint)
     return listed
@@ -291,7 +332,22 @@ def write(facts: Mapping) -> dict:
             "activation_scheme": "dynamic",
             "weight_block_size": block,
         }
+    data |= _write_indexer(facts["family"], facts["indexer"])
     return data | _write_moe(facts["family"], facts["sparse_layers"], facts["moe"])
+
+
+def _write_indexer(family: str, indexer: Mapping | None) -> dict:
+    if indexer is None:
+        return {}
+    data = {
+        "index_n_heads": indexer["heads"],
+        "index_head_dim": indexer["dim"],
+        "index_topk": indexer["topk"],
+        "indexer_rope_interleave": indexer["interleaved"],
+    }
+    if family == "glm_moe_dsa":
+        data["indexer_types"] = ["full" if full else "shared" for full in indexer["full"]]
+    return data
 
 
 def _write_yarn(yarn: Mapping | None) -> dict | None:
@@ -306,7 +362,7 @@ def _write_moe(family: str, sparse: Sequence[bool], moe: Mapping | None) -> dict
     if family == "youtu":
         return {}
     data: dict = {"first_k_dense_replace": list(sparse).index(True) if moe else len(sparse)}
-    if family == "glm4_moe_lite":
+    if family == "glm4_moe_lite" or (family in _SPARSE_ATTENTION and moe):
         data = {"mlp_layer_types": ["sparse" if s else "dense" for s in sparse]}
     if moe is None:
         return data

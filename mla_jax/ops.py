@@ -3,35 +3,36 @@
 Arrays are positional, everything else is keyword-only. Every operation takes ``backend=None``,
 the best one that qualifies; a name means that backend or an ``UnsupportedError``. All work
 under ``jit``; the choice is made while tracing, from shapes, dtypes and the device alone.
+Those of sparse attention are in ``sparse_ops``.
 """
 
 import dataclasses
-import functools
-import numbers
-from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
-from mla_jax.cache import LatentCache
+from mla_jax.cache import LatentCache, RecordCache
 from mla_jax.config import MoEConfig
-from mla_jax.errors import ArgumentError
-from mla_jax.metadata.mla import DecodeMetadata, PrefillMetadata
-from mla_jax.pallas import (
-    append,
-    cache_io,
-    dense_decode,
-    dense_prefill,
-    fp8_matmul,
-    grouped_matmul,
-    merge,
-    problems,
-    router,
+from mla_jax.dispatch import (
+    REGISTRY,
+    Layer,
+    choose,
+    explain,
+    in_one_kernel,
+    int32,
+    named,
+    number,
+    support_matrix,
+    tuned,
 )
-from mla_jax.pallas.device import DeviceInfo
-from mla_jax.pallas.registry import Backend, Problem, Registry
+from mla_jax.metadata.mla import DecodeMetadata, PrefillMetadata
+from mla_jax.pallas import problems
+from mla_jax.sparse_ops import (
+    indexer_logits,
+    mla_sparse_decode,
+    mla_sparse_prefill,
+    select_topk,
+)
 from mla_jax.types import Array, AttnState, BlockScaled, Bool, Float, Int, gathered
 
 __all__ = [
@@ -41,53 +42,27 @@ __all__ = [
     "copy_blocks",
     "explain",
     "gather_latent",
+    "gather_rows",
+    "in_one_kernel",
+    "indexer_logits",
     "matmul_fp8",
     "merge_attn_states",
     "mla_decode",
     "mla_prefill",
+    "mla_sparse_decode",
+    "mla_sparse_prefill",
+    "named",
     "plan_decode",
     "plan_prefill",
     "route_tokens",
     "routed_experts",
     "routed_experts_fp8",
+    "select_topk",
     "support_matrix",
     "swap_blocks",
     "write_latent",
+    "write_rows",
 ]
-
-type Layer = int | Int[Array, ""] | None
-"""Which layer of a stack: static, or a scalar array, so that one program serves all of them."""
-
-REGISTRY = Registry(
-    (
-        *dense_decode.BACKENDS,
-        *dense_prefill.BACKENDS,
-        *cache_io.BACKENDS,
-        *append.BACKENDS,
-        *merge.BACKENDS,
-        *router.BACKENDS,
-        *grouped_matmul.BACKENDS,
-        *fp8_matmul.BACKENDS,
-    )
-)
-
-
-def named(op: str, backend: str | None) -> str | None:
-    """``backend`` where the operation has one of that name, else None: its best."""
-    return backend if any(b.op == op and b.name == backend for b in REGISTRY.backends) else None
-
-
-def in_one_kernel(op: str, *args: Any, backend: str | None = None, **kwargs: Any) -> bool:
-    """Whether to call ``op``, which fuses several operations, rather than those operations.
-
-    True if the first backend of ``op`` qualifies for these arguments, or if ``backend`` names it:
-    the call then says what is missing. False for any other name.
-    """
-    first = REGISTRY.of(op)[0]
-    if backend is not None:
-        return backend == first.name
-    problem = problems.PROBLEMS[op](*args, **kwargs)
-    return not first.requirement.missing(problem, DeviceInfo.current())
 
 
 def write_latent(
@@ -105,14 +80,14 @@ def write_latent(
     one behind the cache stores nothing. ``layer`` is the one of a stack, which stays in place; an
     array that names none of its layers stores nothing.
     """
-    run = _choose(problems.write(cache, kv_latent, k_rope, slots, layer=layer), backend)
+    run = choose(problems.write(cache, kv_latent, k_rope, slots, layer=layer), backend)
     pages = run(
         cache.pages,
         cache.scale,
         gathered(kv_latent),
         gathered(k_rope),
-        _int32(slots),
-        layer=_number(layer),
+        int32(slots),
+        layer=number(layer),
         format=cache.format,
     )
     return dataclasses.replace(cache, pages=pages)
@@ -142,17 +117,17 @@ def append_latent(
     problem = problems.append(
         cache, q, kv, gain, angles, slots, eps=eps, interleaved=interleaved, layer=layer
     )
-    q_nope, q_rope, pages = _choose(problem, backend)(
+    q_nope, q_rope, pages = choose(problem, backend)(
         cache.pages,
         cache.scale,
         q,
         kv,
         gain,
         *angles,
-        _int32(slots),
+        int32(slots),
         eps=eps,
         interleaved=interleaved,
-        layer=_number(layer),
+        layer=number(layer),
         format=cache.format,
     )
     return q_nope, q_rope, dataclasses.replace(cache, pages=pages)
@@ -178,11 +153,11 @@ def gather_latent(
     problem = problems.gather(
         cache, page_table, first, row_starts, rows=rows, dtype=dtype, layer=layer
     )
-    return _choose(problem, backend)(
+    return choose(problem, backend)(
         cache.pages,
         cache.scale,
-        *map(_int32, (page_table, first, row_starts)),
-        layer=_number(layer),
+        *map(int32, (page_table, first, row_starts)),
+        layer=number(layer),
         rows=rows,
         dtype=dtype,
         format=cache.format,
@@ -202,8 +177,8 @@ def copy_blocks(
     with a negative index is skipped. In a stack the pages move in every layer, or in ``layer``
     alone.
     """
-    run = _choose(problems.copy(cache, pairs, layer=layer), backend)
-    pages = run(cache.pages, _int32(pairs), layer=_number(layer))
+    run = choose(problems.copy(cache, pairs, layer=layer), backend)
+    pages = run(cache.pages, int32(pairs), layer=number(layer))
     return dataclasses.replace(cache, pages=pages)
 
 
@@ -221,8 +196,8 @@ def swap_blocks(
     a pair with a negative index is skipped. Between stacks, which have equally many layers, the
     pages move in every layer, or in ``layer`` alone.
     """
-    run = _choose(problems.swap(src, dst, pairs, layer=layer), backend)
-    pages = run(src.pages, dst.pages, _int32(pairs), layer=_number(layer))
+    run = choose(problems.swap(src, dst, pairs, layer=layer), backend)
+    pages = run(src.pages, dst.pages, int32(pairs), layer=number(layer))
     return dataclasses.replace(dst, pages=pages)
 
 
@@ -251,13 +226,13 @@ def mla_decode(
     problem = problems.decode(
         q_latent, q_rope, cache, meta, scale=scale, out_dtype=out, layer=layer
     )
-    return _choose(problem, backend, tuning, plan)(
+    return choose(problem, backend, tuning, plan)(
         gathered(q_latent, 1),
         gathered(q_rope, 1),
         cache.pages,
         cache.scale,
-        *map(_int32, (meta.page_table, meta.seq_lens, meta.query_starts)),
-        layer=_number(layer),
+        *map(int32, (meta.page_table, meta.seq_lens, meta.query_starts)),
+        layer=number(layer),
         max_query_len=meta.max_query_len,
         scale=float(scale),
         format=cache.format,
@@ -284,11 +259,11 @@ def plan_decode(
     problem = problems.plan_decode(
         cache, meta, tokens=tokens, heads=heads, dtype=dtype, out_dtype=out_dtype
     )
-    chosen, tuning = _tuned(problem, backend, tuning)
+    chosen, tuning = tuned(problem, backend, tuning)
     if chosen.plan is None:
         return None
     return chosen.plan(
-        *map(_int32, (meta.seq_lens, meta.query_starts)),
+        *map(int32, (meta.seq_lens, meta.query_starts)),
         tokens=tokens,
         heads=heads,
         max_query_len=meta.max_query_len,
@@ -320,11 +295,11 @@ def mla_prefill(
     """
     out = q.dtype if out_dtype is None else out_dtype
     problem = problems.prefill(q, kv, k_rope, meta, scale=scale, causal=causal, out_dtype=out)
-    return _choose(problem, backend, tuning, plan)(
+    return choose(problem, backend, tuning, plan)(
         gathered(q, 1),
         gathered(kv, 1),
         gathered(k_rope),
-        *map(_int32, (meta.query_starts, meta.key_starts)),
+        *map(int32, (meta.query_starts, meta.key_starts)),
         scale=float(scale),
         causal=causal,
         out_dtype=out,
@@ -353,10 +328,10 @@ def plan_prefill(
     """
     sizes = {"tokens": tokens, "keys": keys, "heads": heads, "nope": nope, "rope": rope, "v": v}
     problem = problems.plan_prefill(meta, **sizes, dtype=dtype, causal=causal, out_dtype=out_dtype)
-    chosen, tuning = _tuned(problem, backend, tuning)
+    chosen, tuning = tuned(problem, backend, tuning)
     if chosen.plan is None:
         return None
-    starts = map(_int32, (meta.query_starts, meta.key_starts))
+    starts = map(int32, (meta.query_starts, meta.key_starts))
     return chosen.plan(*starts, tokens=tokens, keys=keys, causal=causal, tuning=tuning)
 
 
@@ -369,14 +344,14 @@ def merge_attn_states(
     Float32 inside; ``out`` has the dtype of the first state unless stated.
     """
     problem = problems.merge(*states, out_dtype=out_dtype)
-    return _choose(problem, backend)(*states, out_dtype=out_dtype or states[0].out.dtype)
+    return choose(problem, backend)(*states, out_dtype=out_dtype or states[0].out.dtype)
 
 
 def apply_sinks(
     state: AttnState, sinks: Float[Array, "heads"], *, backend: str | None = None
 ) -> AttnState:
     """One extra key per head with logit ``sink`` and value zero; ``lse`` is unchanged."""
-    return _choose(problems.sinks(state, sinks), backend)(state, sinks)
+    return choose(problems.sinks(state, sinks), backend)(state, sinks)
 
 
 def route_tokens(
@@ -394,7 +369,7 @@ def route_tokens(
     taken. A token that is not real has experts -1. ``choice_bias`` is added to the scores for the
     choice alone (``noaux_tc``). Scores, groups and weights: ``pallas/router/ref.py``.
     """
-    run = _choose(problems.route(x, kernel, choice_bias, real, moe=moe), backend)
+    run = choose(problems.route(x, kernel, choice_bias, real, moe=moe), backend)
     return run(x, kernel, choice_bias, real, moe=moe)
 
 
@@ -418,9 +393,9 @@ def routed_experts(
     accumulate in float32 and each is rounded to x's dtype, the sum is rounded once.
     """
     problem = problems.routed(x, gate, up, down, weights, experts, limit=limit)
-    run = _choose(problem, backend, tuning)
+    run = choose(problem, backend, tuning)
     clamp = None if limit is None else float(limit)
-    return run(x, gate, up, down, weights, _int32(experts), limit=clamp)
+    return run(x, gate, up, down, weights, int32(experts), limit=clamp)
 
 
 def routed_experts_fp8(
@@ -442,83 +417,48 @@ def routed_experts_fp8(
     """
     problem = problems.routed_fp8(x, gate, up, down, weights, experts, limit=limit)
     clamp = None if limit is None else float(limit)
-    run = _choose(problem, backend)
-    return run(x, gate, up, down, weights, _int32(experts), limit=clamp)
+    run = choose(problem, backend)
+    return run(x, gate, up, down, weights, int32(experts), limit=clamp)
 
 
 def matmul_fp8(
     x: Float[Array, "tokens into"], weight: BlockScaled, *, backend: str | None = None
 ) -> Float[Array, "tokens out"]:
     """``x W^T``, accumulated in float32, with e4m3 weights in 128 x 128 blocks [out, in]."""
-    return _choose(problems.matmul_fp8(x, weight), backend)(x, weight)
+    return choose(problems.matmul_fp8(x, weight), backend)(x, weight)
 
 
-def explain(
-    op: str,
-    *args: Any,
+def write_rows(
+    cache: LatentCache | RecordCache,
+    values: tuple[Float[Array, "_ _"], ...],
+    slots: Int[Array, "tokens"],
+    *,
+    layer: Layer = None,
     backend: str | None = None,
-    device: DeviceInfo | None = None,
-    **kwargs: Any,
-) -> str:
-    """Which backend would run ``op(*args, **kwargs)``, and why not the others.
+) -> LatentCache | RecordCache:
+    """Store a row of each token at its slot, in any cache; slot -1 stores nothing.
 
-    Arguments are those of the operation; arrays may be ``jax.ShapeDtypeStruct``. ``device`` is
-    the current one unless stated.
+    ``values`` are those of the format: ``(kv_latent, k_rope)`` of a latent cache and of ``ds_mla``,
+    ``(key,)`` of ``index_key``. Records quantise by their own rule. Slots are distinct; the values
+    may have more rows than ``slots``; ``layer`` is the one of a stack, which stays in place.
     """
-    if op not in problems.PROBLEMS:
-        raise ArgumentError("explain: op", repr(op), ", ".join(problems.PROBLEMS))
-    for name in ("tuning", "plan"):
-        kwargs.pop(name, None)
-    problem = problems.PROBLEMS[op](*args, **kwargs)
-    return REGISTRY.explain(problem, device or DeviceInfo.current(), backend)
+    problem = problems.write_rows(cache, values, slots, layer=layer)
+    if isinstance(cache, LatentCache):
+        latent, rope = values[0], values[1] if cache.rope else values[0][:, :0]
+        naming = named("write_latent", backend)
+        return write_latent(cache, latent, rope, slots, layer=layer, backend=naming)
+    run = choose(problem, backend)
+    return run(cache, tuple(map(gathered, values)), int32(slots), layer=number(layer))
 
 
-def support_matrix() -> str:
-    """Every registered backend and what it requires, as a Markdown table."""
-    return REGISTRY.support_matrix()
-
-
-def _choose(
-    problem: Problem, backend: str | None, tuning: object = None, plan: object = None
-) -> Callable[..., Any]:
-    """The function of the chosen backend, with its tuning and the step's plan bound to it."""
-    chosen, tuning = _tuned(problem, backend, tuning)
-    if plan is not None and chosen.plan is None:
-        name = f"{problem.op}[{chosen.name}]: plan"
-        raise ArgumentError(name, type(plan).__name__, "None (this backend makes no plan)")
-    bound = {"tuning": tuning, "plan": plan}
-    return functools.partial(chosen.run, **{k: v for k, v in bound.items() if v is not None})
-
-
-def _tuned(problem: Problem, backend: str | None, tuning: object) -> tuple[Backend, object]:
-    """The chosen backend and its tuning: the given one, or its own choice."""
-    device = DeviceInfo.current()
-    chosen = REGISTRY.choose(problem, device, backend)
-    if tuning is None:
-        return chosen, chosen.tune(problem, device).value if chosen.tune else None
-    name = f"{problem.op}[{chosen.name}]: tuning"
-    if chosen.tuning is None:
-        raise ArgumentError(name, tuning, "None (this backend has nothing to tune)")
-    if not isinstance(tuning, chosen.tuning):
-        raise ArgumentError(name, tuning, f"None or {chosen.tuning.__name__}")
-    return chosen, tuning
-
-
-def _int32(x: Any) -> Array:
-    """``x`` in int32; what is too large for it becomes the largest, never another number.
-
-    Of a NumPy array before JAX sees it, which keeps the low 32 bits of one in 64 alone.
-    """
-    xp = np if isinstance(x, np.ndarray) else jnp
-    if x.dtype.itemsize > 4 or x.dtype == jnp.uint32:
-        bounds = jnp.iinfo(jnp.int32)
-        x = xp.minimum(xp.maximum(x, 0 if x.dtype.kind == "u" else bounds.min), bounds.max)
-    return gathered(jnp.asarray(x.astype(jnp.int32)))
-
-
-def _number(layer: Layer) -> Array | None:
-    return (
-        None
-        if layer is None
-        else _int32(np.asarray(layer) if isinstance(layer, numbers.Integral) else layer)
-    )
+def gather_rows(
+    cache: LatentCache | RecordCache,
+    slots: Int[Array, "*tokens"],
+    *,
+    dtype: DTypeLike,
+    layer: Layer = None,
+    backend: str | None = None,
+) -> Float[Array, "*tokens row"]:
+    """The rows at ``slots`` of any cache, dequantised and rounded once; zeros outside of it."""
+    run = choose(problems.gather_rows(cache, slots, dtype=dtype, layer=layer), backend)
+    return run(cache, int32(slots), dtype=dtype, layer=number(layer))

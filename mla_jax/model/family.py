@@ -14,7 +14,13 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from mla_jax import ops
-from mla_jax.cache import ELEMENT_FORMATS, FORMATS, LatentCache, RecordCache
+from mla_jax.cache import (
+    ELEMENT_FORMATS,
+    FORMATS,
+    RECORD_FORMATS,
+    LatentCache,
+    RecordCache,
+)
 from mla_jax.checks import checked_size
 from mla_jax.config import ModelConfig
 from mla_jax.errors import ConfigError, EngineError
@@ -34,6 +40,7 @@ from mla_jax.metadata.deepseek_v32 import V32MetadataBuilder
 from mla_jax.metadata.indexer import Indexer
 from mla_jax.metadata.window import Windows
 from mla_jax.model.deepseek_v3 import DeepseekV3
+from mla_jax.model.deepseek_v32 import DeepseekV32
 from mla_jax.model.prefill_crossover import PrefillCrossover
 from mla_jax.placement import Placement
 from mla_jax.types import cdiv
@@ -45,7 +52,6 @@ __all__ = [
     "ServedConfig",
     "Serving",
     "V4Config",
-    "V32Config",
     "family_of",
 ]
 
@@ -253,6 +259,9 @@ def _dense_ladder(serving: Serving) -> MLALadder:
     return replace(ladder, pages=Ladder("pages of one request", widths))
 
 
+_RECORDS = "ds_mla", "index_key"
+"""What V3.2 stores in 8 bits: latents with their rotary keys, index keys."""
+
 DEEPSEEK_V3 = Family(
     name="deepseek_v3",
     model_types=("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "youtu"),
@@ -263,32 +272,35 @@ DEEPSEEK_V3 = Family(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class V32Config:
-    """What caches and metadata of a V3.2 follow from; its indexer's widths are the record's."""
+def _v32_groups(config: ModelConfig, serving: Serving) -> tuple[CacheGroup, ...]:
+    """Latents and, of the layers that select, index keys; equal pages.
 
-    family: str = "deepseek_v32"
-    vocab: int = 129280
-    layers: int = 61
-    rank: int = 512
-    rope: int = 64
-    max_positions: int = 163840
-    eos: tuple[int, ...] = (1,)
-
-
-def _v32_groups(config: V32Config, serving: Serving) -> tuple[CacheGroup, ...]:
-    """Latents, as records where 8 bits are asked for, and the indexer's keys; equal pages."""
-    quantised = ELEMENT_FORMATS[serving.cache_format].quantised
-    widths = {} if quantised else {"rank": config.rank, "rope": config.rope}
-    form = "ds_mla" if quantised else serving.cache_format
-    each = {"layers": config.layers, "page": serving.page}
-    return (
-        CacheGroup(name="latent", **each, **widths, format=form),
-        CacheGroup(name="index_keys", **each, format="index_key"),
+    Both are records where 8 bits are asked for, else elements of the same format.
+    """
+    indexer, dims = config.indexer, config.dims
+    assert indexer is not None, "the family's configurations have one"
+    latent = CacheGroup(
+        name="latent",
+        layers=config.layers,
+        page=serving.page,
+        rank=dims.rank,
+        rope=dims.rope,
+        format=serving.cache_format,
     )
+    keys = replace(latent, name="index_keys", layers=sum(indexer.full), rank=indexer.dim, rope=0)
+    if not ELEMENT_FORMATS[serving.cache_format].quantised:
+        return latent, keys
+    given = {"kv_latent": dims.rank, "k_rope": dims.rope, "key": indexer.dim}
+    stored = {f.name: f.count for n in _RECORDS for f in RECORD_FORMATS[n].values}
+    if given != stored:
+        hint = "Another cache_format stores any widths."
+        raise EngineError(f"cache_format {serving.cache_format}: widths", given, stored, hint)
+    groups = zip((latent, keys), _RECORDS, strict=True)
+    latent, keys = (replace(g, rank=0, rope=0, format=name) for g, name in groups)
+    return latent, keys
 
 
-def _v32_builder(config: V32Config, serving: Serving) -> V32MetadataBuilder:
+def _v32_builder(config: ModelConfig, serving: Serving) -> V32MetadataBuilder:
     latent, keys = (group.spec for group in _v32_groups(config, serving))
     return V32MetadataBuilder(
         ladder=_sparse_ladder(serving), latent=latent, indexer=Indexer(group=keys)
@@ -356,10 +368,11 @@ def _sparse_ladder(serving: Serving) -> StepLadder:
 
 DEEPSEEK_V32 = Family(
     name="deepseek_v32",
-    model_types=("deepseek_v32",),
+    model_types=("deepseek_v32", "glm_moe_dsa"),
     groups=_v32_groups,
     builder=_v32_builder,
-    module=None,
+    module=DeepseekV32,
+    fp8=True,
 )
 
 DEEPSEEK_V4 = Family(

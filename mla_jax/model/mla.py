@@ -179,8 +179,13 @@ class MLA(nnx.Module):
         """Per-head queries before rotation."""
         if self.dims.q_rank is None:
             return self.q(x, backend=backend)
-        low = self.q_norm(self.q_down(x, backend=backend))
-        return self.q_up(low, backend=backend)
+        return self.q_up(self.query_latents(x, backend=backend), backend=backend)
+
+    def query_latents(
+        self, x: Float[Array, "tokens hidden"], *, backend: str | None = None
+    ) -> Float[Array, "tokens q_rank"]:
+        """The normalised query latent, of models that have one."""
+        return self.q_norm(self.q_down(x, backend=backend))
 
     def _split_queries(
         self, q: Float[Array, "tokens heads qk"], angles: tuple[Array, Array]

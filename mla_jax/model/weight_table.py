@@ -3,7 +3,7 @@
 Axes are written as ``"(H qk) rq -> rq H qk"``: the checkpoint's ``[out, in]`` matrix with its
 merged axes spelled out, then the order of the leaf. Sizes: V vocabulary, D hidden, H heads,
 ``qk`` nope + rope, ``kv`` nope + v, ``row`` rank + rope, r and rq the latents, F dense width,
-E experts, I expert width, S width of the shared experts.
+E experts, I expert width, S width of the shared experts, N index heads of width ``di``.
 """
 
 import math
@@ -38,6 +38,21 @@ _LAYER = (
     ("", "self_attn.kv_b_proj.weight", "attn.kv_up.kernel", "(H kv) r -> r H kv"),
     ("", "self_attn.o_proj.weight", "attn.out.kernel", "D (H v) -> H v D"),
     ("bias", "self_attn.o_proj.bias", "attn.out.bias", "D -> D"),
+    (
+        "selects",
+        "self_attn.indexer.wq_b.weight",
+        "attn.indexer.q_up.kernel",
+        "(N di) rq -> rq N di",
+    ),
+    ("selects", "self_attn.indexer.wk.weight", "attn.indexer.k.kernel", "di D -> D di"),
+    ("selects", "self_attn.indexer.k_norm.weight", "attn.indexer.k_norm.scale", "di -> di"),
+    ("selects", "self_attn.indexer.k_norm.bias", "attn.indexer.k_norm.bias", "di -> di"),
+    (
+        "selects",
+        "self_attn.indexer.weights_proj.weight",
+        "attn.indexer.head_weights.kernel",
+        "N D -> D N",
+    ),
     ("dense", "mlp.gate_proj.weight", "mlp.gate.kernel", "F D -> D F"),
     ("dense", "mlp.up_proj.weight", "mlp.up.kernel", "F D -> D F"),
     ("dense", "mlp.down_proj.weight", "mlp.down.kernel", "D F -> F D"),
@@ -61,7 +76,13 @@ _FUSED = (
     ("mlp.experts.gate_up_proj", "moe.experts.gate moe.experts.up", "(2 I) D -> 2 D I"),
     ("mlp.experts.down_proj", "moe.experts.down", "D I -> I D"),
 )
-_FLOAT32 = ("moe.router.kernel", "moe.router.choice_bias")
+_FLOAT32 = (
+    "moe.router.kernel",
+    "moe.router.choice_bias",
+    "indexer.k_norm.scale",
+    "indexer.k_norm.bias",
+    "indexer.head_weights.kernel",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +141,7 @@ def weight_table(config: ModelConfig) -> tuple[Weight, ...]:
     sizes = _sizes(config)
     heads = {""} if config.tied else {"", "untied"}
     rows = [_weight(n, p, axes, sizes) for when, n, p, axes in _MODEL if when in heads]
-    for i, place in enumerate(places_of(periods_of(config.sparse_layers))):
+    for i, place in enumerate(places_of(periods_of(config.kinds))):
         flags = _flags(config, i)
         for when, name, path, axes in _LAYER:
             if flags.issuperset(when.split()):
@@ -131,7 +152,7 @@ def weight_table(config: ModelConfig) -> tuple[Weight, ...]:
 def fused_experts(config: ModelConfig, layer: int) -> tuple[Weight, ...]:
     """What replaces a layer's expert tensors in transformers' own layout."""
     sizes = _sizes(config)
-    place = places_of(periods_of(config.sparse_layers))[layer]
+    place = places_of(periods_of(config.kinds))[layer]
     return tuple(
         _weight(f"model.layers.{layer}.{name}", paths, axes, sizes, place)
         for name, paths, axes in _FUSED
@@ -164,6 +185,8 @@ def _sizes(config: ModelConfig) -> Mapping[str, int]:
         "r": d.rank,
     }
     sizes |= {"kv": d.nope + d.v, "row": d.row, "rq": d.q_rank or 0}
+    if config.indexer is not None:
+        sizes |= {"N": config.indexer.heads, "di": config.indexer.dim}
     if moe is not None:
         sizes |= {"E": moe.experts, "I": moe.width, "S": moe.shared * moe.width}
     return sizes
@@ -173,6 +196,7 @@ def _flags(config: ModelConfig, layer: int) -> set[str]:
     flags = {"q_full" if config.dims.q_rank is None else "q_rank"}
     flags |= {"bias"} if config.attention_bias else set()
     flags |= {"mlp_bias"} if config.mlp_bias else set()
+    flags |= {"selects"} if config.kinds[layer].selects else set()
     if not config.sparse_layers[layer] or config.moe is None:
         return flags | {"dense"}
     flags |= {"shared"} if config.moe.shared else set()

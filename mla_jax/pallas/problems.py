@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from mla_jax.cache import LatentCache
+from mla_jax.cache import LatentCache, RecordCache
 from mla_jax.errors import ArgumentError
 from mla_jax.pallas.registry import Problem
 from mla_jax.types import SCALE_BLOCK, BlockScaled, cdiv
@@ -301,6 +301,176 @@ def route(x, kernel, choice_bias, real, *, moe) -> Problem:
     return Problem.of(op, dtype=str(x.dtype), **facts, **{name: size[name] for name in names})
 
 
+def write_rows(cache, values, slots, *, layer=None) -> Problem:
+    op = "write_rows"
+    _layer(op, cache, layer)
+    wanted = _values(op, cache)
+    if len(values) != len(wanted):
+        allowed = f"{len(wanted)}: {', '.join(wanted)}"
+        raise ArgumentError(f"{op}: values", len(values), allowed)
+    arrays = {n: (x, "float", f"{n}_rows {n}") for n, x in zip(wanted, values, strict=True)}
+    size = _bind(op, wanted, **arrays, slots=(slots, "int", "tokens"))
+    for name in wanted:
+        if size[f"{name}_rows"] < size["tokens"]:
+            allowed = f"at least {size['tokens']}, one per slot"
+            raise ArgumentError(f"{op}: rows of {name}", size[f"{name}_rows"], allowed)
+    return Problem.of(op, **_any_cache(cache), tokens=size["tokens"])
+
+
+def gather_rows(cache, slots, *, dtype, layer=None) -> Problem:
+    op = "gather_rows"
+    _layer(op, cache, layer)
+    _values(op, cache)
+    if not jnp.issubdtype(slots.dtype, jnp.integer):
+        raise ArgumentError(f"{op}: slots", f"dtype {slots.dtype}", "an integer dtype")
+    out = _activation(f"{op}: dtype", dtype)
+    return Problem.of(op, out=out, **_any_cache(cache), rows=math.prod(slots.shape))
+
+
+def select_decode(q, weights, cache, page_table, lens, *, k, layer=None) -> Problem:
+    op = "select_topk_decode"
+    _layer(op, cache, layer)
+    dim = sum(_values(op, cache).values())
+    size = _bind(
+        op,
+        {"dim": dim},
+        q=(q, "float", "rows queries heads dim"),
+        weights=(weights, "float", "rows queries heads"),
+        page_table=(page_table, "int", "rows width"),
+        lens=(lens, "int", "rows queries"),
+    )
+    facts = {name: size[name] for name in ("heads", "dim", "queries", "rows", "width")}
+    return Problem.of(op, dtype=str(q.dtype), **_any_cache(cache), **facts, k=_best(op, k))
+
+
+def select_prefill(q, weights, keys, starts, ends, *, k) -> Problem:
+    op = "select_topk_prefill"
+    size = _bind(
+        op,
+        {},
+        q=(q, "float", "queries heads dim"),
+        weights=(weights, "float", "queries heads"),
+        keys=(keys, "float", "keys dim"),
+        starts=(starts, "int", "queries"),
+        ends=(ends, "int", "queries"),
+    )
+    facts = {name: size[name] for name in ("heads", "dim", "queries", "keys")}
+    return Problem.of(op, dtype=str(q.dtype), **facts, k=_best(op, k))
+
+
+def _best(op: str, k: Any) -> int:
+    if not isinstance(k, int) or isinstance(k, bool) or k < 1:
+        raise ArgumentError(f"{op}: k", k, "a static int, 1 or more")
+    return k
+
+
+def logits(q, weights, keys) -> Problem:
+    op = "indexer_logits"
+    size = _bind(
+        op,
+        {},
+        q=(q, "float", "tokens heads dim"),
+        weights=(weights, "float", "tokens heads"),
+        keys=(keys, "float", "keys dim"),
+    )
+    return Problem.of(op, dtype=str(q.dtype), **size)
+
+
+def sparse_decode(
+    q_latent, q_rope, cache, slots, *, scale, layer=None, lengths=None, sinks=None, extra=None,
+    value=None, out_dtype=None,
+) -> Problem:  # fmt: skip
+    op = "mla_sparse_decode"
+    _layer(op, cache, layer)
+    row = sum(_values(op, cache).values())
+    size = _sparse(op, q_latent, q_rope, row, slots, "slots", lengths, sinks, scale)
+    more = {}
+    if extra is not None:
+        _layer(f"{op}: extra", extra.cache, extra.layer)
+        if sum(_values(op, extra.cache).values()) != row:
+            given = sum(_values(op, extra.cache).values())
+            raise ArgumentError(f"{op}: row of the extra cache", given, f"{row}, as the first's")
+        lists = {"extra.slots": (extra.slots, "int", "tokens extra")}
+        if extra.lengths is not None:
+            lists["extra.lengths"] = (extra.lengths, "int", "tokens")
+        size = _bind(op, size, **lists)
+        more = {"extra_keys": size["extra"], "extra_cache": extra.cache.format.name}
+    return Problem.of(
+        op,
+        dtype=str(q_latent.dtype),
+        out=_activation(f"{op}: out_dtype", out_dtype or q_latent.dtype),
+        heads=size["heads"],
+        **_any_cache(cache),
+        value=_value(op, value, size["rank"], row),
+        keys=size["keys"],
+        sinks=sinks is not None,
+        **more,
+        tokens=size["tokens"],
+    )
+
+
+def sparse_prefill(
+    q_latent, q_rope, rows, indices, *, scale, lengths=None, sinks=None, value=None, out_dtype=None
+) -> Problem:
+    op = "mla_sparse_prefill"
+    bound = _bind(op, {}, rows=(rows, "float", "rows row"))
+    size = _sparse(op, q_latent, q_rope, bound["row"], indices, "indices", lengths, sinks, scale)
+    return Problem.of(
+        op,
+        dtype=str(q_latent.dtype),
+        out=_activation(f"{op}: out_dtype", out_dtype or q_latent.dtype),
+        heads=size["heads"],
+        row=bound["row"],
+        value=_value(op, value, size["rank"], bound["row"]),
+        keys=size["keys"],
+        sinks=sinks is not None,
+        tokens=size["tokens"],
+        rows=bound["rows"],
+    )
+
+
+def _sparse(op, q_latent, q_rope, row, lists, name, lengths, sinks, scale) -> dict[str, int]:
+    """Sizes of queries whose width is that of a row, and of their lists."""
+    more = {} if lengths is None else {"lengths": (lengths, "int", "tokens")}
+    more |= {} if sinks is None else {"sinks": (sinks, "float", "heads")}
+    size = _bind(
+        op,
+        {},
+        q_latent=(q_latent, "float", "tokens heads rank"),
+        q_rope=(q_rope, "float", "tokens heads rope"),
+        **{name: (lists, "int", "tokens keys")},
+        **more,
+    )
+    _same_dtype(op, q_latent=q_latent, q_rope=q_rope)
+    _number(op, scale)
+    if size["rank"] + size["rope"] != row:
+        given = f"q_latent {size['rank']} and q_rope {size['rope']}"
+        raise ArgumentError(f"{op}: widths", given, f"together {row}, as a cached row")
+    return size
+
+
+def _value(op: str, value: Any, rank: int, row: int) -> int:
+    """Columns of a row that are its value: the latent's by default."""
+    columns = rank if value is None else value
+    if not isinstance(columns, int) or not 1 <= columns <= row:
+        raise ArgumentError(f"{op}: value", value, f"None, or 1 to {row} leading columns of a row")
+    return columns
+
+
+def _values(op: str, cache: LatentCache | RecordCache) -> dict[str, int]:
+    """Names and widths of what a row of the cache holds."""
+    if isinstance(cache, RecordCache):
+        return {f.name: f.count for f in cache.format.values}
+    _cache_sizes(op, cache)
+    return {"kv_latent": cache.rank} | ({"k_rope": cache.rope} if cache.rope else {})
+
+
+def _any_cache(cache: LatentCache | RecordCache) -> dict[str, Any]:
+    if isinstance(cache, LatentCache):
+        return _cache_features(cache)
+    return {"cache": cache.format.name, "row": cache.format.row, "page": cache.page}
+
+
 def _bind(op: str, sizes: dict[str, int], **arrays: tuple[Any, str, str]) -> dict[str, int]:
     """Sizes of all named axes, given some of them; each array is ``(array, kind, axes)``.
 
@@ -363,7 +533,9 @@ def _cache_sizes(op: str, cache: LatentCache) -> dict[str, int]:
     return {"rank": cache.rank, "rope": cache.rope}
 
 
-def _layer(op: str, cache: LatentCache, layer: Any, *, optional: bool = False) -> None:
+def _layer(
+    op: str, cache: LatentCache | RecordCache, layer: Any, *, optional: bool = False
+) -> None:
     """A stack of layers needs one of them, the cache of one layer has none to choose from."""
     what, layers = f"{op}: layer", cache.layers
     if layers is None:
@@ -431,4 +603,11 @@ PROBLEMS: dict[str, Callable[..., Problem]] = {
     "routed_experts": routed,
     "routed_experts_fp8": routed_fp8,
     "matmul_fp8": matmul_fp8,
+    "write_rows": write_rows,
+    "gather_rows": gather_rows,
+    "indexer_logits": logits,
+    "select_topk_decode": select_decode,
+    "select_topk_prefill": select_prefill,
+    "mla_sparse_decode": sparse_decode,
+    "mla_sparse_prefill": sparse_prefill,
 }

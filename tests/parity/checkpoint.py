@@ -18,7 +18,9 @@ from tests.parity.reference import tensor
 
 BLOCK = 128
 E4M3_MAX = 448.0
-_QUANTISED = re.compile(r"layers\.\d+\..*(_proj|_proj_with_mqa)\.weight$")
+_QUANTISED = re.compile(
+    r"layers\.\d+\.(?!.*weights_proj).*(_proj|_proj_with_mqa|indexer\.w(q_b|k))\.weight$"
+)
 
 Tensors = dict[str, torch.Tensor]
 
@@ -100,7 +102,7 @@ def released_config(config: dict, case: Case, *, fp8: bool) -> dict:
     out["rope_theta"] = rope.pop("rope_theta")
     kind = rope.pop("rope_type")
     out["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
-    if case.family in ("DeepseekV3", "Glm4MoeLite"):
+    if case.family in ("DeepseekV3", "DeepseekV32", "Glm4MoeLite", "GlmMoeDsa"):
         out |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
         out["num_nextn_predict_layers"] = config.get("num_mtp_layers", 0)
     if case.family == "DeepseekV2":

@@ -129,6 +129,16 @@ _GLM = {
     "mlp_layer_types": ["dense", "sparse", "sparse"],
     "rope_parameters": _plain(1e6),
 }
+_SPARSE = {"index_n_heads": 8, "index_head_dim": 128, "index_topk": 16}
+_NARROW_SPARSE = {"index_head_dim": 16, "index_topk": 8}
+_V32 = {k: v for k, v in (_V3 | _SPARSE).items() if k not in ("rope_interleave", "num_mtp_layers")}
+_GLM_DSA = {
+    **{k: v for k, v in _GLM.items() if k not in ("rope_interleave", "mlp_layer_types")},
+    **_SPARSE,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 1,
+    "indexer_types": ["full", "shared", "full"],
+}
 _YOUTU = {
     **_TOKENS,
     **_WIDE,
@@ -146,7 +156,7 @@ class Case:
     """One tiny model: what to build and from which seed."""
 
     name: str
-    family: str  # transformers class prefix: DeepseekV2, DeepseekV3, Glm4MoeLite, Youtu
+    family: str  # transformers class prefix: DeepseekV2, DeepseekV32, Glm4MoeLite, Youtu, …
     config: dict = field(hash=False)
     seed: int
     released_type: str | None = None  # model_type in released folders, if not transformers'
@@ -194,6 +204,14 @@ FAMILIES = [
         small={**_NARROW_EXPERTS, "qk_nope_head_dim": 24, "v_head_dim": 32},
     ),
     *_pair("youtu", "Youtu", _YOUTU, (1, 41), small={}),
+    *_pair("v32", "DeepseekV32", _V32, (48, 32), small={**_NARROW_EXPERTS, **_NARROW_SPARSE}),
+    *_pair(
+        "glm_dsa",
+        "GlmMoeDsa",
+        _GLM_DSA,
+        (12, 25),
+        small={**_NARROW_EXPERTS, **_NARROW_SPARSE, "qk_nope_head_dim": 24, "v_head_dim": 32},
+    ),
 ]
 BY_NAME = {case.name: case for case in FAMILIES}
 
@@ -214,5 +232,9 @@ VARIATIONS = [
     _variation("v3_unnormalised", "v3_small", 18, norm_topk_prob=False),
     _variation("v2_attention_bias", "v2_small", 21, attention_bias=True, mlp_bias=True),
     _variation("glm_halves", "glm_flash_small", 34, rope_interleave=False),
+    _variation("v32_dense", "v32_small", 5, index_topk=2048),
+    _variation("v32_all_dense", "v32_small", 29, first_k_dense_replace=3),
+    _variation("glm_dsa_all_full", "glm_dsa_small", 35, indexer_types=["full"] * 3),
+    _variation("glm_dsa_two_shared", "glm_dsa_small", 4, indexer_types=["full"] + ["shared"] * 2),
     _variation("youtu_untied", "youtu_small", 21, tie_word_embeddings=False),
 ]

@@ -83,24 +83,36 @@ class Reference:
 
 
 @contextlib.contextmanager
-def _watch_choices(gaps: list[float]) -> Iterator[None]:
-    """Record how far the last chosen value of every ``torch.topk`` is from the next."""
-    original = torch.topk
+def _watch_choices(gaps: list[float], selected: int | None) -> Iterator[None]:
+    """Record how far the last chosen value of every choice is from the next.
 
-    def watched(x: torch.Tensor, k: int, *args, **kwargs):
-        if k < x.shape[-1]:
-            best = original(x.detach(), k + 1, dim=-1)[0]
-            gap = best[..., k - 1] - best[..., k]
-            finite = gap[torch.isfinite(gap) & (best[..., k] > -1e30)]
-            if finite.numel():
-                gaps.append(float(finite.min()))
+    Routers choose by ``torch.topk``, indexers ``selected`` tokens by the method of a tensor.
+    """
+    original, method = torch.topk, torch.Tensor.topk
+
+    def record(x: torch.Tensor, k: int) -> None:
+        if k >= x.shape[-1]:
+            return
+        best = original(x.detach(), k + 1, dim=-1)[0]
+        gap = best[..., k - 1] - best[..., k]
+        finite = gap[torch.isfinite(gap) & (best[..., k] > -1e30)]
+        if finite.numel():
+            gaps.append(float(finite.min()))
+
+    def function(x: torch.Tensor, k: int, *args, **kwargs):
+        record(x, k)
         return original(x, k, *args, **kwargs)
 
-    torch.topk = watched
+    def called(x: torch.Tensor, k: int, *args, **kwargs):
+        if k == selected:
+            record(x, k)
+        return method(x, k, *args, **kwargs)
+
+    torch.topk, torch.Tensor.topk = function, called
     try:
         yield
     finally:
-        torch.topk = original
+        torch.topk, torch.Tensor.topk = original, method
 
 
 @torch.no_grad()
@@ -120,7 +132,7 @@ def _continue(model: torch.nn.Module, prompt: list[int], steps: int) -> list[np.
 def greedy(model: torch.nn.Module, requests: list[list[int]], steps: int = 32) -> Reference:
     """Greedy continuation of every prompt on its own; special tokens do not stop it."""
     gaps: list[float] = []
-    with _watch_choices(gaps):
+    with _watch_choices(gaps, getattr(model.config, "index_topk", None)):
         logits = np.stack([_continue(model, prompt, steps) for prompt in requests])
     second, first = np.moveaxis(np.sort(logits, -1)[..., -2:], -1, 0)
     return Reference(

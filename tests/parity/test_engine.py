@@ -31,7 +31,7 @@ def test_family(case, tmp_path, record_property):
     _judge(case, tmp_path, model, record_property)
 
 
-@pytest.mark.parametrize("name", ["v3_dims", "v3_small"])
+@pytest.mark.parametrize("name", ["v3_dims", "v3_small", "v32_dims"])
 def test_fp8_blocks(name, tmp_path, record_property):
     case = BY_NAME[name]
     model = reference.build(case)

@@ -1,6 +1,6 @@
 """Cache in, cache out: write, gather and move token records."""
 
-from mla_jax.pallas.cache_io import mosaic, ref
+from mla_jax.pallas.cache_io import mosaic, records, ref
 from mla_jax.pallas.registry import Backend
 
 BACKENDS = (
@@ -10,4 +10,6 @@ BACKENDS = (
     Backend(op="gather_latent", name="xla", run=ref.gather_latent),
     Backend(op="copy_blocks", name="xla", run=ref.copy_blocks),
     Backend(op="swap_blocks", name="xla", run=ref.swap_blocks),
+    Backend(op="write_rows", name="xla", run=records.write_records),
+    Backend(op="gather_rows", name="xla", run=records.gather_rows),
 )

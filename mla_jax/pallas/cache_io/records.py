@@ -1,4 +1,4 @@
-"""Reference writes and reads of byte records: any ``RecordFormat``, from its data alone.
+"""Reference writes and reads of single rows: byte records from their format's data alone.
 
 Bytes behind a page's records, and records that no slot names, keep what they hold.
 """
@@ -6,11 +6,11 @@ Bytes behind a page's records, and records that no slot names, keep what they ho
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from mla_jax.cache import RecordCache
+from mla_jax.cache import LatentCache, RecordCache
 from mla_jax.errors import ArgumentError
 from mla_jax.types import Array, Float, Int
 
-__all__ = ["gather_records", "write_records"]
+__all__ = ["gather_records", "gather_rows", "write_records"]
 
 
 def write_records(
@@ -48,6 +48,27 @@ def gather_records(
     places = _places(cache, slots, layer)
     parts = (cache.pages.at[p].get(mode="fill", fill_value=0) for p in places)  # zeros read as 0
     return jnp.concatenate(cache.format.decode(tuple(parts), dtype=dtype), axis=-1)
+
+
+def gather_rows(
+    cache: LatentCache | RecordCache,
+    slots: Int[Array, "*tokens"],
+    *,
+    dtype: DTypeLike = jnp.bfloat16,
+    layer: int | Int[Array, ""] | None = None,
+) -> Float[Array, "*tokens row"]:
+    """``gather_records`` of either cache: the values at ``slots``; outside of it zeros."""
+    if isinstance(cache, RecordCache):
+        return gather_records(cache, slots, dtype=dtype, layer=layer)
+    inside = (slots >= 0) & (slots < cache.num_slots)
+    lead: tuple[int | Array, ...] = ()
+    if layer is not None:
+        inside &= (layer >= 0) & (layer < cache.pages.shape[0])
+        lead = (jnp.clip(layer, 0, cache.pages.shape[0] - 1),)
+    at = jnp.where(inside, slots, 0)
+    rows = cache.pages[*lead, at // cache.page, at % cache.page]
+    scale = cache.scale[lead]
+    return jnp.where(inside[..., None], cache.format.decode(rows, scale), 0).astype(dtype)
 
 
 def _places(

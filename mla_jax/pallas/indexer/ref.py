@@ -1,13 +1,41 @@
-"""Reference indexer scores over a paged key cache."""
+"""Definition of the indexer's scores, the codes of its queries, and scores over paged keys."""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from mla_jax.cache import RECORD_FORMATS
+from mla_jax.formats import ScaleRule, to_codes
 from mla_jax.types import Array, Float, Int, UInt8
 
-__all__ = ["paged_index_logits"]
+__all__ = ["QUERY_SCALES", "indexer_logits", "paged_index_logits", "quantise_queries"]
+
+QUERY_SCALES = ScaleRule(name="power_of_two", power_of_two=True, floor=1e-10, floor_of="amax")
+"""Of a query head's e4m3 codes; it goes into the head's weight."""
+
+
+def indexer_logits(
+    q: Float[Array, "*batch queries heads dim"],
+    weights: Float[Array, "*batch queries heads"],
+    keys: Float[Array, "*batch keys dim"],
+) -> Float[Array, "*batch queries keys"]:
+    """``score[i, j] = sum_h weights[i, h] * relu(q[i, h] . keys[j])`` in float32.
+
+    Weights may be negative, so may scores. Differentiable.
+    Source: DeepSeek-V3.2-Exp report, section 2.1.
+    """
+    q, weights, keys = (x.astype(jnp.float32) for x in (q, weights, keys))
+    dots = jnp.einsum("...qhd,...kd->...qhk", q, keys, precision="highest")
+    return jnp.einsum("...qhk,...qh->...qk", jax.nn.relu(dots), weights, precision="highest")
+
+
+def quantise_queries(
+    q: Float[Array, "*tokens heads dim"], weights: Float[Array, "*tokens heads"]
+) -> tuple[Float[Array, "*tokens heads dim"], Float[Array, "*tokens heads"]]:
+    """``(e4m3(q / s), weights * s)`` with a power of two ``s`` for each head of each token."""
+    largest = float(jnp.finfo(jnp.float8_e4m3fn).max)
+    s = QUERY_SCALES.choose(jnp.max(jnp.abs(q.astype(jnp.float32)), axis=-1), largest)
+    return to_codes(q, s[..., None], "float8_e4m3fn"), weights.astype(jnp.float32) * s
 
 
 def paged_index_logits(

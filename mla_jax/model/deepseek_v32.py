@@ -1,0 +1,298 @@
+"""DeepSeek V3.2 and GLM-5: the V3 decoder, each token attending to the tokens an indexer selects.
+
+All attention is absorbed and sparse: a token's list of cache slots is made by its layer's indexer,
+or, in GLM's layers without one, by the last layer before that has one. Where all sequences of a
+step are no longer than the selection, decodes take the dense kernel; index keys are written all
+the same.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from mla_jax import ops
+from mla_jax.cache import LatentCache, RecordCache
+from mla_jax.config import LayerKind, ModelConfig
+from mla_jax.metadata.deepseek_v32 import V32Metadata
+from mla_jax.metadata.mla import DecodeMetadata
+from mla_jax.metadata.sparse import convert_req_index_to_global_index
+from mla_jax.model.decoder import Decoder, DecoderBlock
+from mla_jax.model.indexer import Indexer
+from mla_jax.model.linear import contract, precision_of, project
+from mla_jax.model.mla import MLA, Absorbed
+from mla_jax.model.rope import cos_sin
+from mla_jax.model.sharding import divided, divides
+from mla_jax.pallas.topk.ref import best_positions
+from mla_jax.placement import Placement
+from mla_jax.types import Array, Float, Int
+
+__all__ = ["DeepseekV32", "SparseBlock", "SparseMLA"]
+
+
+class _State(NamedTuple):
+    """What goes from layer to layer."""
+
+    h: Float[Array, "tokens hidden"]
+    latent: LatentCache | RecordCache
+    index_keys: LatentCache | RecordCache
+    slots: Int[Array, "tokens topk"] | None  # of the last selection; None: every layer selects
+
+
+class SparseMLA(MLA):
+    """One layer of sparse latent attention; without ``indexer`` it takes a selection."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        selects: bool,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+        fp8: bool = False,
+    ):
+        super().__init__(config, dtype=dtype, rngs=rngs, fp8=fp8)
+        assert config.indexer is not None, "the family's configurations have one"
+        facts = {"dtype": dtype, "rngs": rngs, "fp8": fp8}
+        self.indexer = Indexer(config, config.indexer, **facts) if selects else None
+        self.topk = config.indexer.topk
+
+    def step(
+        self,
+        x: Float[Array, "tokens hidden"],
+        meta: V32Metadata,
+        state: _State,
+        *,
+        layer: Int[Array, ""] | int,
+        index_layer: Int[Array, ""] | int,
+        angles: tuple[Array, Array],
+        absorbed: Absorbed | None = None,
+        backend: str | None = None,
+        placement: Placement | None = None,
+    ) -> tuple[Float[Array, "tokens hidden"], _State]:
+        """Write the new rows and index keys, select, attend, project back.
+
+        ``layer`` and ``index_layer`` are this layer's numbers in the stacks of latents and of
+        index keys. The state's ``h`` stays as it is.
+        """
+        low = self.query_latents(x, backend=backend)
+        q_nope, q_rope = self._split_queries(self.q_up(low, backend=backend), angles)
+        rows = self.latents(x, angles, backend=backend)
+        latent, keys, slots = state.latent, state.index_keys, state.slots
+        writing = ops.named("write_rows", backend)
+        latent = ops.write_rows(latent, rows, meta.slots, layer=layer, backend=writing)
+        dense = self.everything(meta, latent)
+        if self.indexer is not None:
+            new = self.indexer.keys(x, angles, backend=backend)
+            at = {"layer": index_layer, "backend": writing}
+            keys = ops.write_rows(keys, (new,), meta.indexer.slots, **at)
+            if not dense:
+                chosen = ops.select_topk(
+                    self.indexer.queries(low, angles, backend=backend),
+                    self.indexer.weights(x),
+                    keys,
+                    meta.indexer,
+                    self.topk,
+                    layer=index_layer,
+                    backend=ops.named("select_topk_decode", backend),
+                )
+                slots = slots_of(chosen, meta, page=latent.page)
+
+        def attend(q_nope, q_rope, absorbed, latent, slots, number):
+            q_latent = contract("thd,hdr->thr", q_nope, absorbed.k)
+            facts = {"scale": self.scale, "layer": number, "backend": backend}
+            if dense:
+                found = ops.mla_decode(q_latent, q_rope, latent, _decode_of(meta), **facts)
+            else:
+                found = ops.mla_sparse_decode(q_latent, q_rope, latent, slots, **facts)
+            return contract("thr,hrv->thv", found.out, absorbed.v).astype(x.dtype)
+
+        absorbed = self.absorbed() if absorbed is None else absorbed
+        if placement is not None and divides(placement, self.dims.heads):
+            given = 1, 1, 0, None, None, None
+            attend = divided(attend, placement, given=given, returned=1)
+        heads = attend(q_nope, q_rope, absorbed, latent, slots, jnp.asarray(layer))
+        kept = None if state.slots is None else slots
+        state = state._replace(latent=latent, index_keys=keys, slots=kept)
+        return self.out(heads, backend=backend), state
+
+    def everything(self, meta: V32Metadata, latent: LatentCache | RecordCache) -> bool:
+        """Whether a step selects nothing: decodes alone, none longer than the selection."""
+        longest = meta.step.pages * latent.page
+        plain = isinstance(latent, LatentCache)
+        return plain and not meta.step.prefills and longest <= self.topk
+
+    def full(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
+        """One whole sequence, without a cache; of a layer that selects."""
+        return self.whole(x, None)[0]
+
+    def whole(
+        self, x: Float[Array, "tokens hidden"], selected: Int[Array, "tokens topk"] | None
+    ) -> tuple[Float[Array, "tokens hidden"], Int[Array, "tokens topk"]]:
+        """One whole sequence by the expanded path and its selection; differentiable but for it.
+
+        ``selected`` is that of the layer before, for a layer without an indexer.
+        """
+        tokens = x.shape[0]
+        at = jnp.arange(tokens, dtype=jnp.int32)
+        angles = cos_sin(at, self.rope)
+        if self.indexer is not None:
+            selected = best_positions(self.scores(x, angles), at + 1, k=self.topk)
+        assert selected is not None, "the first layer selects"
+        seen = jnp.zeros((tokens, tokens), jnp.bool_)
+        column = jnp.where(selected >= 0, selected, tokens)
+        seen = seen.at[at[:, None], column].set(True, mode="drop")
+        q = jnp.concatenate(self.queries(x, angles, backend="xla"), axis=-1)
+        latent, k_rope = self.latents(x, angles, backend="xla")
+        kv = project(latent, self._up_projection())
+        k_nope, v = kv[..., : self.dims.nope], kv[..., self.dims.nope :]
+        wide = {"precision": precision_of(x.dtype), "preferred_element_type": jnp.float32}
+        s = jnp.einsum("thd,shd->hts", q[..., : self.dims.nope], k_nope, **wide)
+        s = s + jnp.einsum("thd,sd->hts", q[..., self.dims.nope :], k_rope, **wide)
+        p = nnx.softmax(jnp.where(seen, self.scale * s, -jnp.inf), axis=-1)
+        out = jnp.einsum("hts,shv->thv", p, v.astype(jnp.float32), precision="highest")
+        return self.out(out.astype(x.dtype), backend="xla"), selected
+
+    def scores(
+        self, x: Float[Array, "tokens hidden"], angles: tuple[Array, Array]
+    ) -> Float[Array, "tokens tokens"]:
+        """Index scores of every pair of a sequence's tokens, later ones too; differentiable."""
+        assert self.indexer is not None, "this layer takes the selection of another"
+        low = self.query_latents(x, backend="xla")
+        return ops.indexer_logits(
+            self.indexer.queries(low, angles, backend="xla"),
+            self.indexer.weights(x),
+            self.indexer.keys(x, angles, backend="xla"),
+        )
+
+
+def slots_of(
+    chosen: Int[Array, "tokens topk"], meta: V32Metadata, *, page: int
+) -> Int[Array, "tokens topk"]:
+    """Latent rows of selected positions of each token's request."""
+    owners = meta.common.requests
+    return convert_req_index_to_global_index(meta.page_table, owners, chosen, page=page)
+
+
+def _decode_of(meta: V32Metadata) -> DecodeMetadata:
+    """Every request's one token over all of its pages."""
+    common = meta.common
+    return DecodeMetadata(
+        max_query_len=1,
+        page_table=meta.page_table,
+        seq_lens=common.seq_lens,
+        query_starts=common.query_starts,
+    )
+
+
+class SparseBlock(DecoderBlock[SparseMLA]):
+    """``h += attn(norm(h)); h += mlp_or_moe(norm(h))`` with sparse attention."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        kind: LayerKind,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+        fp8: bool = False,
+    ):
+        facts = {"dtype": dtype, "rngs": rngs, "fp8": fp8}
+
+        def attention() -> SparseMLA:
+            return SparseMLA(config, selects=kind.selects, **facts)
+
+        super().__init__(config, attention, kind=kind, **facts)
+
+    def step(
+        self,
+        meta: V32Metadata,
+        state: _State,
+        *,
+        backend: str | None = None,
+        placement: Placement | None = None,
+        **facts: Any,
+    ) -> _State:
+        """One step of this layer; ``facts`` as ``SparseMLA.step`` takes them."""
+        shared = {"backend": backend, "placement": placement}
+        y, state = self.attn.step(self.attn_norm(state.h), meta, state, **facts, **shared)
+        return state._replace(h=self.feed_forward(state.h + y, meta.real, **shared))
+
+
+class DeepseekV32(Decoder[SparseBlock]):
+    """Token ids to hidden states to float32 logits, over latents and index keys."""
+
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs, fp8: bool = False):
+        def block(kind: LayerKind, rngs: nnx.Rngs) -> SparseBlock:
+            return SparseBlock(config, kind=kind, dtype=dtype, rngs=rngs, fp8=fp8)
+
+        super().__init__(config, block, dtype=dtype, rngs=rngs)
+        assert config.indexer is not None, "the family's configurations have one"
+        self.selecting, self.topk = config.indexer.full, config.indexer.topk
+
+    def __call__(
+        self,
+        token_ids: Int[Array, "tokens"],
+        meta: V32Metadata,
+        caches: Mapping[str, LatentCache | RecordCache],
+        *,
+        derived: Sequence[Sequence[Absorbed]] | None = None,
+        backend: str | None = None,
+        placement: Placement | None = None,
+    ) -> tuple[Float[Array, "tokens hidden"], dict[str, LatentCache | RecordCache]]:
+        """One step over the paged caches of all layers: final hidden states, and the caches.
+
+        ``caches`` has the groups ``latent`` and ``index_keys``. ``derived`` is ``self.derive()``;
+        without it the step derives it again.
+        """
+        angles = cos_sin(meta.positions, self.rope)
+        number = np.maximum(np.cumsum(self.selecting) - 1, 0).astype(np.int32)
+        slots = None
+        if not all(self.selecting):
+            slots = jnp.full((len(token_ids), self.topk), -1, jnp.int32)
+
+        def layer(
+            block: SparseBlock, absorbed: Absorbed | None, i: Int[Array, ""] | int, state: _State
+        ) -> _State:
+            index_layer = i if all(self.selecting) else jnp.asarray(number)[i]
+            return block.step(
+                meta,
+                state,
+                layer=i,
+                index_layer=index_layer,
+                angles=angles,
+                absorbed=absorbed,
+                backend=backend,
+                placement=placement,
+            )
+
+        state = _State(self.embed(token_ids), caches["latent"], caches["index_keys"], slots)
+        beside = [None] * len(self.stacks) if derived is None else derived
+        for stack, absorbed in zip(self.stacks, beside, strict=True):
+            state = stack.run(state, layer, beside=absorbed)
+        written = {"latent": state.latent, "index_keys": state.index_keys}
+        return self.final_norm(state.h), written
+
+    def full(
+        self, token_ids: Int[Array, "sequences tokens"]
+    ) -> Float[Array, "sequences tokens hidden"]:
+        """Whole sequences without a cache: the oracle of everything above.
+
+        Shorter sequences are padded on the right: causality keeps padding out of the rest.
+        """
+        h = self.embed(token_ids)
+        if not token_ids.size:
+            return h
+        selected = jnp.full((*token_ids.shape, self.topk), -1, jnp.int32)
+
+        def layer(block: SparseBlock, _: None, number: Any, carry: tuple[Array, Array]):
+            h, selected = carry
+            y, selected = jax.vmap(block.attn.whole)(block.attn_norm(h), selected)
+            return block.feed_whole(h + y), selected
+
+        for stack in self.stacks:
+            h, selected = stack.run((h, selected), layer)
+        return self.final_norm(h)

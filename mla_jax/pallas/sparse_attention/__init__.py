@@ -1,0 +1,9 @@
+"""Attention of each token over its own list of rows: in the cache, or gathered."""
+
+from mla_jax.pallas.registry import Backend
+from mla_jax.pallas.sparse_attention import xla
+
+BACKENDS = (
+    Backend(op="mla_sparse_decode", name="xla", run=xla.sparse_decode),
+    Backend(op="mla_sparse_prefill", name="xla", run=xla.sparse_prefill),
+)

@@ -1,0 +1,9 @@
+"""Which positions each query looks at: the best of the indexer's scores."""
+
+from mla_jax.pallas.registry import Backend
+from mla_jax.pallas.topk import xla
+
+BACKENDS = (
+    Backend(op="select_topk_decode", name="xla", run=xla.select_decode),
+    Backend(op="select_topk_prefill", name="xla", run=xla.select_prefill),
+)

@@ -1,0 +1,213 @@
+"""The public operations of sparse attention: scores, selection, attention over selected rows.
+
+Conventions as in ``ops``, which has them too.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from mla_jax.cache import LatentCache, RecordCache, SparseScope
+from mla_jax.dispatch import Layer, choose, int32, named, number
+from mla_jax.metadata.indexer import (
+    IndexerDecodeMetadata,
+    IndexerMetadata,
+    IndexerPrefillMetadata,
+)
+from mla_jax.pallas import problems
+from mla_jax.pallas.indexer.ref import quantise_queries
+from mla_jax.types import Array, AttnState, Float, Int
+
+__all__ = ["indexer_logits", "mla_sparse_decode", "mla_sparse_prefill", "select_topk"]
+
+
+def indexer_logits(
+    q: Float[Array, "tokens heads dim"],
+    weights: Float[Array, "tokens heads"],
+    keys: Float[Array, "keys dim"],
+    *,
+    backend: str | None = None,
+) -> Float[Array, "tokens keys"]:
+    """``sum_h weights[t, h] * relu(q[t, h] . keys[s])``, float32: what ``select_topk`` ranks.
+
+    No causal mask. Differentiable, for the indexer's own training loss.
+    Source: DeepSeek-V3.2-Exp report, section 2.1.
+    """
+    return choose(problems.logits(q, weights, keys), backend)(q, weights, keys)
+
+
+def select_topk(
+    q: Float[Array, "tokens heads dim"],
+    weights: Float[Array, "tokens heads"],
+    cache: LatentCache | RecordCache,
+    meta: IndexerMetadata,
+    k: int,
+    *,
+    layer: Layer = None,
+    backend: str | None = None,
+) -> Int[Array, "tokens {k}"]:
+    """The positions of each token's request with the ``k`` largest scores, ascending; -1 behind.
+
+    Scores are ``indexer_logits`` over the request's keys in the cache, up to the token's own
+    position. Of equal scores the lower position is taken; a token that sees at most ``k`` keys
+    takes all of them, and nothing is scored where all tokens do. In a cache of ``index_key``
+    records queries are quantised as the keys are: e4m3, a power of two as the scale of each head.
+    Where a key stands for several tokens, positions count keys. Padding selects nothing. The
+    workspace does not grow with queries times context. ``meta`` says which keys a token sees.
+    """
+    if isinstance(cache, RecordCache):
+        q, weights = quantise_queries(q, weights)
+    found = jnp.full((q.shape[0], k), -1, jnp.int32)
+    facts: dict[str, Any] = {"k": k, "layer": layer, "backend": backend}
+    if meta.decode is not None:
+        found = _select_decodes(found, q, weights, cache, meta.decode, **facts)
+    if meta.prefill is not None:
+        found = _select_prefills(found, q, weights, cache, meta.prefill, **facts)
+    return found
+
+
+def _select_decodes(
+    found: Int[Array, "tokens _"],
+    q: Float[Array, "tokens heads dim"],
+    weights: Float[Array, "tokens heads"],
+    cache: LatentCache | RecordCache,
+    meta: IndexerDecodeMetadata,
+    *,
+    k: int,
+    layer: Layer,
+    backend: str | None,
+) -> Int[Array, "tokens _"]:
+    """``found`` with the rows of decodes."""
+    at = jnp.maximum(meta.token_index, 0)
+    there = meta.token_index >= 0
+    lens = jnp.where(there, meta.seq_lens, 0)
+    given = q[at], weights[at], cache, int32(meta.page_table), int32(lens)
+    problem = problems.select_decode(*given, k=k, layer=layer)
+    chosen = choose(problem, backend)(*given, k=k, layer=number(layer))
+    return found.at[jnp.where(there, at, found.shape[0])].set(chosen, mode="drop")
+
+
+def _select_prefills(
+    found: Int[Array, "tokens _"],
+    q: Float[Array, "tokens heads dim"],
+    weights: Float[Array, "tokens heads"],
+    cache: LatentCache | RecordCache,
+    meta: IndexerPrefillMetadata,
+    *,
+    k: int,
+    layer: Layer,
+    backend: str | None,
+) -> Int[Array, "tokens _"]:
+    """``found`` with the rows of prefills, chunk by chunk: keys gathered, queries scored."""
+    bucket, tokens = meta.bucket, found.shape[0]
+    dim, lane = q.shape[-1], jnp.arange(bucket.chunk_queries, dtype=jnp.int32)
+
+    def one_chunk(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        found, keys = carry
+        chunk = meta.chunk(i)
+
+        def gather() -> Array:
+            r = jnp.minimum(chunk.token_to_seq, bucket.chunk_requests - 1)
+            p = jnp.arange(bucket.chunk_keys, dtype=jnp.int32) - chunk.cu_seq_lens[r]
+            column = jnp.clip(p // cache.page, 0, chunk.page_table.shape[1] - 1)
+            slots = chunk.page_table[r, column] * cache.page + p % cache.page
+            slots = jnp.where(chunk.token_to_seq < bucket.chunk_requests, slots, -1)
+            problem = problems.gather_rows(cache, slots, dtype=jnp.float32, layer=layer)
+            run = choose(problem, named("gather_rows", backend))
+            return run(cache, slots, dtype=jnp.float32, layer=number(layer))
+
+        keys = lax.cond(chunk.skip_kv_gather, lambda: keys, gather)
+        token = chunk.token_start + lane
+        real = token < chunk.token_end
+        at = jnp.minimum(token, tokens - 1)
+        bounds = chunk.cu_seqlen_ks, chunk.cu_seqlen_ke
+        given = q[at], weights[at], keys, *bounds
+        chosen = choose(problems.select_prefill(*given, k=k), backend)(*given, k=k)
+        return found.at[jnp.where(real, token, tokens)].set(chosen, mode="drop"), keys
+
+    keys = jnp.zeros((bucket.chunk_keys, dim), jnp.float32)
+    return lax.fori_loop(0, meta.num_chunks, one_chunk, (found, keys))[0]
+
+
+def mla_sparse_decode(
+    q_latent: Float[Array, "tokens heads rank"],
+    q_rope: Float[Array, "tokens heads rope"],
+    cache: LatentCache | RecordCache,
+    slots: Int[Array, "tokens keys"],
+    *,
+    scale: float,
+    layer: Layer = None,
+    lengths: Int[Array, "tokens"] | None = None,
+    sinks: Float[Array, "heads"] | None = None,
+    extra: SparseScope | None = None,
+    value: int | None = None,
+    out_dtype: DTypeLike | None = None,
+    backend: str | None = None,
+) -> AttnState:
+    """Absorbed attention of each token over its own rows of the cache, by slot.
+
+    ``out = softmax(scale * [q_latent | q_rope] row^T) row[:value]`` over the first ``lengths``
+    entries of ``slots`` (all by default) that lie in the cache; others, such as -1, are no rows. A
+    slot that is there twice counts twice. ``extra`` are more rows, of another cache, in the same
+    softmax. ``value`` is the width of ``q_latent`` by default. ``sinks`` are logits of one more key
+    per head with value 0, which ``lse`` does not count. A token without rows gives ``(0, -inf)``.
+    Causality is what the lists say. Source: FlashMLA's sparse decoding; DeepSeek-V3.2-Exp, 2.1.
+    """
+    facts: dict[str, Any] = {"scale": scale, "value": value, "out_dtype": out_dtype}
+    more: dict[str, Any] = {"layer": layer, "lengths": lengths, "sinks": sinks, "extra": extra}
+    problem = problems.sparse_decode(q_latent, q_rope, cache, slots, **facts, **more)
+    scopes = [(cache, _first(slots, lengths), number(layer))]
+    if extra is not None:
+        scopes += [(extra.cache, _first(extra.slots, extra.lengths), number(extra.layer))]
+    state = choose(problem, backend)(
+        jnp.concatenate([q_latent, q_rope], axis=-1),
+        tuple(scopes),
+        scale=float(scale),
+        value=problem["value"],
+        out_dtype=problem["out"],
+    )
+    return _with_sinks(state, sinks)
+
+
+def mla_sparse_prefill(
+    q_latent: Float[Array, "tokens heads rank"],
+    q_rope: Float[Array, "tokens heads rope"],
+    rows: Float[Array, "rows row"],
+    indices: Int[Array, "tokens keys"],
+    *,
+    scale: float,
+    lengths: Int[Array, "tokens"] | None = None,
+    sinks: Float[Array, "heads"] | None = None,
+    value: int | None = None,
+    out_dtype: DTypeLike | None = None,
+    backend: str | None = None,
+) -> AttnState:
+    """``mla_sparse_decode`` over gathered rows: ``indices`` are numbers of ``rows``."""
+    facts: dict[str, Any] = {"scale": scale, "value": value, "out_dtype": out_dtype}
+    problem = problems.sparse_prefill(
+        q_latent, q_rope, rows, indices, **facts, lengths=lengths, sinks=sinks
+    )
+    state = choose(problem, backend)(
+        jnp.concatenate([q_latent, q_rope], axis=-1),
+        rows,
+        _first(indices, lengths),
+        scale=float(scale),
+        value=problem["value"],
+        out_dtype=problem["out"],
+    )
+    return _with_sinks(state, sinks)
+
+
+def _with_sinks(state: AttnState, sinks: Float[Array, "heads"] | None) -> AttnState:
+    return state if sinks is None else choose(problems.sinks(state, sinks), None)(state, sinks)
+
+
+def _first(lists: Int[Array, "tokens keys"], lengths: Array | None) -> Int[Array, "tokens keys"]:
+    """The lists in int32, -1 from each one's length on."""
+    lists = int32(lists)
+    if lengths is None:
+        return lists
+    column = jnp.arange(lists.shape[1], dtype=jnp.int32)
+    return jnp.where(column < int32(lengths)[:, None], lists, -1)
