@@ -10,6 +10,7 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 from mla_jax import ops
 from mla_jax.cache import ELEMENT_FORMATS, LatentCache
 from mla_jax.checks import is_real
-from mla_jax.config import MLADims, ModelConfig
+from mla_jax.config import IndexerConfig, MLADims, ModelConfig
 from mla_jax.engine import Engine, WarmUp
 from mla_jax.errors import EngineError, MLAError
 from mla_jax.metadata.mla import DecodeMetadata, PrefillMetadata
@@ -370,9 +371,10 @@ def inspect(
 
 def _facts(config: ModelConfig, dtype: str, memory: float) -> dict[str, Any]:
     d = config.dims
-    plans = {
-        name: plan_memory(config, dtype=dtype, format=f) for name, f in ELEMENT_FORMATS.items()
-    }
+    plans = {}
+    for name, form in ELEMENT_FORMATS.items():
+        with suppress(EngineError):  # widths that the family's records do not have
+            plans[name] = plan_memory(config, dtype=dtype, format=form)
     any_plan = next(iter(plans.values()))
     return {
         "family": config.family,
@@ -383,6 +385,7 @@ def _facts(config: ModelConfig, dtype: str, memory: float) -> dict[str, Any]:
         "heads": d.heads,
         "dims": {"rank": d.rank, "rope": d.rope, "nope": d.nope, "v": d.v, "q_rank": d.q_rank or 0},
         "experts": config.moe.experts if config.moe else 0,
+        **({"indexer": _indexer_facts(config.indexer)} if config.indexer else {}),
         "softmax_scale": config.scale,
         "max_positions": config.max_positions,
         "parameters": num_params(config),
@@ -396,6 +399,11 @@ def _facts(config: ModelConfig, dtype: str, memory: float) -> dict[str, Any]:
             for rung in family_of(config.family).builder(config, Serving.of(config)).rungs()
         ],
     }
+
+
+def _indexer_facts(indexer: IndexerConfig) -> dict[str, int]:
+    layers = sum(indexer.full)
+    return {"heads": indexer.heads, "dim": indexer.dim, "topk": indexer.topk, "layers": layers}
 
 
 @app.command()

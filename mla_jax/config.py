@@ -9,7 +9,7 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -220,13 +220,6 @@ class LayerKind(NamedTuple):
     selects: bool = False  # has an indexer
 
 
-@runtime_checkable
-class RowFormat(Protocol):
-    """What a cache format says about one token: ``CacheFormat`` is one."""
-
-    def row_bytes(self, rank: int, rope: int) -> int: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A whole decoder of latent attention: V2, V3, V3.2, R1, Kimi-K2, GLM and Youtu are values."""
@@ -308,10 +301,6 @@ class ModelConfig:
     def to_hf(self) -> dict:
         """The released key dialect: ``ModelConfig.from_hf(config.to_hf()) == config``."""
         return write(asdict(self))
-
-    def cache_bytes_per_token(self, format: RowFormat) -> int:
-        """Bytes that one token takes in the caches of all layers."""
-        return self.layers * format.row_bytes(self.dims.rank, self.dims.rope)
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from mla_jax.cache import FORMATS
-from mla_jax.config import MLADims, ModelConfig, MoEConfig
+from mla_jax.config import IndexerConfig, MLADims, ModelConfig, MoEConfig
 from mla_jax.errors import ConfigError, shown
 from mla_jax.model.memory import plan_memory
-from mla_jax.model.presets import PRESETS, V2, V2_LITE, V3, released
+from mla_jax.model.presets import PRESETS, V2, V2_LITE, V3, V3_2, released
 from mla_jax.model.weight_table import num_params
 
 TINY = sorted((Path(__file__).parent / "data" / "configs").glob("tiny_*.json"))
@@ -24,8 +24,10 @@ FACTS = {
     "V2_LITE": (16, None, 128, 64, 128, 0.114721387, 31_104),
     "V2": (128, 1536, 128, 64, 128, 0.135233779, 69_120),
     "V3": (128, 1536, 128, 64, 128, 0.135233779, 70_272),
+    "V3_2": (128, 1536, 128, 64, 128, 0.135233779, 85_888),
     "KIMI_K2": (64, 1536, 128, 64, 128, 0.130860800, 70_272),
     "GLM_4_7_FLASH": (20, 768, 192, 64, 256, 1 / 16, 54_144),
+    "GLM_5": (64, 2048, 192, 64, 256, 1 / 16, 109_824),
     "YOUTU_2B": (16, 1536, 128, 64, 128, 192**-0.5, 36_864),
 }
 
@@ -37,7 +39,7 @@ def test_released_configurations(name: str):
     assert config.dims == MLADims(heads=heads, rank=512, nope=nope, rope=rope, v=v, q_rank=q_rank)
     assert config.scale == pytest.approx(scale, abs=1e-9, rel=1e-6)
     assert config.rope.cos_sin_factor == 1.0
-    assert config.cache_bytes_per_token(FORMATS["bf16"]) == token
+    assert plan_memory(config, dtype="bfloat16", format=FORMATS["bf16"]).token == token
     assert config.latent_eps == 1e-6
 
 
@@ -69,6 +71,35 @@ def test_routing_of_the_released_configurations():
     assert PRESETS["YOUTU_2B"].tied
     assert PRESETS["GLM_4_7_FLASH"].eos == (154820, 154827, 154829)
     assert (V3.fp8_block, V3.ignored_layers) == (128, 1)
+
+
+def test_indexers_of_the_released_configurations():
+    assert V3_2.indexer == IndexerConfig(heads=64, dim=128, topk=2048, full=(True,) * 61)
+    glm = PRESETS["GLM_5"].indexer
+    assert glm == IndexerConfig(heads=32, dim=128, topk=2048, full=(True,) * 78, interleaved=True)
+    fp8 = {
+        name: plan_memory(PRESETS[name], dtype="bfloat16", format=FORMATS["fp8_e4m3"]).token
+        for name in ("V3_2", "GLM_5")
+    }
+    assert fp8 == {"V3_2": 48_068, "GLM_5": 61_464}
+    assert num_params(V3_2) - num_params(V3) == 61 * (
+        64 * 128 * 1536 + 128 * 7168 + 256 + 64 * 7168
+    )
+
+
+@pytest.mark.parametrize(
+    ("keys", "first"),
+    [
+        ({"index_topk_freq": 4, "index_skip_topk_offset": 3}, [0, 1, 2, 6, 10, 14]),
+        ({"index_topk_pattern": "F" + "SF" * 38 + "S"}, [0, 2, 4, 6]),
+        ({"indexer_types": ["full"] + ["shared"] * 77, "index_topk_freq": 4}, [0]),
+    ],
+)
+def test_layers_that_select(keys, first):
+    """A list, a pattern, or each so many layers, in this order."""
+    indexer = ModelConfig.from_hf(_glm(**keys)).indexer
+    assert [i for i, full in enumerate(indexer.full) if full][: len(first)] == first
+    assert ModelConfig.from_hf(ModelConfig.from_hf(_glm(**keys)).to_hf()).indexer == indexer
 
 
 def test_yarn_ramp_of_kimi_is_one_channel_wide():
@@ -108,6 +139,14 @@ def test_transformers_5_keys(path: Path):
 
 def _v3(**changes: object) -> dict:
     return released("v3") | changes
+
+
+def _v32(**changes: object) -> dict:
+    return released("v3_2") | changes
+
+
+def _glm(**changes: object) -> dict:
+    return released("glm_5") | changes
 
 
 def _yarn(**changes: object) -> dict:
@@ -177,7 +216,13 @@ REFUSED = [
     (_v3(rope_teta=1), "unknown key rope_teta", "Nearest known name: rope_theta."),
     (_yarn(beta_fst=1), "unknown key rope_scaling.beta_fst", "beta_fast"),
     (_v3(index_topk=2048), "unknown key index_topk", ""),
-    (_v3(model_type="deepseek_v32"), "model_type", "deepseek_v3"),
+    (_v3(model_type="deepseek_v5"), "model_type", "deepseek_v3"),
+    (_v32(rope_interleave=False), "rope_interleave", "rotates pairs"),
+    (_v32(q_lora_rank=None), "q_rank with an indexer", "query latent"),
+    (_v32(index_head_dim=32), "IndexerConfig.dim", "at least rope=64"),
+    (_v32(indexer_types=["full"] * 61), "unknown key indexer_types", ""),
+    (_glm(indexer_types=["shared"] * 78), "indexer_types", "the first 'full'"),
+    (_glm(index_topk_pattern="FS"), "indexer_types", "78 times"),
     (_v3(hidden_act="gelu"), "hidden_act", "silu"),
     (_v3(num_key_value_heads=8), "num_key_value_heads", "128"),
     (_v3(moe_layer_freq=2), "moe_layer_freq", "1"),

@@ -11,7 +11,7 @@ from flax import nnx
 
 from mla_jax.cache import LatentCache, RecordCache
 from mla_jax.engine import Engine
-from mla_jax.errors import ConfigError
+from mla_jax.errors import ConfigError, EngineError
 from mla_jax.metadata.buckets import CommonBucket
 from mla_jax.metadata.builder import AttentionMetadataBuilder
 from mla_jax.metadata.check import check, check_host
@@ -23,9 +23,9 @@ from mla_jax.model.family import (
     Family,
     Serving,
     V4Config,
-    V32Config,
     family_of,
 )
+from mla_jax.model.presets import V3_2
 from mla_jax.model.sampling import SamplingParams
 from mla_jax.placement import Placement
 from mla_jax.types import cdiv
@@ -210,18 +210,28 @@ def serving(**changes) -> Serving:
     return Serving(**(facts | changes))
 
 
-AHEAD = {
-    "deepseek_v32": V32Config(layers=2, max_positions=256),
+V32 = dataclasses.replace(
+    V3_2,
+    layers=2,
+    sparse_layers=(False, True),
+    indexer=dataclasses.replace(V3_2.indexer, full=(True, True)),
+    max_positions=256,
+)
+SPARSE = {
+    "deepseek_v32": V32,
+    "glm_moe_dsa": dataclasses.replace(
+        V32, indexer=dataclasses.replace(V32.indexer, full=(True, False))
+    ),
     "deepseek_v4": V4Config(compress_ratios=(0, 4, 128, 4), window=16, max_positions=256),
 }
 
 
-@pytest.mark.parametrize("name", AHEAD)
-def test_families_without_a_model_take_the_schedulers_batches(name):
+@pytest.mark.parametrize("name", SPARSE)
+def test_sparse_families_take_the_schedulers_batches(name):
     """Random traffic: traces are the rungs visited, each listed before, and ``check`` holds."""
     family, given = family_of(name), serving()
-    builder = family.builder(AHEAD[name], given)
-    assert builder.groups == tuple(g.spec for g in family.groups(AHEAD[name], given))
+    builder = family.builder(SPARSE[name], given)
+    assert builder.groups == tuple(g.spec for g in family.groups(SPARSE[name], given))
     traced, visited = [], set()
     listed = {d.bucket for d in builder.rungs()}
     run = random_traffic.program(builder, traced)
@@ -239,13 +249,13 @@ def test_families_without_a_model_take_the_schedulers_batches(name):
     assert set(traced) == visited <= listed
 
 
-@pytest.mark.parametrize("name", AHEAD)
-def test_caches_of_families_without_a_model(name):
+@pytest.mark.parametrize("name", SPARSE)
+def test_caches_of_sparse_families(name):
     """One stack for each group, of the record that it says, as many bytes as it says."""
     for format, plain in (("bf16", True), ("fp8_e4m3", False)):
-        for group in family_of(name).groups(AHEAD[name], serving(cache_format=format)):
+        for group in family_of(name).groups(SPARSE[name], serving(cache_format=format)):
             cache = group.alloc(5, Placement.of(None))
-            elements = plain and group.name == "latent"
+            elements = plain and name != "deepseek_v4"
             assert isinstance(cache, LatentCache if elements else RecordCache)
             assert cache.pages.nbytes == 5 * group.page_bytes
             assert (cache.layers, cache.num_pages, cache.page) == (group.layers, 5, group.page)
@@ -254,11 +264,17 @@ def test_caches_of_families_without_a_model(name):
 def test_pages_at_real_sizes():
     """Of 64 tokens; a page of any compressed group covers 256."""
     given = serving(page=64, cache_format="fp8_e4m3")
-    v32, v4 = (family_of(n).groups(c, given) for n, c in AHEAD.items())
-    assert [(g.name, g.tokens, g.page_bytes // g.layers // g.page) for g in v32] == [
-        ("latent", 64, 656),
-        ("index_keys", 64, 132),
-    ]
+    v32, glm, v4 = (family_of(n).groups(c, given) for n, c in SPARSE.items())
+    for groups, selecting in ((v32, 2), (glm, 1)):
+        assert [
+            (g.name, g.layers, g.tokens, g.page_bytes // g.layers // g.page) for g in groups
+        ] == [
+            ("latent", 2, 64, 656),
+            ("index_keys", selecting, 64, 132),
+        ]
+    small = dataclasses.replace(V32, dims=dataclasses.replace(V32.dims, rank=64))
+    with pytest.raises(EngineError, match=r"fp8_e4m3: widths: given .*: 64.*allowed.*: 512"):
+        family_of("deepseek_v32").groups(small, given)
     assert [(g.name, g.layers, g.tokens) for g in v4] == [
         ("window", 4, 64),
         ("states_4", 2, 256),
@@ -269,11 +285,11 @@ def test_pages_at_real_sizes():
 
 
 def test_a_family_without_a_model_says_so():
-    for name in AHEAD:
-        with pytest.raises(ConfigError, match=f"{name}.*allowed: deepseek_v2"):
-            family_of(name).abstract(AHEAD[name], jnp.dtype("bfloat16"))
+    name = "deepseek_v4"
+    with pytest.raises(ConfigError, match=f"{name}.*allowed: deepseek_v2"):
+        family_of(name).abstract(SPARSE[name], jnp.dtype("bfloat16"))
     with pytest.raises(ConfigError, match="model_type: given 'other'; allowed: deepseek_v2"):
         family_of("other")
     with pytest.raises(ConfigError, match=r"compress_ratios: given \[0, 4\]"):
         V4Config(compress_ratios=(0, 4))
-    assert {t for f in FAMILIES for t in f.model_types} >= set(AHEAD)
+    assert {t for f in FAMILIES for t in f.model_types} >= set(SPARSE)

@@ -1,4 +1,4 @@
-"""How a model and its latent cache share a memory."""
+"""How a model and its caches share a memory."""
 
 import math
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ import numpy as np
 
 from mla_jax.cache import CacheFormat
 from mla_jax.config import ModelConfig
+from mla_jax.model.family import Serving, family_of
 from mla_jax.model.weight_table import expected_shapes
 
 __all__ = ["MemoryPlan", "plan_memory"]
@@ -29,7 +30,11 @@ class MemoryPlan:
 def plan_memory(
     config: ModelConfig, *, dtype: str | np.dtype | type, format: CacheFormat
 ) -> MemoryPlan:
-    """The plan of one device that holds the whole model in ``dtype``."""
+    """The plan of one device that holds the whole model in ``dtype``.
+
+    Raises:
+        EngineError: the family does not store these widths in this format.
+    """
     itemsize = jnp.dtype(dtype).itemsize
     bytes_of = {"float32": 4, "model": itemsize}
     shapes = expected_shapes(config).values()
@@ -37,5 +42,12 @@ def plan_memory(
     return MemoryPlan(
         weights=sum(math.prod(shape) * bytes_of[kind] for shape, kind in shapes),
         absorbed=config.layers * d.heads * (d.nope + d.v) * d.rank * itemsize,
-        token=config.cache_bytes_per_token(format),
+        token=_token_bytes(config, format),
     )
+
+
+def _token_bytes(config: ModelConfig, format: CacheFormat) -> int:
+    """Of all cache groups of its family, rounded up."""
+    serving = Serving.of(config, cache_format=format.name)
+    groups = family_of(config.family).groups(config, serving)
+    return math.ceil(sum(group.page_bytes / group.tokens for group in groups))

@@ -5,7 +5,18 @@ from importlib import resources
 
 from mla_jax.config import ModelConfig
 
-__all__ = ["GLM_4_7_FLASH", "KIMI_K2", "PRESETS", "V2", "V2_LITE", "V3", "YOUTU_2B", "released"]
+__all__ = [
+    "GLM_4_7_FLASH",
+    "GLM_5",
+    "KIMI_K2",
+    "PRESETS",
+    "V2",
+    "V2_LITE",
+    "V3",
+    "V3_2",
+    "YOUTU_2B",
+    "released",
+]
 
 
 def released(name: str) -> dict:
@@ -17,15 +28,19 @@ def released(name: str) -> dict:
 V2_LITE = ModelConfig.from_hf(released("v2_lite"))
 V2 = ModelConfig.from_hf(released("v2"))
 V3 = ModelConfig.from_hf(released("v3"))  # R1 is the same model
+V3_2 = ModelConfig.from_hf(released("v3_2"))
 KIMI_K2 = ModelConfig.from_hf(released("kimi_k2"))
 GLM_4_7_FLASH = ModelConfig.from_hf(released("glm_4_7_flash"))
+GLM_5 = ModelConfig.from_hf(released("glm_5"))
 YOUTU_2B = ModelConfig.from_hf(released("youtu_2b"))
 
 PRESETS = {
     "V2_LITE": V2_LITE,
     "V2": V2,
     "V3": V3,
+    "V3_2": V3_2,
     "KIMI_K2": KIMI_K2,
     "GLM_4_7_FLASH": GLM_4_7_FLASH,
+    "GLM_5": GLM_5,
     "YOUTU_2B": YOUTU_2B,
 }

@@ -5,7 +5,7 @@ import torch
 
 from tests.parity import checkpoint, reference
 from tests.parity.compare import assert_robust, assert_same, serve
-from tests.parity.families import BY_NAME, FAMILIES, VARIATIONS
+from tests.parity.families import BY_NAME, FAMILIES, V32_FP8, VARIATIONS
 
 torch.set_num_threads(1)
 
@@ -31,9 +31,8 @@ def test_family(case, tmp_path, record_property):
     _judge(case, tmp_path, model, record_property)
 
 
-@pytest.mark.parametrize("name", ["v3_dims", "v3_small", "v32_dims"])
-def test_fp8_blocks(name, tmp_path, record_property):
-    case = BY_NAME[name]
+@pytest.mark.parametrize("case", [BY_NAME["v3_dims"], BY_NAME["v3_small"], V32_FP8], ids=str)
+def test_fp8_blocks(case, tmp_path, record_property):
     model = reference.build(case)
     checkpoint.save_released(model, case, tmp_path, fp8=True)
     _judge(case, tmp_path, model, record_property)
@@ -46,9 +45,10 @@ def test_variation(case, tmp_path, record_property):
     _judge(case, tmp_path, model, record_property)
 
 
-def test_a_pool_too_small_changes_nothing(tmp_path, record_property):
+@pytest.mark.parametrize("name", ["v3_small", "v32_small"])
+def test_a_pool_too_small_changes_nothing(name, tmp_path, record_property):
     """Half the pages that all prompts need: requests queue and are preempted."""
-    case = BY_NAME["v3_small"]
+    case = BY_NAME[name]
     model = reference.build(case)
     checkpoint.save_pretrained(model, tmp_path)
     engine = _judge(case, tmp_path, model, record_property, num_pages=33)
