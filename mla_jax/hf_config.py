@@ -65,8 +65,8 @@ _INERT = """
     exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id
     id2label index_share_for_mtp_iteration initializer_range label2id length_penalty max_length
     min_length no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences
-    output_attentions output_hidden_states output_router_logits output_scores pad_token_id prefix pretraining_tp
-    problem_type pruned_heads remove_invalid_values repetition_penalty return_dict
+    output_attentions output_hidden_states output_router_logits output_scores pad_token_id prefix
+    pretraining_tp problem_type pruned_heads remove_invalid_values repetition_penalty return_dict
     return_dict_in_generate router_aux_loss_coef sep_token_id seq_aux suppress_tokens
     task_specific_params temperature tf_legacy_loss tokenizer_class top_k top_p torch_dtype
     torchscript transformers_version typical_p use_bfloat16 use_cache

@@ -334,7 +334,7 @@ def select_decode(q, weights, cache, page_table, lens, *, k, layer=None) -> Prob
     size = _bind(
         op,
         {"dim": dim},
-        q=(q, "float", "rows queries heads dim"),
+        q=(q, "codes", "rows queries heads dim"),
         weights=(weights, "float", "rows queries heads"),
         page_table=(page_table, "int", "rows width"),
         lens=(lens, "int", "rows queries"),
@@ -348,7 +348,7 @@ def select_prefill(q, weights, keys, starts, ends, *, k) -> Problem:
     size = _bind(
         op,
         {},
-        q=(q, "float", "queries heads dim"),
+        q=(q, "codes", "queries heads dim"),
         weights=(weights, "float", "queries heads"),
         keys=(keys, "float", "keys dim"),
         starts=(starts, "int", "queries"),
@@ -474,7 +474,7 @@ def _any_cache(cache: LatentCache | RecordCache) -> dict[str, Any]:
 def _bind(op: str, sizes: dict[str, int], **arrays: tuple[Any, str, str]) -> dict[str, int]:
     """Sizes of all named axes, given some of them; each array is ``(array, kind, axes)``.
 
-    ``requests+1`` is an axis one longer than ``requests``.
+    ``requests+1`` is an axis one longer than ``requests``; ``codes`` are e4m3 or activations.
     """
     sizes = dict(sizes)
     for name, (x, kind, axes) in arrays.items():
@@ -488,7 +488,7 @@ def _bind(op: str, sizes: dict[str, int], **arrays: tuple[Any, str, str]) -> dic
             raise ArgumentError(what, f"dtype {x.dtype}", "an integer dtype")
         if kind == "bool" and x.dtype != jnp.bool_:
             raise ArgumentError(what, f"dtype {x.dtype}", "bool")
-        if kind == "float":
+        if kind == "float" or (kind == "codes" and x.dtype != jnp.float8_e4m3fn):
             _activation(what, x.dtype)
         for axis, n in zip(names, x.shape, strict=True):
             base, _, more = axis.partition("+")

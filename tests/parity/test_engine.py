@@ -52,7 +52,7 @@ def test_a_pool_too_small_changes_nothing(name, tmp_path, record_property):
     model = reference.build(case)
     checkpoint.save_pretrained(model, tmp_path)
     engine = _judge(case, tmp_path, model, record_property, num_pages=33)
-    assert engine.stats().pages_peak <= 32
+    assert engine.stats().pages_peak <= 32 * len(engine.groups)
 
 
 def test_a_wrong_model_is_seen(tmp_path):

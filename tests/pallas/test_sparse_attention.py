@@ -1,0 +1,236 @@
+"""Sparse attention: every backend against float64, one token at a time."""
+
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mla_jax.cache import RECORD_FORMATS, LatentCache, RecordCache, SparseScope
+from mla_jax.errors import ArgumentError
+from mla_jax.ops import mla_sparse_decode, mla_sparse_prefill, write_rows
+from mla_jax.pallas.sparse_attention import xla
+from tests.cases import TINY, V3, draw, run
+from tests.compare import judge, same_bits
+
+OP = "mla_sparse_decode"
+SCALE = 0.13
+
+
+@dataclass
+class Drawn:
+    """A call, and what each token attends to in float64."""
+
+    q: np.ndarray
+    cache: LatentCache | RecordCache
+    slots: np.ndarray
+    stored: np.ndarray  # float64 [slots, row]; NaN where nothing was written
+    rank: int
+    dtype: str
+
+    @property
+    def args(self):
+        q = jnp.asarray(self.q)
+        return q[..., : self.rank], q[..., self.rank :], self.cache, jnp.asarray(self.slots)
+
+    def parts(self, slots=None, *, extra=None, value=None):
+        """``q, k, v, seen`` of every token, for ``judge``."""
+        found = []
+        for t, row in enumerate(self.slots if slots is None else slots):
+            inside = row[(row >= 0) & (row < len(self.stored))]
+            k = self.stored[inside]
+            if extra is not None:
+                own = extra.slots[t][(extra.slots[t] >= 0) & (extra.slots[t] < len(extra.stored))]
+                k = np.concatenate([k, extra.stored[own]])
+            k = k if len(k) else np.zeros((1, self.q.shape[-1]))
+            seen = np.full((1, len(k)), bool(len(inside)) or (extra is not None and len(own) > 0))
+            found.append((self.q[t : t + 1], k, k[:, : value or self.rank], seen))
+        return found
+
+
+def drawn(rng, *, dims=TINY, heads=None, tokens=6, keys=11, page=4, pages=9, form="bf16",
+          dtype="bfloat16", missing=0.3):  # fmt: skip
+    """Half of the slots written, the rest poison; lists of written slots with holes."""
+    heads = heads or dims.heads
+    if form in RECORD_FORMATS:
+        cache = RecordCache.alloc(num_pages=pages, page=page, format=form)
+        cache = replace(cache, pages=jnp.full_like(cache.pages, 0xFF))
+    else:
+        cache = LatentCache.alloc(
+            num_pages=pages, page=page, rank=dims.rank, rope=dims.rope, format=form
+        )
+        cache = replace(cache, pages=jnp.full_like(cache.pages, jnp.nan))
+    row = dims.row
+    written = rng.permutation(pages * page)[: pages * page // 2]
+    x = draw(rng, len(written), row, dtype=dtype)
+    values = tuple(jnp.asarray(v) for v in np.split(x, [dims.rank], axis=1))
+    cache = write_rows(cache, values, jnp.asarray(written))
+    stored = np.full((pages * page, row), np.nan)
+    if form in RECORD_FORMATS:
+        back = cache.format.decode(cache.format.encode(*values))
+        x = np.concatenate([np.asarray(b, np.float64) for b in back], axis=1)
+    stored[written] = x.astype(np.float64)
+    slots = rng.choice(written, (tokens, keys)).astype(np.int32)
+    slots[rng.random(slots.shape) < missing] = -1
+    q = draw(rng, tokens, heads, row, dtype=dtype)
+    return Drawn(q, cache, slots, stored, dims.rank, dtype)
+
+
+def judged(state, d, parts):
+    judge(state, SimpleNamespace(scale=SCALE, dtype=d.dtype), parts)
+
+
+CASES = {
+    "tiny": {},
+    "tiny_fp32": {"form": "fp32", "dtype": "float32"},
+    "v3_widths": {"dims": V3, "heads": 5, "keys": 40, "pages": 20},
+    "v3_heads": {"dims": V3, "tokens": 2, "keys": 70, "page": 64, "pages": 3},
+    "one_head": {"dims": V3, "heads": 1, "tokens": 3},
+    "fp16": {"form": "fp16", "dtype": "float16"},
+    "records": {"dims": V3, "heads": 4, "form": "ds_mla", "keys": 30, "page": 8},
+    "one_key": {"keys": 1, "missing": 0.5},
+    "nothing": {"missing": 1.0},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_against_float64(name, backend, rng):
+    d = drawn(rng, **CASES[name])
+    state = run(mla_sparse_decode, *d.args, scale=SCALE, backend=backend)
+    assert state.out.dtype == jnp.dtype(d.dtype)
+    judged(state, d, d.parts())
+
+
+def test_places_and_order_mean_nothing(backend, rng):
+    """-1 anywhere, indices outside of the cache, and any order: the same sums."""
+    d = drawn(rng, form="fp32", dtype="float32", missing=0)
+    slots = np.concatenate([d.slots, np.full((6, 5), -1, np.int32)], axis=1)
+    slots[:, -4], slots[:, -3], slots[:, -2] = 36, 2**31 - 1, -(2**31)
+    slots = rng.permuted(slots, axis=1)
+    call = (*d.args[:3], jnp.asarray(slots))
+    state = run(mla_sparse_decode, *call, scale=SCALE, backend=backend)
+    judged(state, d, d.parts())
+
+
+def test_a_slot_twice_counts_twice(backend, rng):
+    d = drawn(rng, form="fp32", dtype="float32", tokens=1, keys=2, missing=0)
+    d.slots = np.array([[d.slots[0, 0], d.slots[0, 0], d.slots[0, 1]]])
+    judged(run(mla_sparse_decode, *d.args, scale=SCALE, backend=backend), d, d.parts())
+
+
+def test_lengths(backend, rng):
+    """Valid slots behind a length are no rows."""
+    d = drawn(rng, form="fp32", dtype="float32", missing=0)
+    lengths = jnp.asarray([0, 1, 5, 11, 99, -3])
+    state = mla_sparse_decode(*d.args, scale=SCALE, lengths=lengths, backend=backend)
+    cut = [row[: max(n, 0)] for row, n in zip(d.slots, lengths.tolist(), strict=True)]
+    judged(state, d, d.parts(cut))
+
+
+def test_sinks(backend, rng):
+    """``out * sigmoid(lse - sink)``; ``lse`` without them."""
+    d = drawn(rng, form="fp32", dtype="float32")
+    plain = mla_sparse_decode(*d.args, scale=SCALE, backend=backend)
+    sinks = jnp.asarray([-jnp.inf, 0.5, jnp.inf])
+    state = mla_sparse_decode(*d.args, scale=SCALE, sinks=sinks, backend=backend)
+    share = np.array(jax.nn.sigmoid(plain.lse - sinks))
+    share[:, 0] = np.isfinite(plain.lse[:, 0])
+    np.testing.assert_allclose(state.out, plain.out * share[..., None], rtol=1e-6, atol=1e-7)
+    np.testing.assert_array_equal(state.lse, plain.lse)
+
+
+def test_two_scopes_are_one_softmax(backend, rng):
+    """The second cache has other pages; both lists have holes and lengths."""
+    d = drawn(rng, form="fp32", dtype="float32", missing=0.5)
+    more = drawn(rng, form="fp32", dtype="float32", page=7, pages=5, keys=4, missing=0.5)
+    lengths = jnp.asarray([4, 4, 0, 2, 4, 1])
+    extra = SparseScope(
+        cache=more.cache, slots=jnp.asarray(more.slots), lengths=lengths, layer=None
+    )
+    state = mla_sparse_decode(*d.args, scale=SCALE, extra=extra, value=20, backend=backend)
+    column = np.arange(4)
+    more.slots = np.where(column < np.asarray(lengths)[:, None], more.slots, -1)
+    judged(state, d, d.parts(extra=more, value=20))
+    assert state.out.shape[-1] == 20
+
+
+@pytest.mark.parametrize("form", ["bf16", "ds_mla"])
+def test_a_stack_takes_its_layer(form, backend, rng):
+    d = drawn(rng, dims=V3 if form == "ds_mla" else TINY, heads=2, form=form)
+    poison = jnp.full_like(d.cache.pages, jnp.nan if form == "bf16" else 0xFF)
+    more = {} if form == "ds_mla" else {"scale": jnp.ones(3, jnp.float32)}
+    stack = replace(d.cache, pages=jnp.stack([poison, d.cache.pages, poison]), **more)
+    want = mla_sparse_decode(*d.args, scale=SCALE, backend=backend)
+    call = (*d.args[:2], stack, d.args[3])
+    got = mla_sparse_decode(*call, scale=SCALE, layer=jnp.int32(1), backend=backend)
+    same_bits(got, want)
+
+
+def test_few_tokens_at_a_time_are_all_at_once(rng, monkeypatch):
+    """The workspace decides how many; 7 tokens do not divide evenly."""
+    d = drawn(rng, tokens=7, form="fp32", dtype="float32")
+    want = mla_sparse_decode(*d.args, scale=SCALE)
+    monkeypatch.setattr(xla, "WORKSPACE", 3 * 11 * TINY.row)
+    got = mla_sparse_decode(*d.args, scale=SCALE)
+    np.testing.assert_allclose(got.out, want.out, atol=1e-6)
+    np.testing.assert_allclose(got.lse, want.lse, atol=1e-6)
+
+
+def test_memory_does_not_grow_with_the_tokens():
+    """Beside its arguments and results a call of many tokens needs what one of fewer needs."""
+    cache = jax.eval_shape(
+        lambda: LatentCache.alloc(num_pages=64, page=64, rank=512, rope=64, format="bf16")
+    )
+
+    def temporary(tokens):
+        s = jax.ShapeDtypeStruct
+        parts = (s((tokens, 4, n), jnp.bfloat16) for n in (512, 64))
+        slots = s((tokens, 2048), jnp.int32)
+        lowered = jax.jit(mla_sparse_decode, static_argnames="scale").lower(
+            *parts, cache, slots, scale=0.1
+        )
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    few, many = temporary(64), temporary(512)
+    assert many < few + 512 * 2048 * 4 * 3 + 512 * 4 * 576 * 4 * 3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_prefill_over_gathered_rows(dtype, rng):
+    d = drawn(rng, form={"float32": "fp32", "bfloat16": "bf16"}[dtype], dtype=dtype)
+    rows = jnp.asarray(d.stored.astype(getattr(ml_dtypes, dtype, dtype)))
+    slots = d.slots.copy()
+    slots[0, 0], slots[1, 0] = len(d.stored), 2**31 - 1
+    q_latent, q_rope, _, _ = d.args
+    lengths = jnp.asarray([11, 11, 3, 0, 11, 11])
+    state = run(
+        mla_sparse_prefill, q_latent, q_rope, rows, jnp.asarray(slots), scale=SCALE, backend=None,
+    )  # fmt: skip
+    judged(state, d, d.parts(slots))
+    state = mla_sparse_prefill(
+        q_latent, q_rope, rows, jnp.asarray(slots), scale=SCALE, lengths=lengths, value=TINY.row
+    )
+    cut = [row[:n] for row, n in zip(slots, lengths.tolist(), strict=True)]
+    judged(state, d, d.parts(cut, value=TINY.row))
+
+
+def test_refusals(rng, our_errors):
+    d = drawn(rng)
+    q_latent, q_rope, cache, slots = d.args
+    with pytest.raises(ArgumentError, match=r"q_latent 16 and q_rope 3.*together 20"):
+        mla_sparse_decode(q_latent, q_rope[..., 1:], cache, slots, scale=SCALE)
+    with pytest.raises(ArgumentError, match="value: given 21; allowed: None, or 1 to 20"):
+        mla_sparse_decode(*d.args, scale=SCALE, value=21)
+    with pytest.raises(ArgumentError, match=r"slots.*tokens=5.*tokens=6"):
+        mla_sparse_decode(q_latent, q_rope, cache, slots[1:], scale=SCALE)
+    with pytest.raises(ArgumentError, match="layer: given 0"):
+        mla_sparse_decode(*d.args, scale=SCALE, layer=0)
+    other = LatentCache.alloc(num_pages=2, page=4, rank=8, rope=4)
+    extra = SparseScope(cache=other, slots=slots, lengths=None, layer=None)
+    with pytest.raises(ArgumentError, match="row of the extra cache: given 12; allowed: 20"):
+        mla_sparse_decode(*d.args, scale=SCALE, extra=extra)
+    with pytest.raises(ArgumentError, match="write_rows: values: given 1; allowed: 2"):
+        write_rows(cache, (q_latent[:, 0],), slots[:, 0])

@@ -1,0 +1,271 @@
+"""Selection: every backend against sorting, over pages and over gathered keys."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mla_jax.cache import LatentCache, RecordCache
+from mla_jax.errors import ArgumentError
+from mla_jax.metadata.buckets import default_steps
+from mla_jax.metadata.common import GroupSpec, HostBatch, build_common
+from mla_jax.metadata.deepseek_v32 import V32MetadataBuilder
+from mla_jax.metadata.indexer import Indexer
+from mla_jax.ops import indexer_logits, select_topk, write_rows
+from mla_jax.pallas.indexer.ref import quantise_queries
+from mla_jax.pallas.topk import xla
+from mla_jax.pallas.topk.ref import best_positions
+from mla_jax.types import cdiv
+from tests.cases import GARBAGE_PAGE, run
+
+OP = "select_topk_decode"
+K, KEYS = 16, 700  # more keys than a block, and no multiple of one
+
+
+def oracle(scores, length, k):
+    """Positions of the best of one row, by numpy's sort on (score down, position up)."""
+    seen = np.asarray(scores, np.float64)[: max(int(length), 0)]
+    order = np.lexsort((np.arange(len(seen)), -np.where(seen == 0, 0, seen)))
+    best = np.sort(order[:k])
+    return np.concatenate([best, np.full(k - len(best), -1)]).astype(np.int32)
+
+
+def _scores(name: str, rng) -> np.ndarray:
+    at = np.arange(KEYS, dtype=np.float32)
+    match name:
+        case "random":
+            return rng.normal(size=KEYS).astype(np.float32)
+        case "constant":
+            return np.full(KEYS, 0.5, np.float32)
+        case "zeros":
+            return np.where(at % 3 == 0, -0.0, 0.0).astype(np.float32)
+        case "ties":
+            return rng.integers(0, 4, KEYS).astype(np.float32)
+        case "ascending":
+            return at
+        case "descending":
+            return -at
+        case "ten_bits":  # equal in all but the last bits
+            return (1 + rng.integers(0, 1024, KEYS) * 2.0**-23).astype(np.float32)
+        case "negative":
+            return (-1 - rng.random(KEYS)).astype(np.float32)
+    raise AssertionError(name)
+
+
+KINDS = (
+    "random", "constant", "zeros", "ties", "ascending", "descending", "ten_bits", "negative",
+)  # fmt: skip
+LENGTHS = (-1, 0, 1, K - 1, K, K + 1, 255, 256, 257, 600, KEYS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_definition(kind, rng):
+    rows = np.stack([_scores(kind, rng) for _ in LENGTHS])
+    for row, length in zip(rows, LENGTHS, strict=True):
+        row[max(length, 0) :] = np.nan
+    got = best_positions(jnp.asarray(rows), jnp.asarray(LENGTHS), k=K)
+    want = [oracle(row, n, K) for row, n in zip(rows, LENGTHS, strict=True)]
+    np.testing.assert_array_equal(got, want)
+
+
+def test_infinities_and_nan_are_ordered():
+    scores = jnp.asarray([[-np.inf, 1.0, np.nan, -np.inf, np.inf, 2.0]], jnp.float32)
+    for k, want in ((3, [1, 4, 5]), (4, [0, 1, 4, 5]), (5, [0, 1, 3, 4, 5])):
+        got = best_positions(scores, jnp.asarray([6]), k=k)
+        np.testing.assert_array_equal(got, [want])
+
+
+def paged(rng, rows, *, page=64, dtype="fp32"):
+    """A cache whose key ``p`` of a request scores ``rows[r][p]``: ``(cache, table)``.
+
+    With weights ``(1, -1)`` of two heads ``e_0`` and ``e_1`` the score of ``[s+, s-]`` is ``s``.
+    Pages are shuffled; what no key fills is NaN, what no request has is a garbage page.
+    """
+    width = cdiv(KEYS, page) + 1
+    ids = rng.permutation(len(rows) * width + 2)
+    cache = LatentCache.alloc(num_pages=len(ids), page=page, rank=2, rope=0, format=dtype)
+    pages = np.full(cache.pages.shape, np.nan, np.float32)
+    table = np.full((len(rows), width), GARBAGE_PAGE, np.int32)
+    for r, row in enumerate(rows):
+        table[r, : cdiv(len(row), page)] = ids[r * width : r * width + cdiv(len(row), page)]
+        for p, s in enumerate(row):
+            pages[table[r, p // page], p % page] = max(s, 0), max(-s, 0)
+    return replace(cache, pages=jnp.asarray(pages, cache.pages.dtype)), jnp.asarray(table)
+
+
+def probes(*axes):
+    """The queries and weights of ``paged``."""
+    q = jnp.broadcast_to(jnp.eye(2, dtype=jnp.float32), (*axes, 2, 2))
+    return q, jnp.broadcast_to(jnp.asarray([1.0, -1.0]), (*axes, 2))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("page", [64, 7])
+def test_decode_equals_the_oracle(kind, page, rng):
+    """Several queries of a row, each with its own length; poison behind."""
+    rows = [_scores(kind, rng) for _ in range(4)]
+    cache, table = paged(rng, rows, page=page)
+    lens = np.array([LENGTHS[:3], LENGTHS[3:6], LENGTHS[6:9], (*LENGTHS[9:], 300)])
+    got = xla.select_decode(*probes(4, 3), cache, table, jnp.asarray(lens), k=K)
+    want = [[oracle(row, n, K) for n in each] for row, each in zip(rows, lens, strict=True)]
+    np.testing.assert_array_equal(got, want)
+
+
+def test_prefill_equals_the_oracle(rng):
+    """Gathered keys of two requests, one behind the other."""
+    a, b = _scores("ties", rng), _scores("random", rng)[:300]
+    keys = np.full((1100, 2), np.nan, np.float32)
+    for start, row in ((0, a), (KEYS, b)):
+        keys[start : start + len(row)] = np.stack([np.maximum(row, 0), np.maximum(-row, 0)], 1)
+    starts = jnp.asarray([0, 0, KEYS, KEYS, KEYS, 0])
+    ends = jnp.asarray([KEYS, 17, KEYS, KEYS + 5, KEYS + 300, 0])
+    got = xla.select_prefill(*probes(6), jnp.asarray(keys), starts, ends, k=K)
+    rows = [a, a, b, b, b, b]
+    lens = np.asarray(ends - starts)
+    want = [oracle(row, n, K) for row, n in zip(rows, lens, strict=True)]
+    np.testing.assert_array_equal(got, want)
+
+
+def test_nothing_is_scored_where_everything_fits(rng):
+    """NaN in every key: no score is computed, the rows are 0, 1, 2, … all the same."""
+    cache, table = paged(rng, [np.full(40, np.nan, np.float32)] * 2)
+    got = xla.select_decode(*probes(2, 1), cache, table, jnp.asarray([[16], [3]]), k=K)
+    np.testing.assert_array_equal(got[:, 0], [oracle(np.zeros(40), n, K) for n in (16, 3)])
+
+
+HEADS, DIM, PAGE, TOPK = 4, 32, 8, 6
+SPECS = GroupSpec("latent", 16), GroupSpec("index_keys", PAGE)
+
+
+def builder(**more):
+    ladder = default_steps(max_requests=4, max_prefill_tokens=48, max_pages=8)
+    indexer = Indexer(group=SPECS[1], **more)
+    return V32MetadataBuilder(ladder=ladder, latent=SPECS[0], indexer=indexer)
+
+
+def step(rng, build, lens, contexts, *, form="fp32", poison=True):
+    """A step over cached keys: ``(cache, metadata, tokens, keys of each request)``."""
+    host = HostBatch.of(np.array(lens), np.array(lens) + np.array(contexts))
+    decision = build.decide(host)
+    bucket = decision.common_bucket
+    ids, tables = rng.permutation(np.arange(1, 80)), {}
+    for group, width in zip(build.groups, bucket.pages, strict=True):
+        tables[group.name] = np.zeros((bucket.requests, width), np.int32)
+        for r in range(len(lens)):
+            tables[group.name][r] = ids[r * width : (r + 1) * width]
+    starts, seq_lens, requests = host.padded_arrays(bucket)
+    common = build_common(
+        jnp.asarray(starts),
+        jnp.asarray(seq_lens),
+        {name: jnp.asarray(t) for name, t in tables.items()},
+        jnp.asarray(requests),
+        bucket=bucket,
+        groups=build.groups,
+    )
+    meta = build.build(common, decision).indexer
+    size = {"num_pages": 80, "page": PAGE}
+    dim = 128 if form == "index_key" else DIM
+    if form == "index_key":
+        cache = RecordCache.alloc(**size, format=form)
+        cache = replace(cache, pages=jnp.full_like(cache.pages, 0xFF)) if poison else cache
+    else:
+        cache = LatentCache.alloc(**size, rank=dim, rope=0, format=form)
+        cache = replace(cache, pages=jnp.full_like(cache.pages, jnp.nan)) if poison else cache
+    table, keys = tables["index_keys"], []
+    for r, n in enumerate(np.array(lens) + np.array(contexts)):
+        keys.append(rng.normal(size=(n, dim)).astype(np.float32))
+        p = np.arange(n)
+        slots = table[r, p // PAGE] * PAGE + p % PAGE
+        cache = write_rows(cache, (jnp.asarray(keys[-1]),), jnp.asarray(slots))
+    return cache, meta, bucket.tokens, keys
+
+
+STEPS = {
+    "decodes": ([1, 1, 1], [5, 90, 30]),
+    "prefills": ([20, 9], [0, 40]),
+    "mixed": ([1, 1, 30, 8], [70, 2, 0, 50]),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("form", ["fp32", "bf16", "index_key"])
+def test_a_step_selects_what_its_scores_say(name, form, rng):
+    """Every token's row is the oracle on ``indexer_logits`` over its request's own keys."""
+    lens, contexts = STEPS[name]
+    cache, meta, tokens, keys = step(rng, builder(), lens, contexts, form=form)
+    dim = keys[0].shape[1]
+    q = jnp.asarray(rng.normal(size=(tokens, HEADS, dim)), jnp.bfloat16)
+    w = jnp.asarray(rng.normal(size=(tokens, HEADS)), jnp.float32)
+    got = np.asarray(run(select_topk, q, w, cache, meta, k=TOPK, backend=None))
+    if form == "index_key":
+        q, w = quantise_queries(q, w)
+    at = 0
+    for r, (n, context) in enumerate(zip(lens, contexts, strict=True)):
+        stored = jnp.asarray(keys[r])
+        if form == "bf16":
+            stored = stored.astype(jnp.bfloat16)
+        if form == "index_key":
+            (stored,) = cache.format.decode(cache.format.encode(stored))
+        for j in range(n):
+            rows = slice(at + j, at + j + 1)
+            scores = indexer_logits(q[rows], w[rows], stored.astype(q.dtype))
+            want = oracle(np.asarray(scores)[0], context + j + 1, TOPK)
+            np.testing.assert_array_equal(got[at + j], want, err_msg=f"request {r}, query {j}")
+        at += n
+    assert (got[at:] == -1).all()
+
+
+def test_chunks_change_nothing(rng):
+    """Whatever few logits a chunk may have."""
+    lens, contexts = STEPS["mixed"]
+    found = []
+    for logits in (4 * 2**20, 4 * 600, 4 * 50):
+        cache, meta, tokens, keys = step(
+            np.random.default_rng(3), builder(max_logits_bytes=logits), lens, contexts
+        )
+        draw = np.random.default_rng(4)
+        q = jnp.asarray(draw.normal(size=(tokens, HEADS, DIM)), jnp.float32)
+        w = jnp.asarray(draw.normal(size=(tokens, HEADS)), jnp.float32)
+        found.append((int(meta.prefill.num_chunks), np.asarray(select_topk(q, w, cache, meta, 6))))
+        assert len(keys) == 4
+    assert found[0][0] < found[1][0] < found[2][0]
+    np.testing.assert_array_equal(found[0][1], found[1][1])
+    np.testing.assert_array_equal(found[0][1], found[2][1])
+
+
+def test_a_stack_takes_its_layer(rng):
+    cache, meta, tokens, _ = step(rng, builder(), *STEPS["decodes"], poison=False)
+    stack = replace(
+        cache,
+        pages=jnp.stack([jnp.full_like(cache.pages, jnp.nan), cache.pages]),
+        scale=jnp.ones(2, jnp.float32),
+    )
+    q, w = jnp.ones((tokens, HEADS, DIM)), jnp.ones((tokens, HEADS))
+    want = select_topk(q, w, cache, meta, TOPK)
+    got = jax.jit(select_topk, static_argnums=4)(q, w, stack, meta, TOPK, layer=jnp.int32(1))
+    np.testing.assert_array_equal(got, want)
+
+
+def test_refusals(rng, our_errors):
+    cache, meta, tokens, _ = step(rng, builder(), *STEPS["decodes"])
+    q, w = jnp.ones((tokens, HEADS, DIM)), jnp.ones((tokens, HEADS))
+    with pytest.raises(ArgumentError, match="k: given 0; allowed: a static int, 1 or more"):
+        select_topk(q, w, cache, meta, 0)
+    with pytest.raises(ArgumentError, match=r"dim=31.*dim=32"):
+        select_topk(q[..., 1:], w, cache, meta, 3)
+    with pytest.raises(ArgumentError, match=r"weights.*heads=3"):
+        select_topk(q, w[:, 1:], cache, meta, 3)
+    with pytest.raises(ArgumentError, match="layer: given 0; allowed: None"):
+        select_topk(q, w, cache, meta, 3, layer=0)
+
+
+def test_the_logits_have_a_derivative(rng):
+    q, w, k = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((3, 2, 4), (3, 2), (5, 4)))
+    grads = jax.grad(lambda *a: indexer_logits(*a).sum(), argnums=(0, 1, 2))(q, w, k)
+    dots = np.einsum("qhd,kd->qhk", q, k)
+    np.testing.assert_allclose(grads[1], np.maximum(dots, 0).sum(-1), rtol=1e-5)
+    np.testing.assert_allclose(
+        grads[2], np.einsum("qhk,qh,qhd->kd", dots > 0, w, q), rtol=1e-4, atol=1e-5
+    )
