@@ -15,11 +15,15 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def found():
+    return _in_a_process("tests.placement")
+
+
+def _in_a_process(module):
     """What a process of eight forced CPU devices says."""
     flags = "--xla_force_host_platform_device_count=8"
     more = {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.placement"],
+        [sys.executable, "-m", module],
         capture_output=True,
         text=True,
         check=False,
@@ -78,3 +82,11 @@ def test_what_the_devices_do_not_divide_is_whole_everywhere(found):
 
 def test_a_mesh_of_two_axes_is_refused(found):
     assert "a mesh of one axis" in found["refusal"]
+
+
+def test_sparse_attention_over_eight_devices():
+    """V3.2 and GLM-5: heads divided, selection whole on each device; the same tokens."""
+    found = _in_a_process("tests.sparse_placement")
+    assert found["devices"] == 8
+    for kind in ("deepseek_v32", "glm_moe_dsa"):
+        assert found[kind] == [True, [1 / 8, 1]]

@@ -28,7 +28,7 @@ def prompts(rng, lengths=PROMPTS):
 
 def whole(module, ids):
     """Logits of every position of one sequence, without a cache."""
-    padded = jnp.asarray([ids + [0] * (64 - len(ids))])
+    padded = jnp.asarray([ids + [0] * (sparse.LONGEST - len(ids))])
     return np.asarray(_logits(module)(padded))[: len(ids)]
 
 
@@ -43,7 +43,7 @@ def served(request):
     """A model, its configuration and an engine of it."""
     cfg = sparse.config(request.param)
     module = sparse.model(cfg)
-    return module, cfg, sparse.engine(module, cfg, want_logits=True, num_pages=10)
+    return module, cfg, sparse.engine(module, cfg, want_logits=True, num_pages=12)
 
 
 def test_steps_equal_whole_sequences(served, rng):
@@ -53,7 +53,8 @@ def test_steps_equal_whole_sequences(served, rng):
     """
     module, _, engine = served
     asked = prompts(rng)
-    for prompt, done in zip(asked, engine.generate(asked, WISH), strict=True):
+    wish = dataclasses.replace(WISH, max_new_tokens=24)
+    for prompt, done in zip(asked, engine.generate(asked, wish), strict=True):
         want = whole(module, prompt + list(done.token_ids))[len(prompt) - 1 : -1]
         np.testing.assert_allclose(np.asarray(done.logits), want, atol=2e-5)
         assert list(done.token_ids) == want.argmax(-1).tolist()
