@@ -3,8 +3,15 @@
 import importlib
 from typing import TYPE_CHECKING
 
-from mla_jax.cache import FORMATS, CacheFormat, LatentCache, RecordCache, RecordFormat
-from mla_jax.config import MLADims, ModelConfig, MoEConfig, RopeConfig, YarnConfig
+from mla_jax.cache import (
+    FORMATS,
+    CacheFormat,
+    LatentCache,
+    RecordCache,
+    RecordFormat,
+    SparseScope,
+)
+from mla_jax.config import IndexerConfig, MLADims, ModelConfig, MoEConfig, RopeConfig, YarnConfig
 from mla_jax.errors import (
     ArgumentError,
     ConfigError,
@@ -29,18 +36,26 @@ from mla_jax.ops import (
     copy_blocks,
     explain,
     gather_latent,
+    gather_rows,
+    indexer_logits,
+    matmul_fp8,
     merge_attn_states,
     mla_decode,
     mla_prefill,
+    mla_sparse_decode,
+    mla_sparse_prefill,
     plan_decode,
     plan_prefill,
     route_tokens,
     routed_experts,
+    routed_experts_fp8,
+    select_topk,
     support_matrix,
     swap_blocks,
     write_latent,
+    write_rows,
 )
-from mla_jax.types import AttnState
+from mla_jax.types import AttnState, BlockScaled
 from mla_jax.version import __version__
 
 if TYPE_CHECKING:
@@ -53,12 +68,14 @@ __all__ = [
     "FORMATS",
     "ArgumentError",
     "AttnState",
+    "BlockScaled",
     "CacheFormat",
     "ConfigError",
     "ContextMetadata",
     "DecodeMetadata",
     "Engine",
     "EngineError",
+    "IndexerConfig",
     "LatentCache",
     "MLABucket",
     "MLADims",
@@ -74,6 +91,7 @@ __all__ = [
     "RecordFormat",
     "RopeConfig",
     "SamplingParams",
+    "SparseScope",
     "UnsupportedError",
     "WeightsError",
     "YarnConfig",
@@ -84,16 +102,24 @@ __all__ = [
     "copy_blocks",
     "explain",
     "gather_latent",
+    "gather_rows",
+    "indexer_logits",
+    "matmul_fp8",
     "merge_attn_states",
     "mla_decode",
     "mla_prefill",
+    "mla_sparse_decode",
+    "mla_sparse_prefill",
     "plan_decode",
     "plan_prefill",
     "route_tokens",
     "routed_experts",
+    "routed_experts_fp8",
+    "select_topk",
     "support_matrix",
     "swap_blocks",
     "write_latent",
+    "write_rows",
 ]
 
 
