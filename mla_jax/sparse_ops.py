@@ -103,6 +103,8 @@ def _select_prefills(
     """``found`` with the rows of prefills, chunk by chunk: keys gathered, queries scored."""
     bucket, tokens = meta.bucket, found.shape[0]
     dim, lane = q.shape[-1], jnp.arange(bucket.chunk_queries, dtype=jnp.int32)
+    exact = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "index_key": jnp.bfloat16}
+    dtype = exact.get(cache.format.name, jnp.float32)  # of a power of two times e4m3 too
 
     def one_chunk(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         found, keys = carry
@@ -114,9 +116,9 @@ def _select_prefills(
             column = jnp.clip(p // cache.page, 0, chunk.page_table.shape[1] - 1)
             slots = chunk.page_table[r, column] * cache.page + p % cache.page
             slots = jnp.where(chunk.token_to_seq < bucket.chunk_requests, slots, -1)
-            problem = problems.gather_rows(cache, slots, dtype=jnp.float32, layer=layer)
+            problem = problems.gather_rows(cache, slots, dtype=dtype, layer=layer)
             run = choose(problem, named("gather_rows", backend))
-            return run(cache, slots, dtype=jnp.float32, layer=number(layer))
+            return run(cache, slots, dtype=dtype, layer=number(layer))
 
         keys = lax.cond(chunk.skip_kv_gather, lambda: keys, gather)
         token = chunk.token_start + lane
@@ -127,7 +129,7 @@ def _select_prefills(
         chosen = choose(problems.select_prefill(*given, k=k), backend)(*given, k=k)
         return found.at[jnp.where(real, token, tokens)].set(chosen, mode="drop"), keys
 
-    keys = jnp.zeros((bucket.chunk_keys, dim), jnp.float32)
+    keys = jnp.zeros((bucket.chunk_keys, dim), dtype)
     return lax.fori_loop(0, meta.num_chunks, one_chunk, (found, keys))[0]
 
 

@@ -355,7 +355,8 @@ def select_prefill(q, weights, keys, starts, ends, *, k) -> Problem:
         ends=(ends, "int", "queries"),
     )
     facts = {name: size[name] for name in ("heads", "dim", "queries", "keys")}
-    return Problem.of(op, dtype=str(q.dtype), **facts, k=_best(op, k))
+    kinds = {"dtype": str(q.dtype), "keys_dtype": str(keys.dtype)}
+    return Problem.of(op, **kinds, **facts, k=_best(op, k))
 
 
 def _best(op: str, k: Any) -> int:
@@ -400,10 +401,13 @@ def sparse_decode(
         dtype=str(q_latent.dtype),
         out=_activation(f"{op}: out_dtype", out_dtype or q_latent.dtype),
         heads=size["heads"],
-        **_any_cache(cache),
+        cache=cache.format.name,
+        rank=size["rank"],
+        rope=size["rope"],
         value=_value(op, value, size["rank"], row),
+        page=cache.page,
         keys=size["keys"],
-        sinks=sinks is not None,
+        extra=extra is not None,
         **more,
         tokens=size["tokens"],
     )
@@ -420,10 +424,10 @@ def sparse_prefill(
         dtype=str(q_latent.dtype),
         out=_activation(f"{op}: out_dtype", out_dtype or q_latent.dtype),
         heads=size["heads"],
-        row=bound["row"],
+        rank=size["rank"],
+        rope=size["rope"],
         value=_value(op, value, size["rank"], bound["row"]),
         keys=size["keys"],
-        sinks=sinks is not None,
         tokens=size["tokens"],
         rows=bound["rows"],
     )

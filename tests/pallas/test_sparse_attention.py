@@ -10,14 +10,33 @@ import numpy as np
 import pytest
 
 from mla_jax.cache import RECORD_FORMATS, LatentCache, RecordCache, SparseScope
-from mla_jax.errors import ArgumentError
+from mla_jax.config import MLADims
+from mla_jax.errors import ArgumentError, UnsupportedError
 from mla_jax.ops import mla_sparse_decode, mla_sparse_prefill, write_rows
+from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.sparse_attention import xla
+from tests import aot
 from tests.cases import TINY, V3, draw, run
 from tests.compare import judge, same_bits
+from tests.pallas.experts import missing
+from tests.pallas.interpreted import INTERPRETER, in_a_process
 
 OP = "mla_sparse_decode"
 SCALE = 0.13
+SMALL = MLADims(heads=3, rank=128, nope=8, rope=64, v=6, q_rank=None)
+"""The narrowest widths of a kernel."""
+
+exact_and_not = pytest.mark.parametrize(
+    ("form", "dtype"), [("fp32", "float32"), ("bf16", "bfloat16")]
+)
+
+
+def solve(*args, **kwargs):
+    """``mla_sparse_decode``, or a skip with the registry's reason."""
+    try:
+        return mla_sparse_decode(*args, scale=SCALE, **kwargs)
+    except UnsupportedError as refusal:
+        pytest.skip(str(refusal))
 
 
 @dataclass
@@ -51,7 +70,7 @@ class Drawn:
         return found
 
 
-def drawn(rng, *, dims=TINY, heads=None, tokens=6, keys=11, page=4, pages=9, form="bf16",
+def drawn(rng, *, dims=SMALL, heads=None, tokens=6, keys=11, page=4, pages=9, form="bf16",
           dtype="bfloat16", missing=0.3):  # fmt: skip
     """Half of the slots written, the rest poison; lists of written slots with holes."""
     heads = heads or dims.heads
@@ -84,14 +103,18 @@ def judged(state, d, parts):
 
 
 CASES = {
-    "tiny": {},
-    "tiny_fp32": {"form": "fp32", "dtype": "float32"},
+    "tiny": {"dims": TINY},
+    "tiny_fp32": {"dims": TINY, "form": "fp32", "dtype": "float32"},
+    "small": {},
+    "small_fp32": {"form": "fp32", "dtype": "float32"},
     "v3_widths": {"dims": V3, "heads": 5, "keys": 40, "pages": 20},
     "v3_heads": {"dims": V3, "tokens": 2, "keys": 70, "page": 64, "pages": 3},
     "one_head": {"dims": V3, "heads": 1, "tokens": 3},
     "fp16": {"form": "fp16", "dtype": "float16"},
     "records": {"dims": V3, "heads": 4, "form": "ds_mla", "keys": 30, "page": 8},
+    "records_and_heads": {"dims": V3, "heads": 70, "form": "ds_mla", "keys": 130, "pages": 40},
     "one_key": {"keys": 1, "missing": 0.5},
+    "long_list": {"heads": 20, "keys": 700, "pages": 40, "tokens": 2},
     "nothing": {"missing": 1.0},
 }
 
@@ -104,9 +127,10 @@ def test_against_float64(name, backend, rng):
     judged(state, d, d.parts())
 
 
-def test_places_and_order_mean_nothing(backend, rng):
+@exact_and_not
+def test_places_and_order_mean_nothing(form, dtype, backend, rng):
     """-1 anywhere, indices outside of the cache, and any order: the same sums."""
-    d = drawn(rng, form="fp32", dtype="float32", missing=0)
+    d = drawn(rng, form=form, dtype=dtype, missing=0)
     slots = np.concatenate([d.slots, np.full((6, 5), -1, np.int32)], axis=1)
     slots[:, -4], slots[:, -3], slots[:, -2] = 36, 2**31 - 1, -(2**31)
     slots = rng.permuted(slots, axis=1)
@@ -115,17 +139,19 @@ def test_places_and_order_mean_nothing(backend, rng):
     judged(state, d, d.parts())
 
 
-def test_a_slot_twice_counts_twice(backend, rng):
-    d = drawn(rng, form="fp32", dtype="float32", tokens=1, keys=2, missing=0)
+@exact_and_not
+def test_a_slot_twice_counts_twice(form, dtype, backend, rng):
+    d = drawn(rng, form=form, dtype=dtype, tokens=1, keys=2, missing=0)
     d.slots = np.array([[d.slots[0, 0], d.slots[0, 0], d.slots[0, 1]]])
     judged(run(mla_sparse_decode, *d.args, scale=SCALE, backend=backend), d, d.parts())
 
 
-def test_lengths(backend, rng):
+@exact_and_not
+def test_lengths(form, dtype, backend, rng):
     """Valid slots behind a length are no rows."""
-    d = drawn(rng, form="fp32", dtype="float32", missing=0)
+    d = drawn(rng, form=form, dtype=dtype, missing=0)
     lengths = jnp.asarray([0, 1, 5, 11, 99, -3])
-    state = mla_sparse_decode(*d.args, scale=SCALE, lengths=lengths, backend=backend)
+    state = solve(*d.args, lengths=lengths, backend=backend)
     cut = [row[: max(n, 0)] for row, n in zip(d.slots, lengths.tolist(), strict=True)]
     judged(state, d, d.parts(cut))
 
@@ -133,9 +159,9 @@ def test_lengths(backend, rng):
 def test_sinks(backend, rng):
     """``out * sigmoid(lse - sink)``; ``lse`` without them."""
     d = drawn(rng, form="fp32", dtype="float32")
-    plain = mla_sparse_decode(*d.args, scale=SCALE, backend=backend)
+    plain = solve(*d.args, backend=backend)
     sinks = jnp.asarray([-jnp.inf, 0.5, jnp.inf])
-    state = mla_sparse_decode(*d.args, scale=SCALE, sinks=sinks, backend=backend)
+    state = solve(*d.args, sinks=sinks, backend=backend)
     share = np.array(jax.nn.sigmoid(plain.lse - sinks))
     share[:, 0] = np.isfinite(plain.lse[:, 0])
     np.testing.assert_allclose(state.out, plain.out * share[..., None], rtol=1e-6, atol=1e-7)
@@ -150,7 +176,7 @@ def test_two_scopes_are_one_softmax(backend, rng):
     extra = SparseScope(
         cache=more.cache, slots=jnp.asarray(more.slots), lengths=lengths, layer=None
     )
-    state = mla_sparse_decode(*d.args, scale=SCALE, extra=extra, value=20, backend=backend)
+    state = solve(*d.args, extra=extra, value=20, backend=backend)
     column = np.arange(4)
     more.slots = np.where(column < np.asarray(lengths)[:, None], more.slots, -1)
     judged(state, d, d.parts(extra=more, value=20))
@@ -159,13 +185,13 @@ def test_two_scopes_are_one_softmax(backend, rng):
 
 @pytest.mark.parametrize("form", ["bf16", "ds_mla"])
 def test_a_stack_takes_its_layer(form, backend, rng):
-    d = drawn(rng, dims=V3 if form == "ds_mla" else TINY, heads=2, form=form)
+    d = drawn(rng, dims=V3 if form == "ds_mla" else SMALL, heads=2, form=form)
     poison = jnp.full_like(d.cache.pages, jnp.nan if form == "bf16" else 0xFF)
     more = {} if form == "ds_mla" else {"scale": jnp.ones(3, jnp.float32)}
     stack = replace(d.cache, pages=jnp.stack([poison, d.cache.pages, poison]), **more)
-    want = mla_sparse_decode(*d.args, scale=SCALE, backend=backend)
+    want = solve(*d.args, backend=backend)
     call = (*d.args[:2], stack, d.args[3])
-    got = mla_sparse_decode(*call, scale=SCALE, layer=jnp.int32(1), backend=backend)
+    got = solve(*call, layer=jnp.int32(1), backend=backend)
     same_bits(got, want)
 
 
@@ -173,7 +199,7 @@ def test_few_tokens_at_a_time_are_all_at_once(rng, monkeypatch):
     """The workspace decides how many; 7 tokens do not divide evenly."""
     d = drawn(rng, tokens=7, form="fp32", dtype="float32")
     want = mla_sparse_decode(*d.args, scale=SCALE)
-    monkeypatch.setattr(xla, "WORKSPACE", 3 * 11 * TINY.row)
+    monkeypatch.setattr(xla, "WORKSPACE", 3 * 11 * SMALL.row)
     got = mla_sparse_decode(*d.args, scale=SCALE)
     np.testing.assert_allclose(got.out, want.out, atol=1e-6)
     np.testing.assert_allclose(got.lse, want.lse, atol=1e-6)
@@ -211,26 +237,66 @@ def test_prefill_over_gathered_rows(dtype, rng):
     )  # fmt: skip
     judged(state, d, d.parts(slots))
     state = mla_sparse_prefill(
-        q_latent, q_rope, rows, jnp.asarray(slots), scale=SCALE, lengths=lengths, value=TINY.row
+        q_latent, q_rope, rows, jnp.asarray(slots), scale=SCALE, lengths=lengths, value=SMALL.row
     )
     cut = [row[:n] for row, n in zip(slots, lengths.tolist(), strict=True)]
-    judged(state, d, d.parts(cut, value=TINY.row))
+    judged(state, d, d.parts(cut, value=SMALL.row))
 
 
 def test_refusals(rng, our_errors):
     d = drawn(rng)
     q_latent, q_rope, cache, slots = d.args
-    with pytest.raises(ArgumentError, match=r"q_latent 16 and q_rope 3.*together 20"):
+    with pytest.raises(ArgumentError, match=r"q_latent 128 and q_rope 63.*together 192"):
         mla_sparse_decode(q_latent, q_rope[..., 1:], cache, slots, scale=SCALE)
-    with pytest.raises(ArgumentError, match="value: given 21; allowed: None, or 1 to 20"):
-        mla_sparse_decode(*d.args, scale=SCALE, value=21)
+    with pytest.raises(ArgumentError, match="value: given 193; allowed: None, or 1 to 192"):
+        mla_sparse_decode(*d.args, scale=SCALE, value=193)
     with pytest.raises(ArgumentError, match=r"slots.*tokens=5.*tokens=6"):
         mla_sparse_decode(q_latent, q_rope, cache, slots[1:], scale=SCALE)
     with pytest.raises(ArgumentError, match="layer: given 0"):
         mla_sparse_decode(*d.args, scale=SCALE, layer=0)
     other = LatentCache.alloc(num_pages=2, page=4, rank=8, rope=4)
     extra = SparseScope(cache=other, slots=slots, lengths=None, layer=None)
-    with pytest.raises(ArgumentError, match="row of the extra cache: given 12; allowed: 20"):
+    with pytest.raises(ArgumentError, match="row of the extra cache: given 12; allowed: 192"):
         mla_sparse_decode(*d.args, scale=SCALE, extra=extra)
     with pytest.raises(ArgumentError, match="write_rows: values: given 1; allowed: 2"):
         write_rows(cache, (q_latent[:, 0],), slots[:, 0])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(INTERPRETER), reason=INTERPRETER)
+def test_interpreted():
+    """The kernels of this page and of selection, by Triton's interpreter."""
+    in_a_process("sparse_interpreted.py")
+
+
+WITHOUT = aot.available() or missing("triton")
+
+
+@pytest.mark.skipif(bool(WITHOUT), reason=WITHOUT)
+@pytest.mark.parametrize(("form", "heads"), [("bf16", 128), ("bf16", 16), ("ds_mla", 128)])
+def test_compiles_for_sm90(form, heads, monkeypatch):
+    """One launch for many tokens, and no copy of the cache."""
+    monkeypatch.setattr(DeviceInfo, "current", lambda: aot.H200)
+    facts = {"num_pages": 512, "page": 64, "format": form, "layers": 8}
+    cache = jax.eval_shape(
+        lambda: (
+            RecordCache.alloc(**facts)
+            if form == "ds_mla"
+            else LatentCache.alloc(**facts, rank=512, rope=64)
+        )
+    )
+    spec, low = jax.ShapeDtypeStruct, jnp.bfloat16
+
+    def call(q_latent, q_rope, cache, slots, layer):
+        return mla_sparse_decode(
+            q_latent, q_rope, cache, slots, scale=0.1, layer=layer, backend="triton"
+        )
+
+    compiled, _ = aot.compile_sm90(
+        call, spec((512, heads, 512), low), spec((512, heads, 64), low), cache,
+        spec((512, 2048), jnp.int32), spec((), jnp.int32),
+    )  # fmt: skip
+    text = compiled.as_text()
+    entry = text[text.index("\nENTRY") :]
+    assert entry.count('custom_call_target="triton_kernel_call_ffi"') == 1, entry
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 * 512 * heads * 576 * 2 + 2**22

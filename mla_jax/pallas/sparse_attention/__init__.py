@@ -1,9 +1,15 @@
 """Attention of each token over its own list of rows: in the cache, or gathered."""
 
 from mla_jax.pallas.registry import Backend
-from mla_jax.pallas.sparse_attention import xla
+from mla_jax.pallas.sparse_attention import triton, xla
 
 BACKENDS = (
+    Backend(
+        op="mla_sparse_decode",
+        name="triton",
+        run=triton.sparse_decode,
+        requirement=triton.REQUIREMENT,
+    ),
     Backend(op="mla_sparse_decode", name="xla", run=xla.sparse_decode),
     Backend(op="mla_sparse_prefill", name="xla", run=xla.sparse_prefill),
 )
