@@ -22,7 +22,8 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 SUITES = (
-    "chunked_prefill", "decode", "gather", "layer", "prefill", "serve", "serve_prefill", "start",
+    "chunked_prefill", "decode", "gather", "indexer", "layer", "prefill", "serve", "serve_prefill",
+    "sparse_decode", "start",
 )  # fmt: skip
 
 

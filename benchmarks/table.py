@@ -120,6 +120,18 @@ FP8: Columns = {
     "times the floor": ("times_floor", 2),
     "error": ("error", 4),
 }
+SPARSE: Columns = {
+    "µs": ("us", 1),
+    "span µs": ("span_us", 1),
+    "peer µs": ("peer_us", 1),
+    "peer span": ("peer_span_us", 1),
+    "ratio": ("ratio", 2),
+    "ratio span": ("ratio_span", 2),
+    "floor µs": ("floor_us", 1),
+    "recall": ("recall", 4),
+    "workspace, bytes": ("workspace_bytes", 0),
+    "error": ("error", 4),
+}
 START: Columns = {
     "layers": ("layers", 0),
     "programs": ("programs", 0),
@@ -174,6 +186,16 @@ SUITES = {
     ),
     "metadata": Suite("All metadata of one step, and parts that are derived later.", METADATA),
     "fp8": Suite("Products with block-scaled e4m3 weights beside bf16 weights.", FP8),
+    "sparse_decode": Suite(
+        "Sparse decode over 2,048 slots a token, beside FlashMLA's. Case names: requests, queries "
+        "of each, heads, format of the cache.",
+        SPARSE,
+    ),
+    "indexer": Suite(
+        "Selection as a whole: index scores and the best 2,048. Case names: queries x keys of "
+        "each.",
+        SPARSE,
+    ),
     "serve": Suite(
         "Decode of a model with random weights through `Engine.generate`, beside vLLM. Case names: "
         "model, layers, requests x context of each.",
