@@ -19,6 +19,7 @@ from tests.model import sparse
 
 KINDS = ("deepseek_v32", "glm_moe_dsa")
 PROMPTS = (1, 2, sparse.TOPK - 1, sparse.TOPK, sparse.TOPK + 1, 17, 50)
+NEAR = 2e-5 if jax.default_backend() == "cpu" else 2e-4  # of float32 logits
 WISH = SamplingParams(max_new_tokens=10, ignore_eos=True)
 
 
@@ -56,7 +57,7 @@ def test_steps_equal_whole_sequences(served, rng):
     wish = dataclasses.replace(WISH, max_new_tokens=24)
     for prompt, done in zip(asked, engine.generate(asked, wish), strict=True):
         want = whole(module, prompt + list(done.token_ids))[len(prompt) - 1 : -1]
-        np.testing.assert_allclose(np.asarray(done.logits), want, atol=2e-5)
+        np.testing.assert_allclose(np.asarray(done.logits), want, atol=NEAR)
         assert list(done.token_ids) == want.argmax(-1).tolist()
     assert engine.stats().pages_used == 0
     assert engine.stats().preemptions > 0
@@ -129,14 +130,13 @@ def test_hadamard_changes_no_selection_of_exact_scores(rng):
     """Orthogonal: the same products, to rounding; e_0 spreads over all channels."""
     x = jnp.asarray(rng.normal(size=(5, 3, 8)), jnp.float32)
     y = jnp.asarray(rng.normal(size=(5, 3, 8)), jnp.float32)
-    want = jnp.einsum("thd,thd->th", x, y)
-    np.testing.assert_allclose(jnp.einsum("thd,thd->th", hadamard(x), hadamard(y)), want, atol=1e-5)
+    np.testing.assert_allclose((hadamard(x) * hadamard(y)).sum(-1), (x * y).sum(-1), atol=1e-5)
     np.testing.assert_allclose(hadamard(jnp.eye(4)[0]), [0.5] * 4)
     plain = sparse.config()
     spread = dataclasses.replace(plain, indexer=dataclasses.replace(plain.indexer, hadamard=True))
     ids = prompts(rng, (40,))[0]
     a, b = (sparse.model(cfg) for cfg in (plain, spread))
-    np.testing.assert_allclose(whole(a, ids), whole(b, ids), atol=2e-5)
+    np.testing.assert_allclose(whole(a, ids), whole(b, ids), atol=NEAR)
 
 
 def test_the_scores_train_the_indexer(rng):

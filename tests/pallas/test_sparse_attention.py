@@ -201,8 +201,8 @@ def test_few_tokens_at_a_time_are_all_at_once(rng, monkeypatch):
     want = mla_sparse_decode(*d.args, scale=SCALE)
     monkeypatch.setattr(xla, "WORKSPACE", 3 * 11 * SMALL.row)
     got = mla_sparse_decode(*d.args, scale=SCALE)
-    np.testing.assert_allclose(got.out, want.out, atol=1e-6)
-    np.testing.assert_allclose(got.lse, want.lse, atol=1e-6)
+    np.testing.assert_allclose(got.out, want.out, atol=1e-5)
+    np.testing.assert_allclose(got.lse, want.lse, atol=1e-5)
 
 
 def test_memory_does_not_grow_with_the_tokens():
