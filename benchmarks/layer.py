@@ -84,7 +84,6 @@ CASES = (
 
 def run(peers: Path | None, chosen: list[str], turn: AbstractContextManager) -> Iterator[dict]:
     """Check and time the chosen cases, row by row; the device is used inside ``turn`` alone."""
-    paths.prefer_kernels()
     if peers is not None:
         from benchmarks import fa3, flashmla
 

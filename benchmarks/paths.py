@@ -5,19 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from benchmarks.timing import Isolated, back_to_back_us, isolated_us
-from mla_jax import ops
-from mla_jax.pallas.registry import Registry
 
-__all__ = ["Peer", "checked", "line", "prefer_kernels", "row"]
+__all__ = ["Peer", "checked", "line", "row"]
 
 TOLERANCE = 2e-2  # relative, of bf16 results against float32
 FLOPS, BYTES = 800e12, 4.25e12  # ceilings of the floor: bf16 product, copy
-
-
-def prefer_kernels() -> None:
-    """In this process every operation takes a kernel before the reference, if one qualifies."""
-    kernels_first = sorted(ops.REGISTRY.backends, key=lambda b: b.name == "xla")
-    ops.REGISTRY = Registry(tuple(kernels_first))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mla_jax import ops
+from mla_jax import dispatch
 from mla_jax.metadata.buckets import MLABucket
 from mla_jax.metadata.packed import pack
 from mla_jax.model.mla import absorb_weights
@@ -70,7 +70,7 @@ def test_absorbed_decode_equals_expanded_prefill(moe, q_rank):
 def test_one_plan_serves_all_layers(monkeypatch):
     """Every layer of a step gets the plan that was made once; prefill alone makes none."""
     made, used = [], []
-    (xla,) = (b for b in ops.REGISTRY.of("mla_decode") if b.name == "xla")
+    (xla,) = (b for b in dispatch.REGISTRY.of("mla_decode") if b.name == "xla")
 
     def run(*args, plan, **kwargs):
         used.append(plan)
@@ -81,7 +81,8 @@ def test_one_plan_serves_all_layers(monkeypatch):
         return made[-1]
 
     planned = dataclasses.replace(xla, name="planned", run=run, plan=plan)
-    monkeypatch.setattr(ops, "REGISTRY", Registry((planned, *ops.REGISTRY.backends)))
+    registry = Registry((planned, *dispatch.REGISTRY.backends))
+    monkeypatch.setattr(dispatch, "REGISTRY", registry)
     cfg = tiny.config()
     step, caches = tiny.step(tiny.model(cfg), page=PAGE), tiny.caches(cfg, num_pages=8, page=PAGE)
     _, caches = tiny.run(step, caches, PREFILL, prefills=[(TOKENS[:9], 0, [5, 2, 7])])
