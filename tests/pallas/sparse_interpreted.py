@@ -12,6 +12,7 @@ from mla_jax.config import MLADims
 from mla_jax.pallas import triton_lib
 from mla_jax.pallas.sparse_attention import triton, xla
 from mla_jax.pallas.topk import triton as topk
+from tests.cases import V3
 from tests.pallas import test_topk
 from tests.pallas.interpreted import call
 from tests.pallas.test_sparse_attention import SCALE, drawn
@@ -36,14 +37,29 @@ def test_sparse_decode(tokens, heads, keys, missing, rng):
         missing=missing, pages=20,
     )  # fmt: skip
     d.slots[0, -1] = 2**30
+    same_result(d, DIMS.rank)
+
+
+def same_result(d, rank):
     given = jnp.asarray(d.q), ((d.cache, jnp.asarray(d.slots), None),)
-    facts = {"scale": SCALE, "value": DIMS.rank, "out_dtype": jnp.float16}
+    facts = {"scale": SCALE, "value": rank, "out_dtype": jnp.float16}
     got, want = triton.sparse_decode(*given, **facts), xla.sparse_decode(*given, **facts)
     for a, b in ((got.out, want.out), (got.lse, want.lse)):
         a, b = (np.asarray(x, np.float32) for x in (a, b))
         np.testing.assert_array_equal(np.isfinite(a), np.isfinite(b))
         there = np.isfinite(b)
         np.testing.assert_allclose(a[there], b[there], atol=3e-3)
+
+
+@pytest.mark.parametrize(("tokens", "heads", "keys", "missing"), [(3, 5, 70, 0.3), (1, 20, 40, 1)])
+def test_sparse_decode_of_records(tokens, heads, keys, missing, rng):
+    """656-byte records: unwritten ones hold scales and elements that are NaN."""
+    d = drawn(
+        rng, dims=V3, heads=heads, tokens=tokens, keys=keys, form="ds_mla", dtype="float16",
+        missing=missing, pages=20,
+    )  # fmt: skip
+    d.slots[0, -1] = 2**30
+    same_result(d, V3.rank)
 
 
 @pytest.mark.parametrize("kind", test_topk.KINDS)

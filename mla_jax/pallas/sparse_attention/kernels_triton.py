@@ -1,4 +1,8 @@
-"""The Triton program of sparse decode; ``triton.py`` says how it is launched.
+"""The Triton programs of sparse decode; ``triton.py`` says how they are launched.
+
+A program is a block of heads of one token over one piece of its list. ``SIZES`` are tokens, heads,
+rank, rope and keys of a list; ``CACHE`` layers, slots of each and elements (or bytes) of a row;
+``TILE`` heads of a block, keys of a turn and keys of a piece.
 
 Imported only where Triton is there: by ``triton.py``, when it runs.
 """
@@ -15,115 +19,172 @@ Imported only where Triton is there: by ``triton.py``, when it runs.
 
 from mla_jax.pallas.triton_lib import jit, tl
 
-__all__ = ["attend"]
+__all__ = ["attend", "attend_records"]
 
 
 @jit
-def _record_rows(pages, at, inside, like, RANK: tl.constexpr, ROPE: tl.constexpr):
-    """Latents and rotary keys of 656-byte records whose first bytes are ``at``."""
-    GROUPS: tl.constexpr = RANK // 128
-    c = tl.arange(0, RANK)
-    byte = tl.load(pages + at[:, None] + c[None, :], mask=inside[:, None], other=0)
-    code = byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    g = tl.arange(0, GROUPS)
-    scales = (pages + at[:, None] + RANK + 4 * g[None, :]).to(tl.pointer_type(tl.float32))
-    scale = tl.load(scales, mask=inside[:, None], other=0.0)
-    code = tl.reshape(code, (code.shape[0], GROUPS, 128)) * scale[:, :, None]
-    latent = tl.reshape(code, (code.shape[0], RANK)).to(like.dtype.element_ty)
-    r = tl.arange(0, ROPE)
-    ropes = (pages + at[:, None] + RANK + 4 * GROUPS + 2 * r[None, :]).to(
-        tl.pointer_type(tl.bfloat16)
-    )
-    rope = tl.load(ropes, mask=inside[:, None], other=0.0)
-    return latent, rope.to(like.dtype.element_ty)
+def _place(SIZES: tl.constexpr, TILE: tl.constexpr):
+    """Heads, token and piece of this program."""
+    BLOCKS: tl.constexpr = (SIZES[1] + TILE[0] - 1) // TILE[0]
+    pid = tl.program_id(0)
+    head = (pid % BLOCKS) * TILE[0] + tl.arange(0, TILE[0])
+    return head, (pid // BLOCKS) % SIZES[0], pid // (BLOCKS * SIZES[0])
 
 
 @jit
-def _element_rows(pages, at, inside, RANK: tl.constexpr, ROPE: tl.constexpr):
-    """The same of rows of elements, which begin at elements ``at``."""
-    c = tl.arange(0, RANK)
-    r = tl.arange(0, ROPE)
-    latent = tl.load(pages + at[:, None] + c[None, :], mask=inside[:, None], other=0.0)
-    rope = tl.load(pages + at[:, None] + RANK + r[None, :], mask=inside[:, None], other=0.0)
-    return latent, rope
+def _columns(q, head, token, first, COUNT: tl.constexpr, SIZES: tl.constexpr):
+    """Columns ``first`` to ``first + COUNT`` of these heads' queries."""
+    line = (token.to(tl.int64) * SIZES[1] + head)[:, None] * (SIZES[2] + SIZES[3])
+    c = first + tl.arange(0, COUNT)[None, :]
+    return tl.load(q + line + c, mask=(head < SIZES[1])[:, None], other=0.0)
+
+
+@jit
+def _end(row, begin, SIZES: tl.constexpr, CACHE: tl.constexpr, TILE: tl.constexpr):
+    """Behind the last row of a piece: lists end in -1 where a token sees few keys."""
+    k = tl.arange(0, TILE[1])
+    end = begin
+    for i in range(begin, tl.minimum(begin + TILE[2], SIZES[4]), TILE[1]):
+        slot = tl.load(row + i + k, mask=i + k < SIZES[4], other=-1)
+        found = (slot >= 0) & (slot < CACHE[1])
+        end = tl.maximum(end, tl.max(tl.where(found, i + k + 1, 0)))
+    return end
+
+
+@jit
+def _rows(row, i, end, layer, CACHE: tl.constexpr, TILE: tl.constexpr):
+    """Where the rows of a turn begin in the cache, and which of them there are."""
+    k = tl.arange(0, TILE[1])
+    slot = tl.load(row + i + k, mask=i + k < end, other=-1)
+    there = (layer >= 0) & (layer < CACHE[0])
+    slot = tl.where(there, slot, -1)
+    inside = (slot >= 0) & (slot < CACHE[1])
+    first = tl.where(there, layer, 0).to(tl.int64) * CACHE[1]
+    return (first + tl.where(inside, slot, 0)) * CACHE[2], inside
+
+
+@jit
+def _softmax(s, inside, top, total, SCALE: tl.constexpr):
+    """One online step in base 2: probabilities, what to shrink sums by, new maximum and sum."""
+    s = tl.where(inside[None, :], s * (SCALE * 1.4426950408889634), float("-inf"))
+    new = tl.maximum(top, tl.max(s, 1))
+    safe = tl.where(new == float("-inf"), 0.0, new)
+    p = tl.exp2(s - safe[:, None])
+    shrink = tl.exp2(top - safe)
+    return p, shrink, new, total * shrink + tl.sum(p, 1)
+
+
+@jit
+def _store(
+    out, lse, acc, first, top, total, head, token, piece,
+    COUNT: tl.constexpr, SIZES: tl.constexpr,
+):  # fmt: skip
+    """Columns ``first`` to ``first + COUNT`` of the result, and ``lse`` in natural logarithms."""
+    empty = total == 0.0
+    to = (piece.to(tl.int64) * SIZES[0] + token) * SIZES[1] + head
+    c = first + tl.arange(0, COUNT)[None, :]
+    share = (acc / tl.where(empty, 1.0, total)[:, None]).to(out.dtype.element_ty)
+    tl.store(out + to[:, None] * SIZES[2] + c, share, mask=(head < SIZES[1])[:, None])
+    natural = (top + tl.log2(tl.where(empty, 1.0, total))) * 0.6931471805599453
+    tl.store(lse + to, tl.where(empty, float("-inf"), natural), mask=head < SIZES[1])
 
 
 @jit
 def attend(
     q, pages, slots, number, out, lse,
     SIZES: tl.constexpr, CACHE: tl.constexpr, TILE: tl.constexpr, SCALE: tl.constexpr,
-    RECORDS: tl.constexpr,
 ):  # fmt: skip
-    """A block of heads of one token over one piece of its list.
-
-    ``SIZES`` are tokens, heads, rank, rope and keys of a list; ``CACHE`` layers, slots of each and
-    elements (or bytes) of a row; ``TILE`` heads of a block, keys of a turn and keys of a piece.
-    """
-    TOKENS: tl.constexpr = SIZES[0]
-    HEADS: tl.constexpr = SIZES[1]
+    """Over rows of elements of the queries' dtype."""
     RANK: tl.constexpr = SIZES[2]
     ROPE: tl.constexpr = SIZES[3]
-    KEYS: tl.constexpr = SIZES[4]
     FEW: tl.constexpr = TILE[0]
-    STEP: tl.constexpr = TILE[1]
-    PIECE: tl.constexpr = TILE[2]
-    BLOCKS: tl.constexpr = (HEADS + FEW - 1) // FEW
-    pid = tl.program_id(0)
-    block = pid % BLOCKS
-    token = (pid // BLOCKS) % TOKENS
-    piece = pid // (BLOCKS * TOKENS)
+    head, token, piece = _place(SIZES, TILE)
     layer = tl.load(number)
-    LAYERS: tl.constexpr = CACHE[0]
-    SLOTS: tl.constexpr = CACHE[1]
-    ROW: tl.constexpr = CACHE[2]
-    there = (layer >= 0) & (layer < LAYERS)
-    first_row = tl.where(there, layer, 0).to(tl.int64) * SLOTS
-
-    head = block * FEW + tl.arange(0, FEW)
-    real = (head < HEADS)[:, None]
-    line = (token.to(tl.int64) * HEADS + head)[:, None] * (RANK + ROPE)
+    q_latent = _columns(q, head, token, 0, RANK, SIZES)
+    q_rope = _columns(q, head, token, RANK, ROPE, SIZES)
+    row = slots + token.to(tl.int64) * SIZES[4]
+    begin = piece * TILE[2]
+    end = _end(row, begin, SIZES, CACHE, TILE)
     c = tl.arange(0, RANK)[None, :]
-    r = tl.arange(0, ROPE)[None, :]
-    q_latent = tl.load(q + line + c, mask=real, other=0.0)
-    q_rope = tl.load(q + line + RANK + r, mask=real, other=0.0)
-
-    # Lists end in -1 where a token sees few keys: what lies behind the last row costs nothing.
-    begin = piece * PIECE
-    row = slots + token.to(tl.int64) * KEYS
-    k = tl.arange(0, STEP)
-    end = begin
-    for i in range(begin, tl.minimum(begin + PIECE, KEYS), STEP):
-        slot = tl.load(row + i + k, mask=i + k < KEYS, other=-1)
-        found = (slot >= 0) & (slot < SLOTS)
-        end = tl.maximum(end, tl.max(tl.where(found, i + k + 1, 0)))
-
+    r = RANK + tl.arange(0, ROPE)[None, :]
     top = tl.full((FEW,), float("-inf"), tl.float32)
     total = tl.zeros((FEW,), tl.float32)
     acc = tl.zeros((FEW, RANK), tl.float32)
-    for i in range(begin, end, STEP):
-        slot = tl.load(row + i + k, mask=i + k < end, other=-1)
-        slot = tl.where(there, slot, -1)
-        inside = (slot >= 0) & (slot < SLOTS)
-        at = (first_row + tl.where(inside, slot, 0)) * ROW
-        if RECORDS:
-            latent, rope = _record_rows(pages, at, inside, q, RANK, ROPE)
-        else:
-            latent, rope = _element_rows(pages, at, inside, RANK, ROPE)
-        s = tl.dot(q_latent, latent.T)
-        s = tl.dot(q_rope, rope.T, acc=s)
-        s = tl.where(inside[None, :], s * (SCALE * 1.4426950408889634), float("-inf"))
-        new = tl.maximum(top, tl.max(s, 1))
-        safe = tl.where(new == float("-inf"), 0.0, new)
-        p = tl.exp2(s - safe[:, None])
-        shrink = tl.exp2(top - safe)
-        total = total * shrink + tl.sum(p, 1)
+    for i in range(begin, end, TILE[1]):
+        at, inside = _rows(row, i, end, layer, CACHE, TILE)
+        latent = tl.load(pages + at[:, None] + c, mask=inside[:, None], other=0.0)
+        rope = tl.load(pages + at[:, None] + r, mask=inside[:, None], other=0.0)
+        s = tl.dot(q_rope, rope.T, acc=tl.dot(q_latent, latent.T))
+        p, shrink, top, total = _softmax(s, inside, top, total, SCALE)
         acc = tl.dot(p.to(latent.dtype), latent, acc=acc * shrink[:, None])
-        top = new
+    _store(out, lse, acc, 0, top, total, head, token, piece, RANK, SIZES)
 
-    empty = total == 0.0
-    share = acc / tl.where(empty, 1.0, total)[:, None]
-    to = (piece.to(tl.int64) * TOKENS + token) * HEADS + head
-    tl.store(out + to[:, None] * RANK + c, share.to(out.dtype.element_ty), mask=real)
-    natural = (top + tl.log2(tl.where(empty, 1.0, total))) * 0.6931471805599453
-    natural = tl.where(empty, float("-inf"), natural)
-    tl.store(lse + to, natural, mask=head < HEADS)
+
+@jit
+def _codes(pages, at, inside, first, like):
+    """128 codes of each record, from its byte ``first`` on."""
+    c = first + tl.arange(0, 128)[None, :]
+    byte = tl.load(pages + at[:, None] + c, mask=inside[:, None], other=0)
+    return byte.to(tl.float8e4nv, bitcast=True).to(like.dtype.element_ty)
+
+
+@jit
+def _scale(pages, at, inside, group):
+    """The scale of a group of each record."""
+    where = (pages + at + 512 + 4 * group).to(tl.pointer_type(tl.float32))
+    return tl.load(where, mask=inside, other=0.0)
+
+
+@jit
+def attend_records(
+    q, pages, slots, number, out, lse,
+    SIZES: tl.constexpr, CACHE: tl.constexpr, TILE: tl.constexpr, SCALE: tl.constexpr,
+):  # fmt: skip
+    """Over 656-byte records: 512 codes, 4 scales, 64 rotary elements in bf16.
+
+    Codes are multiplied as they are. A group's scale goes to its part of the scores, and to the
+    probabilities that its values are multiplied with: exact for powers of two.
+    """
+    FEW: tl.constexpr = TILE[0]
+    head, token, piece = _place(SIZES, TILE)
+    layer = tl.load(number)
+    q0 = _columns(q, head, token, 0, 128, SIZES)
+    q1 = _columns(q, head, token, 128, 128, SIZES)
+    q2 = _columns(q, head, token, 256, 128, SIZES)
+    q3 = _columns(q, head, token, 384, 128, SIZES)
+    q_rope = _columns(q, head, token, 512, 64, SIZES)
+    row = slots + token.to(tl.int64) * SIZES[4]
+    begin = piece * TILE[2]
+    end = _end(row, begin, SIZES, CACHE, TILE)
+    r = tl.arange(0, 64)[None, :]
+    top = tl.full((FEW,), float("-inf"), tl.float32)
+    total = tl.zeros((FEW,), tl.float32)
+    acc0 = tl.zeros((FEW, 128), tl.float32)
+    acc1 = tl.zeros((FEW, 128), tl.float32)
+    acc2 = tl.zeros((FEW, 128), tl.float32)
+    acc3 = tl.zeros((FEW, 128), tl.float32)
+    for i in range(begin, end, TILE[1]):
+        at, inside = _rows(row, i, end, layer, CACHE, TILE)
+        c0 = _codes(pages, at, inside, 0, q)
+        c1 = _codes(pages, at, inside, 128, q)
+        c2 = _codes(pages, at, inside, 256, q)
+        c3 = _codes(pages, at, inside, 384, q)
+        f0 = _scale(pages, at, inside, 0)[None, :]
+        f1 = _scale(pages, at, inside, 1)[None, :]
+        f2 = _scale(pages, at, inside, 2)[None, :]
+        f3 = _scale(pages, at, inside, 3)[None, :]
+        ropes = (pages + at[:, None] + 528 + 2 * r).to(tl.pointer_type(tl.bfloat16))
+        rope = tl.load(ropes, mask=inside[:, None], other=0.0).to(q.dtype.element_ty)
+        s = tl.dot(q0, c0.T) * f0 + tl.dot(q1, c1.T) * f1
+        s += tl.dot(q2, c2.T) * f2 + tl.dot(q3, c3.T) * f3
+        s = tl.dot(q_rope, rope.T, acc=s)
+        p, shrink, top, total = _softmax(s, inside, top, total, SCALE)
+        less = shrink[:, None]
+        acc0 = tl.dot((p * f0).to(c0.dtype), c0, acc=acc0 * less)
+        acc1 = tl.dot((p * f1).to(c1.dtype), c1, acc=acc1 * less)
+        acc2 = tl.dot((p * f2).to(c2.dtype), c2, acc=acc2 * less)
+        acc3 = tl.dot((p * f3).to(c3.dtype), c3, acc=acc3 * less)
+    _store(out, lse, acc0, 0, top, total, head, token, piece, 128, SIZES)
+    _store(out, lse, acc1, 128, top, total, head, token, piece, 128, SIZES)
+    _store(out, lse, acc2, 256, top, total, head, token, piece, 128, SIZES)
+    _store(out, lse, acc3, 384, top, total, head, token, piece, 128, SIZES)

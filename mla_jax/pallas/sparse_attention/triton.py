@@ -62,7 +62,7 @@ def sparse_decode(
     pieces = cdiv(keys, piece)
     partial = jnp.float32 if pieces > 1 else out_dtype
     out, lse = triton_lib.call(
-        kernels.attend,
+        kernels.attend_records if records else kernels.attend,
         q,
         cache.pages,
         slots,
@@ -82,7 +82,6 @@ def sparse_decode(
         ),
         TILE=(few, step, piece),
         SCALE=float(scale),
-        RECORDS=records,
     )
     if pieces == 1:
         return AttnState(out=out[0], lse=lse[0])
