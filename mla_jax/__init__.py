@@ -12,6 +12,7 @@ from mla_jax.cache import (
     SparseScope,
 )
 from mla_jax.config import IndexerConfig, MLADims, ModelConfig, MoEConfig, RopeConfig, YarnConfig
+from mla_jax.config_v4 import StreamConfig, V4Config, read_config
 from mla_jax.errors import (
     ArgumentError,
     ConfigError,
@@ -32,6 +33,7 @@ from mla_jax.metadata.mla import (
 )
 from mla_jax.ops import (
     append_latent,
+    append_window,
     apply_sinks,
     copy_blocks,
     explain,
@@ -46,6 +48,7 @@ from mla_jax.ops import (
     mla_sparse_prefill,
     plan_decode,
     plan_prefill,
+    pool_states,
     route_tokens,
     routed_experts,
     routed_experts_fp8,
@@ -92,11 +95,14 @@ __all__ = [
     "RopeConfig",
     "SamplingParams",
     "SparseScope",
+    "StreamConfig",
     "UnsupportedError",
+    "V4Config",
     "WeightsError",
     "YarnConfig",
     "__version__",
     "append_latent",
+    "append_window",
     "apply_sinks",
     "build_mla",
     "copy_blocks",
@@ -112,6 +118,8 @@ __all__ = [
     "mla_sparse_prefill",
     "plan_decode",
     "plan_prefill",
+    "pool_states",
+    "read_config",
     "route_tokens",
     "routed_experts",
     "routed_experts_fp8",

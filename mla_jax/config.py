@@ -5,7 +5,6 @@ be inert, or refused by name.
 """
 
 import math
-import os
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ import numpy as np
 
 from mla_jax.errors import ConfigError
 from mla_jax.hf_config import read, write
-from mla_jax.hf_keys import load_json
+from mla_jax.hf_keys import config_object
 
 __all__ = [
     "IndexerConfig",
@@ -170,7 +169,7 @@ class MoEConfig:
     topk: int
     width: int  # of one expert
     shared: int  # shared experts, stored as one SwiGLU of width shared * width; 0 = none
-    method: str  # greedy | group_limited_greedy | noaux_tc
+    method: str  # greedy | group_limited_greedy | noaux_tc | sqrtsoftplus
     groups: int = 1
     topk_groups: int = 1
     normalise: bool = False  # divide the chosen weights by their sum
@@ -191,6 +190,11 @@ class MoEConfig:
         if self.topk > self.topk_groups * each:
             allowed = f"at most {self.topk_groups * each}, the experts of the kept groups"
             raise ConfigError("MoEConfig.topk", self.topk, allowed)
+
+    @property
+    def biased(self) -> bool:
+        """Whether the choice of experts has a bias of its own."""
+        return self.method in ("noaux_tc", "sqrtsoftplus")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,13 +283,7 @@ class ModelConfig:
         are passed over with a warning.
         Raises ConfigError for a key that is unknown, missing, inconsistent or not implemented.
         """
-        if isinstance(ignore_keys, str):
-            raise ConfigError("ignore_keys", repr(ignore_keys), "a list of names", "Put it in [].")
-        data, where = source, "config.json"
-        if isinstance(source, str | Path):
-            path = Path(source)
-            path = path / "config.json" if os.path.isdir(path) else path
-            data, where = load_json(path), str(path)
+        data, where = config_object(source, ignore_keys)
         try:
             facts = read(data, where, ignored=ignore_keys)
         except RecursionError:

@@ -14,6 +14,7 @@ import numpy as np
 from mla_jax.errors import ArgumentError
 from mla_jax.pallas import (
     append,
+    append_window,
     cache_io,
     dense_decode,
     dense_prefill,
@@ -21,6 +22,7 @@ from mla_jax.pallas import (
     grouped_matmul,
     indexer,
     merge,
+    pooling,
     problems,
     router,
     sparse_attention,
@@ -52,12 +54,14 @@ REGISTRY = Registry(
         *dense_prefill.BACKENDS,
         *cache_io.BACKENDS,
         *append.BACKENDS,
+        *append_window.BACKENDS,
         *merge.BACKENDS,
         *router.BACKENDS,
         *grouped_matmul.BACKENDS,
         *fp8_matmul.BACKENDS,
         *indexer.BACKENDS,
         *topk.BACKENDS,
+        *pooling.BACKENDS,
         *sparse_attention.BACKENDS,
     )
 )

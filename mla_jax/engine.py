@@ -33,7 +33,7 @@ from mla_jax.inputs import check_cache_fits, checked_params, checked_prompts, ch
 from mla_jax.metadata.buckets import MLALadder
 from mla_jax.metadata.common import HostBatch
 from mla_jax.metadata.packed import pack
-from mla_jax.model.family import Family, Serving, family_of
+from mla_jax.model.family import CacheGroup, Family, Serving, family_of
 from mla_jax.model.sampling import SamplingParams
 from mla_jax.model.sharding import sharding_of
 from mla_jax.model.step import Step, StepBatch, StepOutput, drawn_by, empty_batch
@@ -41,7 +41,6 @@ from mla_jax.model.weights import Progress, checked_config, keeps_fp8, load, pla
 from mla_jax.pages import PageGroup, PagePool
 from mla_jax.placement import Placement
 from mla_jax.scheduler import Completion, Event, Outcome, Plan, Scheduler
-from mla_jax.types import cdiv
 
 __all__ = ["Engine", "Stats", "WarmUp", "load_model"]
 
@@ -122,8 +121,9 @@ class Engine:
     Args:
         model: with weights loaded; or a function that makes it, called once every setting was
             accepted and the caches allocated.
-        num_pages: pages of each layer in the first cache group (other groups hold as many
-            tokens); page 0 is never given to a request.
+        num_pages: pages of each layer that hold the tokens of all requests in the first cache group
+            (other groups hold as many tokens, windows only what is seen of them); page 0 is never
+            given to a request.
         page: tokens in a page.
         max_requests: requests running at once; others queue.
         prefill_chunk: prompt tokens of one step, over all requests.
@@ -189,10 +189,10 @@ class Engine:
         )
         self.builder = self.family.builder(config, serving)
         self.groups = self.family.groups(config, serving)
-        self._pages = _page_counts(self.groups, num_pages)
+        self._pages = _page_counts(self.groups, num_pages, serving)
         self.scheduler = Scheduler(
             groups=[
-                PageGroup(name=g.name, pool=PagePool(n), tokens=g.tokens)
+                PageGroup(name=g.name, pool=PagePool(n), tokens=g.tokens, window=g.window)
                 for g, n in zip(self.groups, self._pages, strict=True)
             ],
             max_requests=max_requests,
@@ -306,9 +306,9 @@ class Engine:
         rungs = self.builder.rungs()
         lines = [f"{self.family.name} on {self.placement.size} x {self.placement.device}"]
         for group, pages in zip(self.groups, self._pages, strict=True):
+            holds = "the open group of a request" if group.ring else f"{group.tokens} tokens"
             lines.append(
-                f"cache group {group.name}: {group.layers} layers, {pages} pages of "
-                f"{group.tokens} tokens"
+                f"cache group {group.name}: {group.layers} layers, {pages} pages of {holds}"
             )
         lines.append(f"{len(rungs)} rungs, a program each:")
         return "\n".join([*lines, *(f"  {rung.bucket}" for rung in rungs)])
@@ -652,8 +652,12 @@ def _dtype_of(model: nnx.Module) -> jnp.dtype:
     return jnp.dtype(Counter(leaf.dtype for leaf in leaves).most_common(1)[0][0])
 
 
-def _page_counts(groups: Sequence[Any], num_pages: int) -> list[int]:
-    """Pages of each group: ``num_pages`` in the first, as many tokens in the others."""
+def _page_counts(groups: Sequence[CacheGroup], num_pages: int, serving: Serving) -> list[int]:
+    """Pages of each group for the tokens that ``num_pages`` of the first hold, and the null page.
+
+    Those of a window, of which old pages are given back, are fewer: what all requests see.
+    """
     checked_size("num_pages", num_pages, low=2, allowed="2 or more (page 0 is never given)")
     tokens = (num_pages - 1) * groups[0].tokens
-    return [num_pages, *(1 + cdiv(tokens, group.tokens) for group in groups[1:])]
+    most = {"requests": serving.max_requests, "chunk": serving.prefill_chunk}
+    return [1 + group.pages_for(tokens, **most) for group in groups]

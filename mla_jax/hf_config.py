@@ -10,12 +10,22 @@ from typing import Final
 
 from mla_jax.hf_keys import LARGEST, Keys
 
-__all__ = ["FAMILIES", "read", "write"]
+__all__ = [
+    "FAMILIES",
+    "INERT",
+    "MOST_EXPERTS",
+    "MOST_LAYERS",
+    "read",
+    "read_fp8",
+    "read_stops",
+    "read_yarn",
+    "write",
+]
 
 # Far above every published model. What files must hold one by one is bounded here, so that a
 # small config.json cannot ask for a table without end; widths are compared with the tensors.
-_MOST_LAYERS: Final = 1024
-_MOST_EXPERTS: Final = 65_536
+MOST_LAYERS: Final = 1024
+MOST_EXPERTS: Final = 65_536
 
 _DEEPSEEK_V2 = {
     "eps": 1e-6,
@@ -57,7 +67,7 @@ _SPARSE_ATTENTION = {"deepseek_v32": (64, 128, 2048), "glm_moe_dsa": (32, 128, 2
 """Families with an indexer: its heads, their width and the tokens it selects, by default."""
 
 # Training, generation and bookkeeping: no effect on the forward pass of any family here.
-_INERT = """
+INERT = """
     _attn_implementation _attn_implementation_autoset _name_or_path architectures attention_dropout
     attn_implementation auto_map aux_loss_alpha bad_words_ids begin_suppress_tokens
     chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id diversity_penalty
@@ -90,12 +100,12 @@ def read(data: object, where: str = "config.json", *, ignored: Collection[str] =
     if not isinstance(family, str) or family not in FAMILIES:
         raise keys.refusal("model_type", family, ", ".join(FAMILIES))
     default = FAMILIES[family]
-    keys.ignore(_INERT)
+    keys.ignore(INERT)
     keys.only("hidden_act", ("silu", "swish"))
     for key in ("is_encoder_decoder", "is_decoder", "add_cross_attention", "tie_encoder_decoder"):
         keys.only(key, (False,))
     dims = _read_dims(keys)
-    layers = keys.integer("num_hidden_layers", high=_MOST_LAYERS)
+    layers = keys.integer("num_hidden_layers", high=MOST_LAYERS)
     positions = keys.integer("max_position_embeddings")
     sparse = _read_sparse(keys, family, layers)
     if family != "youtu" and not any(sparse):
@@ -115,9 +125,9 @@ def read(data: object, where: str = "config.json", *, ignored: Collection[str] =
         "attention_bias": keys.flag("attention_bias", False),
         "mlp_bias": keys.flag("mlp_bias", False),
         "max_positions": positions,
-        "fp8_block": _read_fp8(keys),
+        "fp8_block": read_fp8(keys),
         "bos": keys.maybe_integer("bos_token_id", default=default["bos"]),
-        "eos": _read_stops(keys, default["eos"]),
+        "eos": read_stops(keys, default["eos"]),
         "indexer": _read_indexer(keys, family, layers),
         "ignored_layers": keys.maybe_integer(
             "num_nextn_predict_layers", "num_mtp_layers", default=default["mtp"]
@@ -198,12 +208,12 @@ def _read_rope(keys: Keys, family: str, dim: int, positions: int) -> dict:
         raise rope.refusal("rope_type", kind, "default or yarn", "No other kind is implemented.")
     rope.only("partial_rotary_factor", (1,))
     facts = {"dim": dim, "theta": rope.number("rope_theta", theta), "interleaved": interleaved}
-    facts["yarn"] = _read_yarn(rope, outer, positions) if kind == "yarn" else None
+    facts["yarn"] = read_yarn(rope, outer, positions) if kind == "yarn" else None
     rope.finish()
     return facts
 
 
-def _read_yarn(rope: Keys, outer: int | None, positions: int) -> dict:
+def read_yarn(rope: Keys, outer: int | None, positions: int) -> dict:
     """``original_max_position_embeddings`` beside the object wins over the one inside."""
     inner = rope.integer("original_max_position_embeddings", default=outer or positions)
     original = outer or inner
@@ -258,7 +268,7 @@ def _read_moe(keys: Keys, family: str) -> dict:
     grouped = method != "greedy"
     also = "num_experts" if v2 else "num_local_experts"
     return {
-        "experts": keys.integer("n_routed_experts", also, high=_MOST_EXPERTS),
+        "experts": keys.integer("n_routed_experts", also, high=MOST_EXPERTS),
         "topk": keys.integer("num_experts_per_tok"),
         "width": keys.integer("moe_intermediate_size"),
         "shared": keys.maybe_integer("n_shared_experts", default=default["shared"]) or 0,
@@ -270,7 +280,11 @@ def _read_moe(keys: Keys, family: str) -> dict:
     }
 
 
-def _read_fp8(keys: Keys) -> int | None:
+def read_fp8(keys: Keys, *, experts: Sequence[str] = ("fp8",)) -> int | None:
+    """128 if weights are e4m3 in blocks of 128 x 128, None if they are not quantised.
+
+    ``experts`` are the dtypes that experts may have beside.
+    """
     value = keys.take("quantization_config", default=None)
     if value is None:
         return None
@@ -280,14 +294,15 @@ def _read_fp8(keys: Keys) -> int | None:
         raise quant.refusal("quant_method", method, "'fp8' in 128 x 128 blocks, or unquantised")
     quant.only("fmt", ("e4m3",))
     quant.only("weight_block_size", ([128, 128],))
-    quant.only("expert_dtype", ("fp8",))
+    quant.only("expert_dtype", experts)
     quant.ignore(("activation_scheme", "dequantize", "scale_fmt", "ignored_layers"))
     quant.ignore(("modules_to_convert", "modules_to_not_convert"))
     quant.finish()
     return 128
 
 
-def _read_stops(keys: Keys, default: int) -> tuple[int, ...]:
+def read_stops(keys: Keys, default: int) -> tuple[int, ...]:
+    """Token ids that end a request."""
     value = keys.take("eos_token_id", default=default)
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i <= LARGEST for i in ids):

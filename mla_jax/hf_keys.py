@@ -12,7 +12,7 @@ from typing import Any, Final
 from mla_jax.errors import ConfigError, listed, shown
 from mla_jax.files import read_regular
 
-__all__ = ["LARGEST", "Keys", "load_json"]
+__all__ = ["LARGEST", "Keys", "config_object", "load_json"]
 
 LARGEST: Final = 2**31 - 1
 """Of a size: positions, tokens and slots are int32."""
@@ -36,6 +36,23 @@ def load_json(path: Path) -> object:
         raise ConfigError(str(path), e.strerror or type(e).__name__, allowed) from None
     except (ValueError, RecursionError) as e:
         raise ConfigError(str(path), f"not JSON ({e})", "a JSON object") from None
+
+
+def config_object(
+    source: Mapping | str | Path, ignore_keys: Collection[str] = ()
+) -> tuple[object, str]:
+    """The content of a ``config.json`` and where it is from: itself, its path or its folder.
+
+    Raises:
+        ConfigError: no such file, no JSON, or names to ignore that are one text.
+    """
+    if isinstance(ignore_keys, str):
+        raise ConfigError("ignore_keys", repr(ignore_keys), "a list of names", "Put it in [].")
+    if not isinstance(source, str | Path):
+        return source, "config.json"
+    path = Path(source)
+    path = path / "config.json" if path.is_dir() else path
+    return load_json(path), str(path)
 
 
 class Keys:

@@ -28,9 +28,11 @@ from mla_jax.dispatch import (
 from mla_jax.metadata.mla import DecodeMetadata, PrefillMetadata
 from mla_jax.pallas import problems
 from mla_jax.sparse_ops import (
+    append_window,
     indexer_logits,
     mla_sparse_decode,
     mla_sparse_prefill,
+    pool_states,
     select_topk,
 )
 from mla_jax.types import Array, AttnState, BlockScaled, Bool, Float, Int, gathered
@@ -38,6 +40,7 @@ from mla_jax.types import Array, AttnState, BlockScaled, Bool, Float, Int, gathe
 __all__ = [
     "REGISTRY",
     "append_latent",
+    "append_window",
     "apply_sinks",
     "copy_blocks",
     "explain",
@@ -54,6 +57,7 @@ __all__ = [
     "named",
     "plan_decode",
     "plan_prefill",
+    "pool_states",
     "route_tokens",
     "routed_experts",
     "routed_experts_fp8",

@@ -67,10 +67,24 @@ class PageGroup:
     name: str
     pool: PagePool
     tokens: int  # that one page covers
+    window: int | None = None  # tokens that a query sees, itself among them; None: all of them
 
     def __post_init__(self):
         checked_size(f"PageGroup {self.name}: tokens", self.tokens)
+        if self.window is not None:
+            checked_size(f"PageGroup {self.name}: window", self.window)
 
     def pages_of(self, tokens: int) -> int:
-        """Pages that so many tokens of one request take."""
+        """Pages that so many tokens of one request take; of a window, before any is returned."""
         return cdiv(tokens, self.tokens)
+
+    def unseen(self, computed: int) -> int:
+        """Leading pages that no query sees once ``computed`` tokens are in the cache."""
+        return 0 if self.window is None else max(computed + 1 - self.window, 0) // self.tokens
+
+    def least(self, tokens: int) -> int:
+        """Pages without which a request of so many tokens cannot be served, even alone."""
+        pages = self.pages_of(tokens)
+        if self.window is None:
+            return pages
+        return min(pages, cdiv(self.window - 1, self.tokens) + 2)  # one cut at each end

@@ -6,6 +6,10 @@ admitted; a decode that finds no free page evicts the youngest running request, 
 recomputes its prompt and its own tokens. Running followed by waiting is always in order of
 arrival, so the oldest request can evict every other and always advances: nobody starves.
 
+Of a cache group with a window a request holds the pages that its next query sees, and gets those
+of a prompt chunk by chunk: older ones go back to the pool, and ``NULL_PAGE`` stands in their place.
+A chunk is cut to the pages that are there.
+
 A plan may be made while the step before it still runs. Tokens that this step draws are promised:
 they have a place in their request, and the next plan feeds them, but their ids are not known. A
 request that turns out to have ended leaves a step in flight that does nothing for it.
@@ -24,7 +28,7 @@ from mla_jax.checks import checked_size
 from mla_jax.errors import EngineError, shown
 from mla_jax.inputs import checked_prompt
 from mla_jax.model.sampling import SamplingParams
-from mla_jax.pages import PageGroup
+from mla_jax.pages import NULL_PAGE, PageGroup
 from mla_jax.request_queue import Queue
 
 __all__ = [
@@ -71,7 +75,7 @@ class Request:
     params: SamplingParams
     stops: frozenset[int]  # tokens that end it
     logprobs: list[float] = field(default_factory=list)  # of the generated tokens
-    pages: tuple[array, ...]  # of each cache group: int32, in token order
+    pages: tuple[array, ...]  # of each cache group: int32, in token order; 0 = returned
     computed: int = 0  # leading tokens whose rows are in the cache, or will be: see ``launch``
     length: int = field(init=False)  # tokens, those that steps in flight draw included
     row: int = 0  # among the requests of the last launched step that draws for it
@@ -235,7 +239,7 @@ class Scheduler:
                 "Shorten the prompt or ask for fewer tokens.",
             )
         for group in self.groups:
-            need = group.pages_of(len(prompt) + new - 1)
+            need = group.least(len(prompt) + new - 1)
             if need > group.pool.capacity:
                 raise EngineError(
                     f"request {id}: cache pages",
@@ -267,8 +271,15 @@ class Scheduler:
         One step may be in flight, launched and its tokens not known.
         """
         work, chunks = self._decodes(), self._chunks()
+        while not (work or chunks) and self._stuck():
+            self._preempt(self.running[-1])
+            work, chunks = self._decodes(), self._chunks()
         work += [w for w in chunks if w.is_decode]
         return Plan((*work, *(w for w in chunks if not w.is_decode)))
+
+    def _stuck(self) -> bool:
+        """Whether prompts hold the pages of windows that each of them waits for."""
+        return len(self.running) > 1 and all(request.remaining for request in self.running)
 
     def _decodes(self) -> list[Work]:
         work = []
@@ -290,6 +301,7 @@ class Scheduler:
 
     def _grow(self, request: Request) -> bool:
         """Give it the pages of its next token, if need be at the cost of younger requests."""
+        self._return_unseen(request)
         while not self._can_hold(request, request.computed + 1):
             victim = self.running[-1]
             self._preempt(victim)
@@ -298,20 +310,48 @@ class Scheduler:
         self._lend(request, request.computed + 1)
         return True
 
-    def _can_hold(self, request: Request, tokens: int, spare: Sequence[int] = ()) -> bool:
-        """Whether every group has the pages that ``tokens`` of a request take, and some spare."""
+    def _can_hold(
+        self, request: Request, tokens: int, soon: int | None = None, spare: Sequence[int] = ()
+    ) -> bool:
+        """Whether every group has the pages that ``tokens`` of a request take, and some spare.
+
+        Groups with a window need those of the first ``soon`` tokens only.
+        """
         spare = spare or (0,) * len(self.groups)
+        soon = tokens if soon is None else soon
         return all(
-            group.pages_of(tokens) - len(pages) + kept <= group.pool.free
+            group.pages_of(tokens if group.window is None else soon) - len(pages) + kept
+            <= group.pool.free
             for group, pages, kept in zip(self.groups, request.pages, spare, strict=True)
         )
 
-    def _lend(self, request: Request, tokens: int) -> None:
-        """Give a request the pages that it lacks for so many tokens."""
+    def _lend(self, request: Request, tokens: int, soon: int | None = None) -> None:
+        """Give a request the pages that it lacks for so many tokens; ``soon`` as above."""
+        soon = tokens if soon is None else soon
         for group, pages in zip(self.groups, request.pages, strict=True):
-            need = group.pages_of(tokens) - len(pages)
+            need = group.pages_of(tokens if group.window is None else soon) - len(pages)
             if need > 0:
                 pages.extend(group.pool.alloc(need))
+
+    def _return_unseen(self, request: Request) -> None:
+        """Give back the pages of windows that its next token does not see.
+
+        A step in flight may still read them: whoever gets them writes them in a later step.
+        """
+        for group, pages in zip(self.groups, request.pages, strict=True):
+            last = min(group.unseen(request.computed), len(pages))
+            while last and pages[last - 1] != NULL_PAGE:
+                last -= 1
+                group.pool.release([pages[last]])
+                pages[last] = NULL_PAGE
+
+    def _fitting(self, request: Request, length: int) -> int:
+        """So many of the next ``length`` tokens of a prompt as there are pages of windows for."""
+        for group, pages in zip(self.groups, request.pages, strict=True):
+            if group.window is not None:
+                most = (len(pages) + group.pool.free) * group.tokens
+                length = min(length, most - request.computed)
+        return max(length, 0)
 
     def _preempt(self, request: Request) -> None:
         self.running.remove(request)
@@ -325,19 +365,25 @@ class Scheduler:
         budget = self.max_prefill_tokens
         for request in self.running:
             if budget and request.remaining and (request.remaining > 1 or not request.computed):
-                work.append(_chunk(request, budget))
-                budget -= work[-1].length
+                self._return_unseen(request)
+                length = self._fitting(request, min(request.remaining, budget))
+                if not length:
+                    continue
+                self._lend(request, request.computed + length)
+                work.append(_chunk(request, length))
+                budget -= length
         while budget and self.waiting and len(self.running) < self.max_requests:
             request, tokens = self.waiting[0], self.waiting[0].length
             if not request.remaining:  # it was evicted while its last token is drawn
                 break
-            if not self._can_hold(request, tokens, spare=self._growing()):
+            length = min(request.remaining, budget)
+            if not self._can_hold(request, tokens, length, spare=self._growing()):
                 break
             self.waiting.popleft()
-            self._lend(request, tokens)
+            self._lend(request, tokens, length)
             self.running.append(request)
-            work.append(_chunk(request, budget))
-            budget -= work[-1].length
+            work.append(_chunk(request, length))
+            budget -= length
         return work
 
     def _growing(self) -> list[int]:
@@ -415,7 +461,7 @@ class Scheduler:
 
     def _return_pages(self, request: Request) -> None:
         for group, pages in zip(self.groups, request.pages, strict=True):
-            group.pool.release(pages)
+            group.pool.release(page for page in pages if page != NULL_PAGE)
         request.pages = self._no_pages()
 
     def _no_pages(self) -> tuple[array, ...]:
@@ -467,6 +513,6 @@ def _last_event(
     )
 
 
-def _chunk(request: Request, budget: int) -> Work:
-    start, length = request.computed, min(request.remaining, budget)
+def _chunk(request: Request, length: int) -> Work:
+    start = request.computed
     return Work(request, start, length, samples=start + length == request.length)

@@ -18,9 +18,16 @@ from mla_jax.metadata.indexer import (
 )
 from mla_jax.pallas import problems
 from mla_jax.pallas.indexer.ref import quantise_queries
-from mla_jax.types import Array, AttnState, Float, Int
+from mla_jax.types import Array, AttnState, Bool, Float, Int, gathered
 
-__all__ = ["indexer_logits", "mla_sparse_decode", "mla_sparse_prefill", "select_topk"]
+__all__ = [
+    "append_window",
+    "indexer_logits",
+    "mla_sparse_decode",
+    "mla_sparse_prefill",
+    "pool_states",
+    "select_topk",
+]
 
 
 def indexer_logits(
@@ -200,6 +207,52 @@ def mla_sparse_prefill(
         out_dtype=problem["out"],
     )
     return _with_sinks(state, sinks)
+
+
+def append_window(
+    cache: LatentCache | RecordCache,
+    q: Float[Array, "tokens heads dim"],
+    kv: Float[Array, "tokens dim"],
+    gain: Float[Array, "dim"],
+    angles: tuple[Float[Array, "tokens pairs"], Float[Array, "tokens pairs"]],
+    slots: Int[Array, "tokens"],
+    *,
+    eps: float,
+    layer: Layer = None,
+    backend: str | None = None,
+) -> tuple[Float[Array, "tokens heads dim"], LatentCache | RecordCache]:
+    """V4's queries, ready for attention, and each token's one row stored at its slot.
+
+    ``q_h = rotate(rms_norm(q_h))`` without a gain, ``row = rotate(gain * rms_norm(kv))``; a row is
+    key and value of all heads. The last ``2 * pairs`` channels are rotated, ``angles`` being cos
+    and sin of the pairs ``(2i, 2i + 1)``. Slot -1 stores nothing. Norms and rotation in float32.
+    Source: DeepSeek-V4.
+    """
+    given = gathered(q, 1), *map(gathered, (kv, gain, *angles)), int32(slots)
+    problem = problems.append_window(cache, q, kv, gain, angles, slots, eps=eps, layer=layer)
+    return choose(problem, backend)(cache, *given, eps=float(eps), layer=number(layer))
+
+
+def pool_states(
+    values: Float[Array, "groups span halves dim"],
+    gates: Float[Array, "groups span halves dim"],
+    there: Bool[Array, "groups span"],
+    gain: Float[Array, "dim"],
+    angles: tuple[Float[Array, "groups pairs"], Float[Array, "groups pairs"]],
+    *,
+    eps: float,
+    backend: str | None = None,
+) -> Float[Array, "groups dim"]:
+    """V4's compressed states: ``rotate(gain * rms_norm(sum_j softmax_j(gate_j) * value_j))``.
+
+    The softmax is over the places of a group, for each channel by itself; a place that is not
+    ``there`` counts nothing. With two halves (overlapping groups) the older half of the places
+    takes the first values and gates of their tokens, the newer half the second. ``angles`` are
+    those of each group's first position. In the dtype of ``values``, which is float32 in a model.
+    Source: DeepSeek-V4, the compressor.
+    """
+    problem = problems.pool_states(values, gates, there, gain, angles, eps=eps)
+    return choose(problem, backend)(values, gates, there, gain, *angles, eps=float(eps))
 
 
 def _with_sinks(state: AttnState, sinks: Float[Array, "heads"] | None) -> AttnState:

@@ -30,6 +30,8 @@ __all__ = [
 ]
 
 
+INT32_MAX = int(np.iinfo(np.int32).max)
+
 FEW_PAIRS = 2**24
 """Requests times tokens up to which comparing all is the faster search (H200: 2 µs at 2**22)."""
 
@@ -135,19 +137,24 @@ def check_chunks(chunks: int, workspace: int) -> int:
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """A group of a cache as metadata sees it: layers that share page table and slots."""
+    """A group of a cache as metadata sees it: layers that share page table and slots.
+
+    A *ring* has one page for each request, whatever its length: position ``p`` has row
+    ``p % page``, and of a step's tokens only the last ``page`` of a request have a slot.
+    """
 
     name: str
     page: int  # rows of a page
     ratio: int = 1  # tokens that a row stands for: a page covers ``page * ratio`` of them
+    ring: bool = False
 
     def __post_init__(self):
         check_sizes(**{f"page of {self.name}": self.page, f"ratio of {self.name}": self.ratio})
 
     @property
     def tokens(self) -> int:
-        """Tokens that a page covers."""
-        return self.page * self.ratio
+        """Tokens that a page covers; those of a ring any number."""
+        return INT32_MAX if self.ring else self.page * self.ratio
 
     def pages_of(self, tokens: int) -> int:
         """Width of a page table whose requests have so many tokens at most."""
@@ -281,9 +288,6 @@ class HostBatch:
         return starts, lens, np.int32(real)
 
 
-INT32_MAX = int(np.iinfo(np.int32).max)
-
-
 def _lengths(name: str, given: object) -> Int[np.ndarray, "n"]:
     """As int32, refused where one would wrap; ``of`` refuses negative ones."""
     array = np.asarray(given)
@@ -388,7 +392,9 @@ def build_common(
         real=real,
         page_tables={g.name: page_tables[g.name] for g in groups},
         slots={
-            g.name: slot_mapping(
+            g.name: _ring_slots(page_tables[g.name], request, positions, real, seq_lens, g.page)
+            if g.ring
+            else slot_mapping(
                 page_tables[g.name],
                 request,
                 positions,
@@ -404,6 +410,19 @@ def build_common(
         max_query_len=longest_query,
         max_seq_len=longest,
     )
+
+
+def _ring_slots(
+    page_table: Int[Array, "requests 1"],
+    request: Int[Array, "tokens"],
+    positions: Int[Array, "tokens"],
+    real: Bool[Array, "tokens"],
+    seq_lens: Int[Array, "requests"],
+    page: int,
+) -> Int[Array, "tokens"]:
+    """Rows of the last ``page`` positions of each request; ``PAD_SLOT`` of all others."""
+    kept = real & (positions >= seq_lens[request] - page)
+    return slot_mapping(page_table, request, positions % page, kept, page=page)
 
 
 def _check_shapes(query_starts, seq_lens, page_tables, bucket, groups) -> None:

@@ -1,5 +1,7 @@
 """Metadata of DeepSeek V4: a window of raw tokens, compressed states, and the C4A indexer.
 
+A model without layers of ratio 4 has no indexer; one of windows alone has no compressed states.
+
 Tokens carry their absolute index everywhere, so per-token arrays of the parts match.
 """
 
@@ -11,9 +13,10 @@ import jax
 from mla_jax.errors import MetadataError
 from mla_jax.metadata.buckets import CommonBucket, StepBucket, StepLadder
 from mla_jax.metadata.builder import AttentionMetadataBuilder
-from mla_jax.metadata.check import check
+from mla_jax.metadata.check import check, check_slots, on_host, require
 from mla_jax.metadata.common import CommonMetadata, GroupSpec, HostBatch
 from mla_jax.metadata.indexer import Indexer, IndexerDecision, IndexerMetadata
+from mla_jax.metadata.pooling import PoolMetadata, Pools
 from mla_jax.metadata.split import split_decodes_and_prefills
 from mla_jax.metadata.window import WindowDecision, WindowMetadata, Windows
 from mla_jax.types import Array, Bool, Int
@@ -29,7 +32,7 @@ class V4Decision:
     step: StepBucket = field(metadata={"static": True})
     common_bucket: CommonBucket = field(metadata={"static": True})
     windows: WindowDecision
-    indexer: IndexerDecision
+    indexer: IndexerDecision | None  # None iff the model has none
 
     @property
     def bucket(self) -> StepBucket:
@@ -54,7 +57,8 @@ class V4Metadata:
     step: StepBucket = field(metadata={"static": True})
     common: CommonMetadata
     windows: WindowMetadata  # with the counts of decodes and prefills
-    indexer: IndexerMetadata
+    indexer: IndexerMetadata | None  # None iff the model has none
+    pools: tuple[PoolMetadata, ...]  # in the order of the builder's
 
     @property
     def positions(self) -> Int[Array, "tokens"]:
@@ -69,7 +73,7 @@ class V4Metadata:
 
 @dataclass(frozen=True, kw_only=True)
 class V4MetadataBuilder(AttentionMetadataBuilder[V4Decision, V4Metadata]):
-    """Groups: the window, compressed states (ratios 4 and 128), index keys (ratio 4).
+    """Groups: the window, compressed states (ratios 4 and 128), index keys (ratio 4), open groups.
 
     All sizes of the parts follow from the step's, so there are as many programs as rungs of the
     ladder: with ``default_steps`` 6 for 128 requests x 4,096 tokens in chunks of 512.
@@ -78,7 +82,8 @@ class V4MetadataBuilder(AttentionMetadataBuilder[V4Decision, V4Metadata]):
     ladder: StepLadder  # pages: of the window's cache
     windows: Windows
     compressed: tuple[GroupSpec, ...]
-    indexer: Indexer
+    indexer: Indexer | None
+    pools: tuple[Pools, ...] = ()  # () where somebody else makes the states
 
     def __post_init__(self):
         names = [g.name for g in self.groups]
@@ -87,8 +92,10 @@ class V4MetadataBuilder(AttentionMetadataBuilder[V4Decision, V4Metadata]):
 
     @property
     def groups(self) -> tuple[GroupSpec, ...]:
-        """Window, compressed states, index keys."""
-        return (self.windows.group, *self.compressed, self.indexer.group)
+        """Window, compressed states, index keys, rings of open groups."""
+        keys = () if self.indexer is None else (self.indexer.group,)
+        rings = (pool.ring for pool in self.pools)
+        return (self.windows.group, *self.compressed, *keys, *rings)
 
     @cached_property
     def _empty(self) -> dict[StepBucket, V4Decision]:
@@ -103,13 +110,17 @@ class V4MetadataBuilder(AttentionMetadataBuilder[V4Decision, V4Metadata]):
                 "prefill_tokens": step.prefill_tokens,
             }
             windows = self.windows.bucket(**sizes, max_seq_len=longest)
+            indexer = None
+            if self.indexer is not None:
+                width = self.indexer.group.pages_of(longest)
+                indexer = IndexerDecision.nothing(self.indexer.bucket(**sizes, width=width))
             found[step] = V4Decision(
                 step=step,
                 common_bucket=CommonBucket(
                     requests=step.requests, tokens=step.tokens, pages=widths
                 ),
                 windows=WindowDecision.nothing(windows, len(self.windows.layer_types)),
-                indexer=IndexerDecision.nothing(self.indexer.bucket(**sizes, width=widths[-1])),
+                indexer=indexer,
             )
         return found
 
@@ -123,20 +134,27 @@ class V4MetadataBuilder(AttentionMetadataBuilder[V4Decision, V4Metadata]):
             pages=self.windows.group.pages_of(host.max_seq_len),
         )
         empty = self._empty[step]
+        indexer = None
+        if self.indexer is not None and empty.indexer is not None:
+            indexer = self.indexer.decide(host, empty.indexer.bucket, split)
         return V4Decision(
             step=step,
             common_bucket=empty.common_bucket,
             windows=self.windows.decide(host, empty.windows.bucket, split),
-            indexer=self.indexer.decide(host, empty.indexer.bucket, split),
+            indexer=indexer,
         )
 
     def build(self, common: CommonMetadata, decision: V4Decision) -> V4Metadata:
         self.check_common(common, decision)
+        indexer = None
+        if self.indexer is not None and decision.indexer is not None:
+            indexer = self.indexer.build(common, decision.indexer)
         return V4Metadata(
             step=decision.step,
             common=common,
             windows=self.windows.build(common, decision.windows),
-            indexer=self.indexer.build(common, decision.indexer),
+            indexer=indexer,
+            pools=tuple(pool.build(common) for pool in self.pools),
         )
 
     def rungs(self) -> tuple[V4Decision, ...]:
@@ -150,4 +168,20 @@ class V4MetadataBuilder(AttentionMetadataBuilder[V4Decision, V4Metadata]):
 def _check(m: V4Metadata, *, num_pages: int | None = None, **_) -> None:
     check(m.common, num_pages=num_pages)
     check(m.windows)
-    check(m.indexer)
+    if m.indexer is not None:
+        check(m.indexer)
+    for pool in m.pools:
+        check(pool)
+
+
+@check.register
+def _check_pool(given: PoolMetadata, **_) -> None:
+    m = on_host(given)
+    padding = (m.ends < 0)[:, None]
+    both = (m.tokens >= 0) & (m.kept >= 0)
+    require("tokens of a group", m.tokens, ~both, "of this step, or kept from an earlier one")
+    require("tokens of a group", m.tokens, ~padding | (m.tokens < 0), "-1 on padding")
+    require("kept rows of a group", m.kept, ~padding | (m.kept < 0), "-1 on padding")
+    ends = m.tokens[:, -1]
+    require("last token of a group", ends, ends == m.ends, "the one that completes it")
+    check_slots(m.keep)

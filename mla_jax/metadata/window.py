@@ -4,7 +4,7 @@ Every layer of DeepSeek V4 sees a window of raw tokens; layers of ratio 4 (C4A) 
 compressed states, layers of ratio 128 (C128A) all of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -191,12 +191,14 @@ RATIOS = {"swaonly": 1, "c4a": 4, "c128a": 128}
 """Tokens per compressed state of each layer type; ``swaonly`` has no states."""
 
 
-def layer_type(compress_ratio: int) -> str:
-    """``swaonly``, ``c4a`` or ``c128a``."""
-    for name, ratio in RATIOS.items():
+def layer_type(compress_ratio: int, ratios: Mapping[str, int] = RATIOS) -> str:
+    """``swaonly``, ``c4a`` (states overlap and are selected) or ``c128a`` (all are seen)."""
+    for name, ratio in ratios.items():
         if compress_ratio == ratio or (compress_ratio, ratio) == (0, 1):
             return name
-    raise ConfigError("compress_ratio of a layer", compress_ratio, "0, 1, 4 or 128")
+    known = [str(ratio) for ratio in ratios.values()]
+    allowed = f"0, {', '.join(known[:-1])} or {known[-1]}"
+    raise ConfigError("compress_ratio of a layer", compress_ratio, allowed)
 
 
 @dataclass(frozen=True, order=True, kw_only=True)
@@ -233,6 +235,7 @@ class WindowMetadata(SplitCounts):
 
     bucket: WindowBucket = field(metadata={"static": True})
     layer_types: tuple[str, ...] = field(metadata={"static": True})
+    workspaces: tuple[int, ...] = field(metadata={"static": True})  # rows, of each layer type
     counts: Int[Array, "counts"]  # those of the split; chunks of each layer type
     has_slot: Bool[Array, "tokens"]  # of the window's cache: what has none sees nothing
     decode_indices: Int[Array, "decode_tokens window"]  # cache rows, oldest first; then -1
@@ -248,6 +251,10 @@ class WindowMetadata(SplitCounts):
         at = self.layer_types.index(name)
         return self.chunks[at], self.counts[4 + at]
 
+    def workspace(self, name: str) -> int:
+        """Rows that hold any chunk of a layer type."""
+        return self.workspaces[self.layer_types.index(name)]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Windows:
@@ -259,11 +266,18 @@ class Windows:
     max_model_len: int
     max_batched_tokens: int
     chunk_requests: int = 4  # prefills of the longest kind that the workspace holds
+    overlapping: int = RATIOS["c4a"]
+    disjoint: int = RATIOS["c128a"]
 
     def __post_init__(self):
         self.limits.check()
         for ratio in self.compress_ratios:
-            layer_type(ratio)
+            layer_type(ratio, self.ratios)
+
+    @cached_property
+    def ratios(self) -> dict[str, int]:
+        """Tokens per compressed state of each layer type."""
+        return RATIOS | {"c4a": self.overlapping, "c128a": self.disjoint}
 
     @property
     def limits(self) -> WindowLimits:
@@ -275,19 +289,20 @@ class Windows:
     @cached_property
     def layer_types(self) -> tuple[str, ...]:
         """Types present, in the order of ``RATIOS``."""
-        present = {layer_type(r) for r in self.compress_ratios} or {"swaonly"}
+        present = {layer_type(r, self.ratios) for r in self.compress_ratios} or {"swaonly"}
         return tuple(name for name in RATIOS if name in present)
 
     @cached_property
     def _workspaces(self) -> list[tuple[int, int]]:
         """Ratio and workspace rows of each layer type."""
-        return [(RATIOS[name], self.limits.rows(RATIOS[name])) for name in self.layer_types]
+        ratios = (self.ratios[name] for name in self.layer_types)
+        return [(ratio, self.limits.rows(ratio)) for ratio in ratios]
 
     def c128a_width(self, max_seq_len: int) -> int:
         """Columns of a C128A list for requests up to this length; 0 without such layers."""
         if "c128a" not in self.layer_types:
             return 0
-        return c128a_width(max_seq_len, self.max_model_len)
+        return c128a_width(max_seq_len, self.max_model_len, ratio=self.disjoint)
 
     def bucket(
         self, *, decodes: int, prefills: int, prefill_tokens: int, max_seq_len: int
@@ -302,6 +317,14 @@ class Windows:
             prefill_tokens=prefill_tokens,
             chunks=cdiv(prefills, self.chunk_requests),
             c128a_width=self.c128a_width(max_seq_len),
+        )
+
+    def workspaces(self, bucket: WindowBucket, longest: int) -> tuple[int, ...]:
+        """Rows of each layer type that hold any chunk of such a step."""
+        tail = bucket.prefill_tokens + self.window - 1
+        return tuple(
+            min(rows, bucket.prefills * ((longest // ratio if ratio > 1 else 0) + tail))
+            for ratio, rows in self._workspaces
         )
 
     def plans(self, host: HostBatch, decodes: int) -> list[list[tuple[int, int, int, int]]]:
@@ -352,6 +375,9 @@ class Windows:
         return WindowMetadata(
             bucket=bucket,
             layer_types=self.layer_types,
+            workspaces=self.workspaces(
+                bucket, common.page_tables[self.group.name].shape[1] * self.group.tokens
+            ),
             counts=counts,
             has_slot=has_slot,
             decode_indices=decode_indices,

@@ -23,6 +23,7 @@ from mla_jax.cache import (
 )
 from mla_jax.checks import checked_size
 from mla_jax.config import ModelConfig
+from mla_jax.config_v4 import V4Config
 from mla_jax.errors import ConfigError, EngineError
 from mla_jax.formats import CacheFormat, RecordFormat
 from mla_jax.metadata.buckets import (
@@ -38,8 +39,10 @@ from mla_jax.metadata.common import GroupSpec
 from mla_jax.metadata.deepseek_v4 import V4MetadataBuilder
 from mla_jax.metadata.deepseek_v32 import V32MetadataBuilder
 from mla_jax.metadata.indexer import Indexer
+from mla_jax.metadata.pooling import Pools
 from mla_jax.metadata.window import Windows
 from mla_jax.model.deepseek_v3 import DeepseekV3
+from mla_jax.model.deepseek_v4 import DeepseekV4
 from mla_jax.model.deepseek_v32 import DeepseekV32
 from mla_jax.model.prefill_crossover import PrefillCrossover
 from mla_jax.placement import Placement
@@ -51,7 +54,6 @@ __all__ = [
     "Family",
     "ServedConfig",
     "Serving",
-    "V4Config",
     "family_of",
 ]
 
@@ -78,11 +80,33 @@ class CacheGroup:
     rank: int = 0  # of a format of elements; a record has its own widths
     rope: int = 0
     format: str | CacheFormat | RecordFormat  # a key of FORMATS, or what is there
+    window: int | None = None  # tokens that a query sees; pages of older ones are given back
+    ring: bool = False  # one page for each request, whatever its length: ``GroupSpec``
 
     @property
     def tokens(self) -> int:
         """Tokens that a page covers."""
-        return self.page * self.ratio
+        return self.spec.tokens
+
+    @property
+    def grows(self) -> bool:
+        """Whether a longer request takes more of it."""
+        return self.window is None and not self.ring
+
+    @property
+    def token_bytes(self) -> float:
+        """Bytes that each further token of a request takes; 0 of a window and of a ring."""
+        return self.page_bytes / self.tokens if self.grows else 0.0
+
+    def pages_for(self, tokens: int, *, requests: int, chunk: int) -> int:
+        """Pages for ``requests`` that have ``tokens`` together, ``chunk`` of them in one step."""
+        whole = cdiv(tokens, self.tokens)
+        if self.ring:
+            return requests
+        if self.window is None:
+            return whole
+        each = cdiv(self.window - 1, self.tokens) + 3  # cut at both ends, and one to grow
+        return min(whole, requests * each + cdiv(chunk, self.tokens))
 
     @property
     def page_bytes(self) -> int:
@@ -95,7 +119,7 @@ class CacheGroup:
     @property
     def spec(self) -> GroupSpec:
         """The group as metadata sees it."""
-        return GroupSpec(name=self.name, page=self.page, ratio=self.ratio)
+        return GroupSpec(name=self.name, page=self.page, ratio=self.ratio, ring=self.ring)
 
     @property
     def _format(self) -> CacheFormat | RecordFormat:
@@ -290,11 +314,7 @@ def _v32_groups(config: ModelConfig, serving: Serving) -> tuple[CacheGroup, ...]
     keys = replace(latent, name="index_keys", layers=sum(indexer.full), rank=indexer.dim, rope=0)
     if not ELEMENT_FORMATS[serving.cache_format].quantised:
         return latent, keys
-    given = {"kv_latent": dims.rank, "k_rope": dims.rope, "key": indexer.dim}
-    stored = {f.name: f.count for n in _RECORDS for f in RECORD_FORMATS[n].values}
-    if given != stored:
-        hint = "Another cache_format stores any widths."
-        raise EngineError(f"cache_format {serving.cache_format}: widths", given, stored, hint)
+    _check_widths(serving, _RECORDS, (dims.rank, dims.rope, indexer.dim))
     groups = zip((latent, keys), _RECORDS, strict=True)
     latent, keys = (replace(g, rank=0, rope=0, format=name) for g, name in groups)
     return latent, keys
@@ -307,55 +327,77 @@ def _v32_builder(config: ModelConfig, serving: Serving) -> V32MetadataBuilder:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class V4Config:
-    """What caches and metadata of a V4 follow from."""
-
-    family: str = "deepseek_v4"
-    vocab: int = 129280
-    compress_ratios: tuple[int, ...] = (0, 0, *(4, 128) * 20, 4)  # of each layer; 0 = window only
-    window: int = 128
-    max_positions: int = 1048576
-    eos: tuple[int, ...] = (1,)
-
-    def __post_init__(self):
-        if not {4, 128} <= set(self.compress_ratios) <= {0, 4, 128}:
-            given = sorted(set(self.compress_ratios))
-            raise ConfigError("compress_ratios", given, "layers of 4 and of 128, and of 0 or none")
-
-
 def _v4_groups(config: V4Config, serving: Serving) -> tuple[CacheGroup, ...]:
-    """The window of all layers; compressed states of some; the indexer's keys of those of 4.
+    """Window of all layers; states, index keys and open groups of those that have them.
 
-    A page of states covers as many tokens as four of the window, or 128 where that is less than
-    a row.
+    A page of states covers as many tokens as ``ratio`` pages of the window at most, and at least
+    as many as one row. Records hold rows and index keys where 8 bits are asked for; what waits in
+    open groups is float32.
     """
-    page, ratios = serving.page, config.compress_ratios
-    fours, far = ratios.count(4), ratios.count(128)
-    rows = max(1, 4 * page // 128)
-    return (
-        CacheGroup(name="window", layers=len(ratios), page=page, format="v4"),
-        CacheGroup(name="states_4", layers=fours, page=page, ratio=4, format="v4"),
-        CacheGroup(name="states_128", layers=far, page=rows, ratio=128, format="v4"),
-        CacheGroup(name="index_keys", layers=fours, page=page, ratio=4, format="index_key"),
-    )
+    page, near, far = serving.page, config.overlapping, config.disjoint
+    fours, others = config.layers_of(near), config.layers_of(far)
+    row = {"rank": config.dim - config.rope_dim, "rope": config.rope_dim}
+    key = {"rank": config.index_dim}
+    form = {"row": serving.cache_format, "key": serving.cache_format}
+    if ELEMENT_FORMATS[serving.cache_format].quantised:
+        _check_widths(serving, ("v4", "index_key"), (*row.values(), *key.values()))
+        form, row, key = {"row": "v4", "key": "index_key"}, {}, {}
+    row["format"], key["format"] = form["row"], form["key"]
+    groups = [
+        CacheGroup(name="window", layers=config.layers, page=page, window=config.window, **row)
+    ]
+    if fours:
+        groups.append(CacheGroup(name=f"states_{near}", layers=fours, page=page, ratio=near, **row))
+    if others:
+        rows = max(1, near * page // far)
+        groups.append(CacheGroup(name=f"states_{far}", layers=others, page=rows, ratio=far, **row))
+    waits = {"ring": True, "format": "fp32"}
+    if fours:
+        groups.append(CacheGroup(name="index_keys", layers=fours, page=page, ratio=near, **key))
+        width = 4 * (config.dim + config.index_dim)  # two halves, of a value and of a gate
+        groups.append(
+            CacheGroup(name=f"open_{near}", layers=fours, page=2 * near, rank=width, **waits)
+        )
+    if others:
+        groups.append(
+            CacheGroup(name=f"open_{far}", layers=others, page=far, rank=2 * config.dim, **waits)
+        )
+    return tuple(groups)
 
 
 def _v4_builder(config: V4Config, serving: Serving) -> V4MetadataBuilder:
-    window, *compressed, keys = (group.spec for group in _v4_groups(config, serving))
+    specs = {group.name: group.spec for group in _v4_groups(config, serving)}
     windows = Windows(
-        group=window,
+        group=specs["window"],
         window=config.window,
         compress_ratios=config.compress_ratios,
         max_model_len=serving.max_model_len,
         max_batched_tokens=serving.prefill_chunk,
+        overlapping=config.overlapping,
+        disjoint=config.disjoint,
     )
+    ratios = [r for r in (config.overlapping, config.disjoint) if config.layers_of(r)]
+    pools = (Pools(states=specs[f"states_{r}"], ring=specs[f"open_{r}"]) for r in ratios)
+    keys = specs.get("index_keys")
     return V4MetadataBuilder(
         ladder=_sparse_ladder(serving),
         windows=windows,
-        compressed=tuple(compressed),
-        indexer=Indexer(group=keys),
+        compressed=tuple(specs[f"states_{r}"] for r in ratios),
+        indexer=None if keys is None else Indexer(group=keys),
+        pools=tuple(pools),
     )
+
+
+def _check_widths(serving: Serving, records: Sequence[str], given: Sequence[int]) -> None:
+    """Refuse widths that these byte records do not have."""
+    fields = [f for name in records for f in RECORD_FORMATS[name].values]
+    stored = [f.count for f in fields]
+    if list(given) != stored:
+        names = [f.name for f in fields]
+        hint = "Another cache_format stores any widths."
+        what = f"cache_format {serving.cache_format}: widths"
+        both = (dict(zip(names, x, strict=True)) for x in (given, stored))
+        raise EngineError(what, *both, hint)
 
 
 def _sparse_ladder(serving: Serving) -> StepLadder:
@@ -380,7 +422,7 @@ DEEPSEEK_V4 = Family(
     model_types=("deepseek_v4",),
     groups=_v4_groups,
     builder=_v4_builder,
-    module=None,
+    module=DeepseekV4,
 )
 
 FAMILIES: tuple[Family, ...] = (DEEPSEEK_V3, DEEPSEEK_V32, DEEPSEEK_V4)

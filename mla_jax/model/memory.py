@@ -36,7 +36,7 @@ def plan_memory(
         EngineError: the family does not store these widths in this format.
     """
     itemsize = jnp.dtype(dtype).itemsize
-    bytes_of = {"float32": 4, "model": itemsize}
+    bytes_of = {"float32": 4, "int32": 4, "model": itemsize}
     shapes = expected_shapes(config).values()
     d = config.dims
     return MemoryPlan(
@@ -50,4 +50,4 @@ def _token_bytes(config: ModelConfig, format: CacheFormat) -> int:
     """Of all cache groups of its family, rounded up."""
     serving = Serving.of(config, cache_format=format.name)
     groups = family_of(config.family).groups(config, serving)
-    return math.ceil(sum(group.page_bytes / group.tokens for group in groups))
+    return math.ceil(sum(group.token_bytes for group in groups))

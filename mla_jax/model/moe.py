@@ -12,11 +12,16 @@ from mla_jax.config import ModelConfig, MoEConfig
 from mla_jax.model.linear import scaled_params
 from mla_jax.model.mlp import SwiGLU
 from mla_jax.model.sharding import divided, divides
-from mla_jax.pallas.router.ref import choose_experts
+from mla_jax.pallas.router.ref import (
+    choose_experts,
+    router_logits,
+    scaled_weights,
+    scores_of,
+)
 from mla_jax.placement import SHARDS, Placement
 from mla_jax.types import Array, BlockScaled, Bool, Float, Int
 
-__all__ = ["Experts", "MoE", "Router", "choose_experts"]
+__all__ = ["Experts", "HashRouter", "MoE", "Router", "choose_experts"]
 
 
 class Router(nnx.Module):
@@ -25,9 +30,7 @@ class Router(nnx.Module):
     def __init__(self, hidden: int, moe: MoEConfig, *, rngs: nnx.Rngs):
         kernel = jax.random.normal(rngs.params(), (hidden, moe.experts), jnp.float32)
         self.kernel = nnx.Param(kernel * hidden**-0.5)
-        self.choice_bias = (
-            nnx.Param(jnp.zeros((moe.experts,), jnp.float32)) if moe.method == "noaux_tc" else None
-        )
+        self.choice_bias = nnx.Param(jnp.zeros((moe.experts,), jnp.float32)) if moe.biased else None
         self.moe = moe
 
     def __call__(
@@ -47,8 +50,34 @@ class Router(nnx.Module):
         return run(x, self.kernel[...], bias, real)
 
 
+class HashRouter(nnx.Module):
+    """Experts by a table of token ids (DeepSeek V4's first layers); their weights by scores."""
+
+    def __init__(self, hidden: int, vocab: int, moe: MoEConfig, *, rngs: nnx.Rngs):
+        kernel = jax.random.normal(rngs.params(), (hidden, moe.experts), jnp.float32)
+        self.kernel = nnx.Param(kernel * hidden**-0.5)
+        draw = partial(jax.random.choice, a=moe.experts, shape=(moe.topk,), replace=False)
+        table = jax.vmap(draw)(jax.random.split(rngs.params(), vocab))
+        self.table = nnx.Param(table.astype(jnp.int32))
+        self.moe = moe
+
+    def __call__(
+        self,
+        x: Float[Array, "tokens hidden"],
+        token_ids: Int[Array, "tokens"],
+        real: Bool[Array, "tokens"],
+    ) -> tuple[Float[Array, "tokens topk"], Int[Array, "tokens topk"]]:
+        """``(weights, experts)``; a token that is not real has experts -1."""
+        experts = self.table[...][token_ids]
+        scores = scores_of(router_logits(x, self.kernel[...]), self.moe)
+        weights = scaled_weights(jnp.take_along_axis(scores, experts, axis=-1), self.moe)
+        return weights, jnp.where(real[:, None], experts, -1)
+
+
 class Experts(nnx.Module):
     """``experts`` SwiGLUs, of which each token passes its own.
+
+    With ``limit`` gate and up-projection are clamped to it before they are multiplied.
 
     With ``fp8`` weights are block-scaled e4m3 ``[experts, out, in]``, each with its scales.
     """
@@ -61,8 +90,9 @@ class Experts(nnx.Module):
         dtype: jnp.dtype,
         rngs: nnx.Rngs,
         fp8: bool = False,
+        limit: float | None = None,
     ):
-        self.fp8 = fp8
+        self.fp8, self.limit = fp8, limit
         if fp8:
             into, back = (moe.experts, moe.width, hidden), (moe.experts, hidden, moe.width)
             self.gate, self.gate_scale = scaled_params(into)
@@ -97,10 +127,10 @@ class Experts(nnx.Module):
         """
         if real is not None:
             experts = jnp.where(real[:, None], experts, -1)
+        op = "routed_experts_fp8" if self.fp8 else "routed_experts"
+        run = partial(getattr(ops, op), limit=self.limit, backend=ops.named(op, backend))
         if self.fp8:
-            run = partial(ops.routed_experts_fp8, backend=ops.named("routed_experts_fp8", backend))
             return run(x, *self._scaled(), weights, experts)
-        run = partial(ops.routed_experts, backend=ops.named("routed_experts", backend))
 
         def share(gate, up, down, x, weights, chosen):
             mine = chosen - lax.axis_index(SHARDS) * gate.shape[0]

@@ -7,16 +7,15 @@ E experts, I expert width, S width of the shared experts, N index heads of width
 """
 
 import math
-import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-
-import numpy as np
+from collections.abc import Mapping
 
 from mla_jax.config import ModelConfig
-from mla_jax.model.stack import Place, periods_of, places_of
+from mla_jax.config_v4 import AnyConfig, V4Config
+from mla_jax.model.stack import periods_of, places_of
+from mla_jax.model.weight_row import Weight, make_weight, shapes_of
+from mla_jax.model.weight_table_v4 import weight_table_v4
 
-__all__ = ["Weight", "expected_shapes", "fused_experts", "num_params", "weight_table"]
+__all__ = ["expected_shapes", "fused_experts", "num_params", "weight_table"]
 
 # condition, checkpoint name, path of the leaf, axes
 _MODEL = (
@@ -76,76 +75,20 @@ _FUSED = (
     ("mlp.experts.gate_up_proj", "moe.experts.gate moe.experts.up", "(2 I) D -> 2 D I"),
     ("mlp.experts.down_proj", "moe.experts.down", "D I -> I D"),
 )
-_FLOAT32 = (
-    "moe.router.kernel",
-    "moe.router.choice_bias",
-    "indexer.k_norm.scale",
-    "indexer.k_norm.bias",
-    "indexer.head_weights.kernel",
-)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Weight:
-    """One checkpoint tensor, or one per expert, and the leaves that it fills."""
-
-    name: str  # with {e} where there is one tensor per expert
-    paths: tuple[str, ...]  # two for a fused gate and up-projection
-    split: tuple[int, ...]  # checkpoint axes with merged ones spelled out, of one expert
-    shape: tuple[int, ...]  # checkpoint shape, of one expert
-    order: tuple[int, ...]  # leaf axis -> split axis
-    experts: int = 0  # leaves are stacked over these; 0 = not an expert
-    place: Place | None = None  # the layer's row in a stack of layers; None = no layer's
-
-    @property
-    def fused(self) -> bool:
-        """One tensor holds all experts along its first axis."""
-        return bool(self.experts) and "{e}" not in self.name
-
-    @property
-    def float32(self) -> bool:
-        """Kept in float32 whatever the model's dtype."""
-        return self.paths[0].endswith(_FLOAT32)
-
-    @property
-    def leaf_shape(self) -> tuple[int, ...]:
-        """Of each path's leaf, or of its row where layers are stacked."""
-        one = tuple(self.split[i] for i in self.order)
-        one = one[1:] if len(self.paths) > 1 else one
-        return (self.experts, *one) if self.experts else one
-
-    @property
-    def stacked_shape(self) -> tuple[int, ...]:
-        """Of each path's leaf: with the axis of stacked layers, if there is one."""
-        return self.leaf_shape if self.place is None else (self.place.repeats, *self.leaf_shape)
-
-    def names(self) -> dict[str, tuple[int, ...]]:
-        """Checkpoint names and shapes."""
-        if self.fused:
-            return {self.name: (self.experts, *self.shape)}
-        if self.experts:
-            return {self.name.format(e=e): self.shape for e in range(self.experts)}
-        return {self.name: self.shape}
-
-    def to_leaf(self, x: np.ndarray) -> np.ndarray:
-        """A view of one checkpoint matrix in the leaf's order."""
-        return x.reshape(self.split).transpose(self.order)
-
-    def to_checkpoint(self, leaf: np.ndarray) -> np.ndarray:
-        """The inverse of ``to_leaf``."""
-        return leaf.transpose(np.argsort(self.order)).reshape(self.shape)
-
-
-def weight_table(config: ModelConfig) -> tuple[Weight, ...]:
+def weight_table(config: AnyConfig) -> tuple[Weight, ...]:
     """Every tensor of the released layout that the model reads, layer by layer."""
+    if isinstance(config, V4Config):
+        return weight_table_v4(config)
     sizes = _sizes(config)
     heads = {""} if config.tied else {"", "untied"}
-    rows = [_weight(n, p, axes, sizes) for when, n, p, axes in _MODEL if when in heads]
+    rows = [make_weight(n, p, axes, sizes) for when, n, p, axes in _MODEL if when in heads]
     for i, place in enumerate(places_of(periods_of(config.kinds))):
         flags = _flags(config, i)
         for when, name, path, axes in _LAYER:
             if flags.issuperset(when.split()):
-                rows.append(_weight(f"model.layers.{i}.{name}", path, axes, sizes, place))
+                rows.append(make_weight(f"model.layers.{i}.{name}", path, axes, sizes, place))
     return tuple(rows)
 
 
@@ -154,23 +97,23 @@ def fused_experts(config: ModelConfig, layer: int) -> tuple[Weight, ...]:
     sizes = _sizes(config)
     place = places_of(periods_of(config.kinds))[layer]
     return tuple(
-        _weight(f"model.layers.{layer}.{name}", paths, axes, sizes, place)
+        make_weight(f"model.layers.{layer}.{name}", paths, axes, sizes, place)
         for name, paths, axes in _FUSED
     )
 
 
-def expected_shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Leaf path to shape and kind: ``float32`` (kept so) or ``model`` (the model's dtype)."""
-    return {
-        path: (w.stacked_shape, "float32" if w.float32 else "model")
-        for w in weight_table(config)
-        for path in w.paths
-    }
+def expected_shapes(config: AnyConfig) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Leaf path to shape and ``Weight.kind``."""
+    return shapes_of(weight_table(config))
 
 
-def num_params(config: ModelConfig) -> int:
-    """Weights of the model without its MTP layers, the router's choice bias included."""
-    return sum(math.prod(shape) for shape, _ in expected_shapes(config).values())
+def num_params(config: AnyConfig) -> int:
+    """Weights of the model without its MTP layers, the router's choice bias included.
+
+    A table of hash routing holds no weights.
+    """
+    shapes = expected_shapes(config).values()
+    return sum(math.prod(shape) for shape, kind in shapes if kind != "int32")
 
 
 def _sizes(config: ModelConfig) -> Mapping[str, int]:
@@ -200,30 +143,4 @@ def _flags(config: ModelConfig, layer: int) -> set[str]:
     if not config.sparse_layers[layer] or config.moe is None:
         return flags | {"dense"}
     flags |= {"shared"} if config.moe.shared else set()
-    return flags | {"moe"} | ({"choice"} if config.moe.method == "noaux_tc" else set())
-
-
-def _weight(
-    name: str, paths: str, axes: str, sizes: Mapping[str, int], place: Place | None = None
-) -> Weight:
-    left, right = axes.split(" -> ")
-    groups = [tuple(g.split()) for g in _groups(left)]
-    symbols = [s for g in groups for s in g]
-    return Weight(
-        name=name,
-        paths=tuple(p if place is None else f"{place.path}.{p}" for p in paths.split()),
-        split=tuple(_size(s, sizes) for s in symbols),
-        shape=tuple(math.prod(_size(s, sizes) for s in g) for g in groups),
-        order=tuple(symbols.index(s) for s in right.split()),
-        experts=sizes["E"] if ".mlp.experts." in name else 0,
-        place=place,
-    )
-
-
-def _size(symbol: str, sizes: Mapping[str, int]) -> int:
-    return int(symbol) if symbol.isdigit() else sizes[symbol]
-
-
-def _groups(axes: str) -> Iterator[str]:
-    for merged, single in re.findall(r"\(([^)]*)\)|(\S+)", axes):
-        yield merged or single
+    return flags | {"moe"} | ({"choice"} if config.moe.biased else set())

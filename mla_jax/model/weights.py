@@ -2,6 +2,8 @@
 
 Quantised tensors ``X`` (e4m3) come with ``X_scale_inv``, one float32 per 128 x 128 block:
 ``W[o, i] = float32(X[o, i]) * scale[o // 128, i // 128]``, rounded once to the leaf's dtype.
+Those of V4, ``Y.weight``, come with ``Y.scale`` of E8M0, powers of two. Its experts may be packed
+E2M1, two codes a byte, the low nibble the even column, with one scale for each 32 columns.
 """
 
 import json
@@ -11,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +22,13 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from mla_jax.config import ModelConfig
+from mla_jax.config_v4 import AnyConfig, V4Config, read_config
 from mla_jax.errors import WeightsError
 from mla_jax.model.safetensors_io import Checkpoint, Tensor, write_safetensors
 from mla_jax.model.stack import Place
-from mla_jax.model.weight_table import Weight, expected_shapes, fused_experts, weight_table
+from mla_jax.model.weight_row import Weight
+from mla_jax.model.weight_table import expected_shapes, fused_experts, weight_table
+from mla_jax.model.weight_table_v4 import weight_table_v4
 from mla_jax.types import Array, Int, cdiv
 
 __all__ = ["Progress", "checked_config", "dequantise", "keeps_fp8", "load", "place", "save"]
@@ -33,12 +38,19 @@ type Progress = Callable[[int, int], None]
 
 _BLOCK = 128  # literal: 576 rows have 5 scale rows
 _FLOATS = ("F32", "BF16", "F16", "F64")
+_INTEGERS = ("I64", "I32")
 _E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-_LAYER_NAME = re.compile(r"model\.layers\.([0-9]{1,9})\.")
-_EXPERT_NAME = re.compile(r"(model\.layers\.[0-9]{1,9})\.mlp\.experts\.([0-9]{1,9})\.")
+_LAYER_NAME = re.compile(r"(?:model\.)?layers\.([0-9]{1,9})\.")
+_EXPERT_NAME = re.compile(
+    r"((?:model\.)?layers\.[0-9]{1,9})\.(?:mlp|ffn)\.experts\.([0-9]{1,9}|\{e\})\."
+)
+_PACKED = ("I8", "U8")  # two E2M1 codes a byte, with one scale for each 32
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+_E2M1 = np.concatenate([_E2M1, -_E2M1])
+_FP4_BLOCK = 32
 
 
-def checked_config(folder: str | Path, *, ignore_keys: Collection[str] = ()) -> ModelConfig:
+def checked_config(folder: str | Path, *, ignore_keys: Collection[str] = ()) -> AnyConfig:
     """The folder's configuration, once the headers of its tensors were compared with it.
 
     So that nothing is allocated, and no table built, for what the files do not hold.
@@ -47,13 +59,13 @@ def checked_config(folder: str | Path, *, ignore_keys: Collection[str] = ()) -> 
         ConfigError: as ``ModelConfig.from_hf``.
         WeightsError: every missing, unexpected, misshapen or mistyped tensor.
     """
-    config = ModelConfig.from_hf(folder, ignore_keys=ignore_keys)
+    config = read_config(folder, ignore_keys=ignore_keys)
     _checked_table(folder, config, Checkpoint.open(folder).tensors)
     return config
 
 
 def _checked_table(
-    folder: str | Path, config: ModelConfig, tensors: Mapping[str, Tensor]
+    folder: str | Path, config: AnyConfig, tensors: Mapping[str, Tensor]
 ) -> list[Weight]:
     """The rows to read, or WeightsError with what the files lack of them."""
     layers = {match[1] for name in tensors if (match := _LAYER_NAME.match(name))}
@@ -70,7 +82,7 @@ def _checked_table(
 
 def load(
     folder: str | Path,
-    config: ModelConfig,
+    config: AnyConfig,
     *,
     dtype: str | np.dtype | type,
     progress: Progress | None = None,
@@ -102,7 +114,8 @@ def load(
             for path, array in reader.kept(weight):
                 filling.put(path, array, weight.place)
             continue
-        target = np.dtype(np.float32) if weight.float32 else jnp.dtype(dtype)
+        kept = {"float32": np.dtype(np.float32), "int32": np.dtype(np.int32)}
+        target = kept.get(weight.kind, jnp.dtype(dtype))
         for path, array in zip(weight.paths, reader.leaves(weight, target), strict=True):
             filling.put(path, array, weight.place)
     return filling.leaves
@@ -156,8 +169,8 @@ class _Reader:
 
     def parts(self, name: str) -> list[str]:
         """The tensor and, for a quantised one, its scales."""
-        scaled = self.tensors[name].dtype == "F8_E4M3"
-        return [name, f"{name}_scale_inv"] if scaled else [name]
+        scaled = self.tensors[name].dtype in ("F8_E4M3", *_PACKED)
+        return [name, _scales_of(name)] if scaled else [name]
 
     def leaves(self, weight: Weight, dtype: np.dtype) -> list[np.ndarray]:
         """The finished leaves of one table row; experts are filled in one by one."""
@@ -189,7 +202,10 @@ class _Reader:
         read = [self.tensors[part].read(index) for part in self.parts(name)]
         self.done += sum(x.nbytes for x in read)
         self.progress(self.done, self.total)
-        x = read[0] if len(read) == 1 else dequantise(*read)
+        x = read[0]
+        if len(read) > 1:
+            packed = self.tensors[name].dtype in _PACKED
+            x = dequantise_fp4(*read) if packed else dequantise(*read)
         with np.errstate(over="ignore"):
             leaf = np.ascontiguousarray(weight.to_leaf(x).astype(dtype))
         if dtype == np.float16 and not np.isfinite(leaf).all():
@@ -198,7 +214,7 @@ class _Reader:
         return leaf
 
 
-def keeps_fp8(folder: str | Path, config: ModelConfig) -> bool:
+def keeps_fp8(folder: str | Path, config: AnyConfig) -> bool:
     """Whether ``load(…, fp8=True)`` can: every product of every layer is block-scaled e4m3."""
     tensors = Checkpoint.open(folder).tensors
     return not _why_not_fp8(_checked_table(folder, config, tensors), tensors)
@@ -229,8 +245,30 @@ def dequantise(q: np.ndarray, scale: np.ndarray) -> np.ndarray:
     return out
 
 
-def _choose_layout(config: ModelConfig, tensors: Mapping[str, Tensor]) -> list[Weight]:
+def dequantise_fp4(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """``E2M1(code[o, i]) * scale[o, i // 32]`` in float32; byte ``j`` has columns 2j and 2j + 1.
+
+    Exact: three significant bits times a power of two.
+    """
+    codes = packed.view(np.uint8)
+    pairs = np.stack([codes & 15, codes >> 4], axis=-1)
+    values = _E2M1[pairs.reshape(*codes.shape[:-1], -1)]
+    return (
+        values * np.repeat(scale.astype(np.float32), _FP4_BLOCK, axis=-1)[..., : values.shape[-1]]
+    )
+
+
+def _scales_of(name: str) -> str:
+    """The tensor of a quantised tensor's scales."""
+    if name.startswith("model."):
+        return f"{name}_scale_inv"
+    return name.removesuffix("weight") + "scale"
+
+
+def _choose_layout(config: AnyConfig, tensors: Mapping[str, Tensor]) -> list[Weight]:
     """The released table, with fused experts in the layers where the checkpoint has them."""
+    if isinstance(config, V4Config):
+        return list(weight_table_v4(config, released="model.embed_tokens.weight" not in tensors))
     table: list[Weight] = []
     fused: dict[int, bool] = {}
     for weight in weight_table(config):
@@ -246,14 +284,15 @@ def _choose_layout(config: ModelConfig, tensors: Mapping[str, Tensor]) -> list[W
     return table
 
 
-def _problems(config: ModelConfig, table: list[Weight], tensors: Mapping[str, Tensor]) -> list[str]:
+def _problems(config: AnyConfig, table: list[Weight], tensors: Mapping[str, Tensor]) -> list[str]:
     missing: list[str] = []
     wrong: list[str] = []
     used: set[str] = set()
     experts = {match.groups() for match in map(_EXPERT_NAME.match, tensors) if match}
     held = Counter(layer for layer, _ in experts)
     for weight in table:
-        found = held[weight.name.partition(".mlp.experts.")[0]]
+        match = _EXPERT_NAME.match(weight.name)
+        found = held[match[1]] if match else 0
         if not weight.fused and weight.experts > 2 * found + 1024:  # no list of what never was
             name = weight.name.format(e=f"0..{weight.experts - 1}")
             missing.append(
@@ -270,38 +309,55 @@ def _problems(config: ModelConfig, table: list[Weight], tensors: Mapping[str, Te
         for name, shape in names.items():
             if name in tensors:
                 used.add(name)
-                wrong += _tensor_problems(name, shape, tensors, used)
+                wrong += _tensor_problems(weight, name, shape, tensors, used)
     extra = sorted(n for n in tensors.keys() - used if not _is_skipped(n, config, tensors))
     return missing + wrong + [f"unexpected: {n} {list(tensors[n].shape)}" for n in extra]
 
 
 def _tensor_problems(
-    name: str, shape: tuple[int, ...], tensors: Mapping[str, Tensor], used: set[str]
+    weight: Weight,
+    name: str,
+    shape: tuple[int, ...],
+    tensors: Mapping[str, Tensor],
+    used: set[str],
 ) -> Iterator[str]:
     tensor = tensors[name]
+    packed = bool(weight.experts) and not weight.fused and tensor.dtype in _PACKED
+    if packed:
+        shape = *shape[:-1], cdiv(shape[-1], 2)
     if tensor.shape != shape:
         yield f"misshapen: {name} is {list(tensor.shape)}, the config asks for {list(shape)}"
+    if weight.integer:
+        if tensor.dtype not in _INTEGERS:
+            yield f"mistyped: {name} is {tensor.dtype}; allowed: {', '.join(_INTEGERS)}"
+        return
     if tensor.dtype in _FLOATS:
         return
-    if tensor.dtype != "F8_E4M3" or len(shape) < 2:
+    if not packed and (tensor.dtype != "F8_E4M3" or len(shape) < 2):
         yield f"mistyped: {name} is {tensor.dtype}; allowed: {', '.join(_FLOATS)}, F8_E4M3 matrices"
         return
-    scales = f"{name}_scale_inv"
+    scales = _scales_of(name)
     used.add(scales)
-    blocks = (*shape[:-2], cdiv(shape[-2], _BLOCK), cdiv(shape[-1], _BLOCK))
+    if packed:
+        blocks = *shape[:-1], cdiv(2 * shape[-1], _FP4_BLOCK)
+    else:
+        blocks = *shape[:-2], cdiv(shape[-2], _BLOCK), cdiv(shape[-1], _BLOCK)
     if scales not in tensors:
-        yield f"missing: {scales} {list(blocks)}, the scales of an F8_E4M3 tensor"
+        yield f"missing: {scales} {list(blocks)}, the scales of an {tensor.dtype} tensor"
     elif tensors[scales].shape != blocks:
         given = list(tensors[scales].shape)
         yield f"misshapen: {scales} is {given}, {name} asks for {list(blocks)}"
-    elif tensors[scales].dtype not in _FLOATS:
-        yield f"mistyped: {scales} is {tensors[scales].dtype}; allowed: {', '.join(_FLOATS)}"
+    elif tensors[scales].dtype not in (*_FLOATS, "F8_E8M0"):
+        allowed = f"{', '.join(_FLOATS)}, F8_E8M0"
+        yield f"mistyped: {scales} is {tensors[scales].dtype}; allowed: {allowed}"
 
 
-def _is_skipped(name: str, config: ModelConfig, tensors: Mapping[str, Tensor]) -> bool:
+def _is_skipped(name: str, config: AnyConfig, tensors: Mapping[str, Tensor]) -> bool:
     """What the main model does not read but a checkpoint of it may hold."""
     if name.endswith((".rotary_emb.inv_freq", ".rotary_emb.original_inv_freq")):
         return True
+    if isinstance(config, V4Config):
+        return name.startswith("mtp.")
     if name == "lm_head.weight":
         return config.tied
     match = _LAYER_NAME.match(name)
@@ -334,7 +390,7 @@ def place(module: nnx.Module, weights: Mapping[str, Array]) -> None:
 
 def save(
     folder: str | Path,
-    config: ModelConfig,
+    config: AnyConfig,
     weights: Mapping[str, Array],
     *,
     shard_bytes: int = 5 * 2**30,
@@ -355,7 +411,7 @@ def save(
     if problems:
         raise WeightsError(str(folder), problems)
     root.mkdir(parents=True, exist_ok=True)
-    plain = replace(config, fp8_block=None, ignored_layers=0)
+    plain: Any = replace(config, fp8_block=None, ignored_layers=0)
     dtype = str(weights["embed.embedding"].dtype)
     text = json.dumps(plain.to_hf() | {"torch_dtype": dtype}, indent=2)
     (root / "config.json").write_text(text + "\n")
@@ -373,9 +429,7 @@ def save(
     (root / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
 
 
-def _released(
-    config: ModelConfig, weights: Mapping[str, Array]
-) -> Iterator[tuple[str, np.ndarray]]:
+def _released(config: AnyConfig, weights: Mapping[str, Array]) -> Iterator[tuple[str, np.ndarray]]:
     for weight in weight_table(config):
         leaf = np.asarray(weights[weight.paths[0]])
         leaf = leaf if weight.place is None else leaf[weight.place.index]

@@ -72,6 +72,54 @@ def append(cache, q, kv, gain, angles, slots, *, eps, interleaved, layer=None) -
     )
 
 
+def append_window(cache, q, kv, gain, angles, slots, *, eps, layer=None) -> Problem:
+    op = "append_window"
+    del eps
+    _layer(op, cache, layer)
+    row = sum(_values(op, cache).values())
+    size = _bind(
+        op,
+        {"dim": row},
+        q=(q, "float", "tokens heads dim"),
+        kv=(kv, "float", "tokens dim"),
+        gain=(gain, "float", "dim"),
+        cos=(angles[0], "float", "tokens pairs"),
+        sin=(angles[1], "float", "tokens pairs"),
+        slots=(slots, "int", "tokens"),
+    )
+    _same_dtype(op, q=q, kv=kv)
+    _check_tail(op, size)
+    facts = {name: size[name] for name in ("heads", "dim", "pairs", "tokens")}
+    return Problem.of(op, dtype=str(q.dtype), **_any_cache(cache), **facts)
+
+
+def pool_states(values, gates, there, gain, angles, *, eps) -> Problem:
+    op = "pool_states"
+    del eps
+    size = _bind(
+        op,
+        {},
+        values=(values, "float", "groups span halves dim"),
+        gates=(gates, "float", "groups span halves dim"),
+        there=(there, "bool", "groups span"),
+        gain=(gain, "float", "dim"),
+        cos=(angles[0], "float", "groups pairs"),
+        sin=(angles[1], "float", "groups pairs"),
+    )
+    if size["halves"] not in (1, 2) or size["span"] % size["halves"]:
+        given = f"{size['halves']} for {size['span']} places"
+        raise ArgumentError(f"{op}: halves", given, "1, or 2 for an even number of places")
+    _check_tail(op, size)
+    names = ("span", "halves", "dim", "pairs", "groups")
+    return Problem.of(op, dtype=str(values.dtype), **{name: size[name] for name in names})
+
+
+def _check_tail(op: str, size: dict[str, int]) -> None:
+    if 2 * size["pairs"] > size["dim"]:
+        allowed = f"at most {size['dim'] // 2}, half of the channels"
+        raise ArgumentError(f"{op}: pairs of angles", size["pairs"], allowed)
+
+
 def gather(cache, page_table, first, row_starts, *, rows, dtype, layer=None) -> Problem:
     _layer("gather_latent", cache, layer)
     size = _bind(
@@ -294,7 +342,7 @@ def route(x, kernel, choice_bias, real, *, moe) -> Problem:
         real=(real, "bool", "tokens"),
         **biased,
     )
-    if choice_bias is not None and moe.method != "noaux_tc":
+    if choice_bias is not None and not moe.biased:
         raise ArgumentError(f"{op}: choice_bias with method {moe.method}", "an array", "None")
     facts = {"method": moe.method, "topk": moe.topk, "groups": moe.groups}
     names = ("experts", "hidden", "tokens")
@@ -596,6 +644,8 @@ def _number(op: str, scale: Any) -> None:
 PROBLEMS: dict[str, Callable[..., Problem]] = {
     "write_latent": write,
     "append_latent": append,
+    "append_window": append_window,
+    "pool_states": pool_states,
     "gather_latent": gather,
     "copy_blocks": copy,
     "swap_blocks": swap,

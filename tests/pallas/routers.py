@@ -23,6 +23,9 @@ MOES = {
     "k2": MoEConfig(
         experts=384, topk=8, width=8, shared=1, method="noaux_tc", normalise=True, scale=2.827
     ),
+    "v4": MoEConfig(
+        experts=256, topk=6, width=8, shared=1, method="sqrtsoftplus", normalise=True, scale=1.5
+    ),
 }  # fmt: skip
 
 
@@ -47,11 +50,10 @@ class Case:
 
 def case(rng, tokens, moe, *, hidden=192, dtype="float32") -> Case:
     """Scores far enough from each other that rounding chooses nobody."""
-    biased = moe.method == "noaux_tc"
-    return Case(
+        return Case(
         x=draw(rng, tokens, hidden, dtype=dtype),
         kernel=draw(rng, hidden, moe.experts, dtype="float32", std=2 * hidden**-0.5),
-        bias=draw(rng, moe.experts, dtype="float32", std=0.3) if biased else None,
+        bias=draw(rng, moe.experts, dtype="float32", std=0.3) if moe.biased else None,
         real=rng.random(tokens) < 0.8,
         moe=moe,
     )
@@ -65,15 +67,16 @@ def truth(c: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     experts = np.full((len(c.x), moe.topk), -1)
     gaps = np.full(len(c.x), np.inf)
     for t, row in enumerate(logits):
-        if moe.method == "noaux_tc":
-            scores = 1 / (1 + np.exp(-row))
+        if moe.biased:
+            v4 = moe.method == "sqrtsoftplus"
+            scores = np.sqrt(np.logaddexp(row, 0)) if v4 else 1 / (1 + np.exp(-row))
             choice = scores + (0 if c.bias is None else c.bias)
         else:
             scores = np.exp(row - row.max())
             choice = scores = scores / scores.sum()
         grouped = choice.reshape(moe.groups, -1)
         best = -np.sort(-grouped, axis=1)
-        worth = best[:, :2].sum(axis=1) if moe.method == "noaux_tc" else best[:, 0]
+        worth = best[:, :2].sum(axis=1) if moe.biased else best[:, 0]
         allowed = np.ones_like(grouped, bool)
         if moe.method != "greedy":
             order = np.argsort(-worth, kind="stable")

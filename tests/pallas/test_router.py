@@ -106,7 +106,7 @@ AOT = aot.available() or missing("triton")
 def test_compiles_for_sm90_with_two_launches(tokens, moe, monkeypatch):
     monkeypatch.setattr(DeviceInfo, "current", lambda: aot.H200)
     spec = jax.ShapeDtypeStruct
-    bias = (spec((moe.experts,), jnp.float32),) if moe.method == "noaux_tc" else ()
+    bias = (spec((moe.experts,), jnp.float32),) if moe.biased else ()
     compiled, _ = aot.compile_sm90(
         lambda x, kernel, real, *b: route_tokens(
             x, kernel, b[0] if b else None, real, moe=moe, backend="triton"

@@ -99,6 +99,7 @@ def choose(
     COLUMNS: tl.constexpr = TILE[1]
     NONE: tl.constexpr = 1 << 30
     INFINITY: tl.constexpr = float("inf")
+    BY_BIAS: tl.constexpr = METHOD == "noaux_tc" or METHOD == "sqrtsoftplus"
     token = tl.program_id(0)
     group, inner = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     exists = (group < GROUPS)[:, None] & (inner < EACH)[None, :]
@@ -108,8 +109,11 @@ def choose(
         row = logits + (piece * tokens + token).to(tl.int64) * (GROUPS * EACH)
         total += tl.load(row + number, mask=exists, other=0.0)
     number = tl.where(exists, number, NONE)
-    if METHOD == "noaux_tc":
-        scores = tl.sigmoid(total)
+    if BY_BIAS:
+        if METHOD == "noaux_tc":
+            scores = tl.sigmoid(total)
+        else:  # sqrtsoftplus
+            scores = tl.sqrt(tl.maximum(total, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(total))))
         choice = scores
         if BIASED:
             choice += tl.load(bias + number, mask=exists, other=0.0)
@@ -121,7 +125,7 @@ def choose(
     choice = tl.where(exists, choice, -INFINITY)
     if METHOD != "greedy":
         worth = tl.max(choice, axis=1)
-        if METHOD == "noaux_tc":
+        if BY_BIAS:
             first = tl.min(tl.where(choice == worth[:, None], number, NONE), axis=1)
             worth += tl.max(tl.where(number == first[:, None], -INFINITY, choice), axis=1)
         worth = tl.where(group < GROUPS, worth, -INFINITY)
@@ -131,8 +135,8 @@ def choose(
             _, g = _best(tl.where(left < NONE, worth, -INFINITY), left, NONE)
             kept = tl.where(group == g, 1, kept)
             left = tl.where(group == g, NONE, left)
-        fill: tl.constexpr = -INFINITY if METHOD == "noaux_tc" else 0.0
-        if METHOD != "noaux_tc":
+        fill: tl.constexpr = -INFINITY if BY_BIAS else 0.0
+        if not BY_BIAS:
             scores = tl.where(kept[:, None] > 0, scores, 0.0)
         choice = tl.where(exists & (kept[:, None] == 0), fill, choice)
     lane = tl.arange(0, 64)

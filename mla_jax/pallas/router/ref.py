@@ -7,7 +7,13 @@ from jax import lax
 from mla_jax.config import MoEConfig
 from mla_jax.types import Array, Bool, Float, Int
 
-__all__ = ["choose_experts", "route_tokens", "router_logits"]
+__all__ = [
+    "choose_experts",
+    "route_tokens",
+    "router_logits",
+    "scaled_weights",
+    "scores_of",
+]
 
 
 def route_tokens(
@@ -42,27 +48,42 @@ def choose_experts(
     * ``group_limited_greedy``: the same inside the ``topk_groups`` groups of largest maximum.
     * ``noaux_tc``: ``s = sigmoid(logits)``; the choice is by ``z = s + choice_bias`` inside the
       groups of largest sum of their two best ``z``; the weights are ``s``, never ``z``.
+    * ``sqrtsoftplus``: the same with ``s = sqrt(softplus(logits))``.
 
     Of equals the lower index is taken. Weights are divided by their sum if ``moe.normalise``,
     then multiplied by ``moe.scale``.
-    Source: DeepSeek-V2 (arXiv:2405.04434) 2.2, DeepSeek-V3 (arXiv:2412.19437) 2.1.2.
+    Source: DeepSeek-V2 (arXiv:2405.04434) 2.2, DeepSeek-V3 (arXiv:2412.19437) 2.1.2; DeepSeek-V4.
     """
     grouped = (*logits.shape[:-1], moe.groups, -1)
-    if moe.method == "noaux_tc":
-        scores = jax.nn.sigmoid(logits)
+    scores = scores_of(logits, moe)
+    if moe.biased:
         choice = scores if choice_bias is None else scores + choice_bias
         best_two, _ = lax.top_k(choice.reshape(grouped), min(2, moe.experts // moe.groups))
         choice = _keep_best_groups(choice, moe, best_two.sum(axis=-1), -jnp.inf)
         _, experts = lax.top_k(choice, moe.topk)
         weights = jnp.take_along_axis(scores, experts, axis=-1)
     else:
-        scores = jax.nn.softmax(logits, axis=-1)
         if moe.method == "group_limited_greedy":
             scores = _keep_best_groups(scores, moe, scores.reshape(grouped).max(axis=-1), 0.0)
         weights, experts = lax.top_k(scores, moe.topk)
+    return scaled_weights(weights, moe), experts
+
+
+def scores_of(logits: Float[Array, "tokens experts"], moe: MoEConfig) -> Float[Array, "..."]:
+    """Of every expert: softmax, sigmoid, or the root of softplus, as the method says."""
+    match moe.method:
+        case "noaux_tc":
+            return jax.nn.sigmoid(logits)
+        case "sqrtsoftplus":
+            return jnp.sqrt(jax.nn.softplus(logits))
+    return jax.nn.softmax(logits, axis=-1)
+
+
+def scaled_weights(weights: Float[Array, "tokens topk"], moe: MoEConfig) -> Float[Array, "..."]:
+    """Scores of the chosen experts, divided by their sum if ``moe.normalise``, times the scale."""
     if moe.normalise:
         weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
-    return weights * moe.scale, experts
+    return weights * moe.scale
 
 
 def _keep_best_groups(
