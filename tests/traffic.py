@@ -1,5 +1,7 @@
 """Random traffic through an engine, and the same requests one at a time.
 
+Of a tiny DeepSeek V3 by default, or of a tiny V4 (``V4``), whose cache has groups of several kinds.
+
 A mix is a few requests that come when they like and of which some are cancelled, in a pool that
 may be too small for all. Every completed one must have the tokens that it has alone.
 """
@@ -15,11 +17,11 @@ import jax
 
 from mla_jax.config import MLADims, ModelConfig, MoEConfig, RopeConfig
 from mla_jax.engine import Engine
-from mla_jax.metadata.buckets import Ladder, MLALadder
+from mla_jax.metadata.buckets import Ladder, MLALadder, default_steps
 from mla_jax.model.deepseek_v3 import DeepseekV3
 from mla_jax.model.sampling import SamplingParams
 from mla_jax.scheduler import Completion
-from tests.model import tiny
+from tests.model import tiny, v4
 
 CONFIG = ModelConfig(
     family="deepseek_v3",
@@ -51,6 +53,40 @@ PAGE, PAGES = 4, 65
 MOST = 6
 """Requests running at once."""
 
+LONGEST = 28 + 24 - 1
+"""Rows of the longest request of ``asks``."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A tiny model and an engine of three programs for it: decodes, prefills, both."""
+
+    config: Any
+    model: Callable[[], Any]
+    ladder: Any
+
+    def engine(self, module: Any, **more: Any) -> Engine:
+        """An engine for ``MOST`` requests."""
+        settings = {
+            "num_pages": PAGES,
+            "page": PAGE,
+            "max_requests": MOST,
+            "prefill_chunk": 16,
+            "max_model_len": 64,
+            "cache_format": "fp32",
+            "ladder": self.ladder,
+        }
+        return Engine(module, self.config, **(settings | more))
+
+
+V3 = Kind(CONFIG, lambda: tiny.model(CONFIG, 0), LADDER)
+V4 = Kind(
+    v4.config(),
+    lambda: v4.model(v4.config()),
+    default_steps(max_requests=MOST, max_prefill_tokens=16, max_pages=16),
+)
+KINDS = {"v3": V3, "v4": V4}
+
 
 def model(seed: int = 0) -> DeepseekV3:
     """A tiny decoder of a dense layer and one of experts, in float32."""
@@ -59,20 +95,12 @@ def model(seed: int = 0) -> DeepseekV3:
 
 def engine(module: Any, **more: Any) -> Engine:
     """An engine of three programs."""
-    settings = {
-        "num_pages": PAGES,
-        "page": PAGE,
-        "max_requests": MOST,
-        "prefill_chunk": 16,
-        "cache_format": "fp32",
-        "ladder": LADDER,
-    }
-    return Engine(module, CONFIG, **(settings | more))
+    return V3.engine(module, **more)
 
 
-def sharing(other: Engine, module: Any, **more: Any) -> Engine:
+def sharing(other: Engine, module: Any, kind: Kind = V3, **more: Any) -> Engine:
     """An engine of other settings that runs the programs of ``other``."""
-    made = engine(module, **more)
+    made = kind.engine(module, **more)
     made._step = other._step
     return made
 
@@ -179,8 +207,11 @@ def _mix(
     name: str,
 ) -> None:
     """One mix, from an idle engine to an idle engine."""
-    pool = server.scheduler.groups[0].pool
-    held = pool.alloc(pool.free - rng.choice([13, 14, 16, pool.free]))  # 13: of the longest
+    free = [pool_of.pool.free for pool_of in server.scheduler.groups]
+    group = rng.choice([g for g in server.scheduler.groups if g.least(LONGEST) > 1])
+    pool, least = group.pool, group.least(LONGEST)
+    most = (least + more for more in (0, 1, 3, pool.free))
+    held = pool.alloc(pool.free - min(rng.choice(list(most)), pool.free))
     waiting = [rng.choice(known) for _ in range(rng.randint(1, 8))]
     asked: dict[str, Ask] = {}
     ended: dict[str, Completion] = {}
@@ -200,8 +231,9 @@ def _mix(
                 ended[event.id] = event.completion
     for event in server.step():  # of a request that was cancelled after the last step
         ended[event.id] = event.completion
-    tally.lost_pages += pool.used - len(held)
     pool.release(held)
+    left = [pool_of.pool.free for pool_of in server.scheduler.groups]
+    tally.lost_pages += sum(before - after for before, after in zip(free, left, strict=True))
     tally.requests += len(asked)
     for id, ask in asked.items():
         tally.wrong += not _right(ended.get(id), single(ask), given[id], id in cancelled)

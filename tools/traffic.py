@@ -1,6 +1,7 @@
-"""Random mixes of requests against each request alone: ``python -m tools.traffic [MIXES] [SEED]``.
+"""Random mixes of requests against each request alone.
 
-A tiny DeepSeek V3 in float32; ends with one line of counts, and with 1 where one of them is wrong.
+``python -m tools.traffic [MIXES] [SEED] [v3|v4]`` serves a tiny model in float32. It ends with one
+line of counts, and with status 1 where one of them is wrong.
 """
 
 import sys
@@ -8,12 +9,13 @@ import sys
 from tests import traffic
 
 
-def main(mixes: int = 10_000, seed: int = 0) -> int:
+def main(mixes: int = 10_000, seed: int = 0, name: str = "v3") -> int:
     """Serve so many mixes; 0 if nothing was wrong, no page lost, nothing compiled on the way."""
-    model = traffic.model()
-    engine = traffic.engine(model)
+    kind = traffic.KINDS[name]
+    model = kind.model()
+    engine = kind.engine(model)
     rungs = engine.warm_up()
-    single = traffic.alone(traffic.sharing(engine, model, max_requests=1))
+    single = traffic.alone(traffic.sharing(engine, model, kind))
     single(traffic.asks(1, seed=seed)[0])
     compiled = traffic.Compilations()
 
@@ -29,4 +31,6 @@ def main(mixes: int = 10_000, seed: int = 0) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*map(int, sys.argv[1:])))
+    numbers = [int(word) for word in sys.argv[1:] if word not in traffic.KINDS]
+    names = [word for word in sys.argv[1:] if word in traffic.KINDS]
+    sys.exit(main(*numbers, **({"name": names[0]} if names else {})))

@@ -50,7 +50,7 @@ class Case:
 
 def case(rng, tokens, moe, *, hidden=192, dtype="float32") -> Case:
     """Scores far enough from each other that rounding chooses nobody."""
-        return Case(
+    return Case(
         x=draw(rng, tokens, hidden, dtype=dtype),
         kernel=draw(rng, hidden, moe.experts, dtype="float32", std=2 * hidden**-0.5),
         bias=draw(rng, moe.experts, dtype="float32", std=0.3) if moe.biased else None,
