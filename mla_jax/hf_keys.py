@@ -3,6 +3,7 @@
 import difflib
 import json
 import math
+import os
 import re
 import warnings
 from collections.abc import Collection, Mapping, Sequence
@@ -51,7 +52,7 @@ def config_object(
     if not isinstance(source, str | Path):
         return source, "config.json"
     path = Path(source)
-    path = path / "config.json" if path.is_dir() else path
+    path = path / "config.json" if os.path.isdir(path) else path
     return load_json(path), str(path)
 
 

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from mla_jax.cache import LatentCache, RecordCache
+from mla_jax.config_v4 import V4Config
 from mla_jax.engine import Engine
 from mla_jax.errors import ConfigError, EngineError
 from mla_jax.metadata.buckets import CommonBucket
@@ -22,7 +23,6 @@ from mla_jax.model.family import (
     CacheGroup,
     Family,
     Serving,
-    V4Config,
     family_of,
 )
 from mla_jax.model.presets import V3_2
@@ -255,7 +255,7 @@ def test_caches_of_sparse_families(name):
     for format, plain in (("bf16", True), ("fp8_e4m3", False)):
         for group in family_of(name).groups(SPARSE[name], serving(cache_format=format)):
             cache = group.alloc(5, Placement.of(None))
-            elements = plain and name != "deepseek_v4"
+            elements = plain or group.ring  # open groups are float32 whatever is asked for
             assert isinstance(cache, LatentCache if elements else RecordCache)
             assert cache.pages.nbytes == 5 * group.page_bytes
             assert (cache.layers, cache.num_pages, cache.page) == (group.layers, 5, group.page)
@@ -275,21 +275,29 @@ def test_pages_at_real_sizes():
     small = dataclasses.replace(V32, dims=dataclasses.replace(V32.dims, rank=64))
     with pytest.raises(EngineError, match=r"fp8_e4m3: widths: given .*: 64.*allowed.*: 512"):
         family_of("deepseek_v32").groups(small, given)
-    assert [(g.name, g.layers, g.tokens) for g in v4] == [
+    assert [(g.name, g.layers, g.tokens) for g in v4 if not g.ring] == [
         ("window", 4, 64),
         ("states_4", 2, 256),
         ("states_128", 1, 256),
         ("index_keys", 2, 256),
     ]
+    # What waits of an open group, as vLLM stores it: 80 and 512 KiB a layer and request.
+    kept = [(g.name, g.page, g.page_bytes // g.layers) for g in v4 if g.ring]
+    assert kept == [("open_4", 8, 80 * 1024), ("open_128", 128, 512 * 1024)]
+    counts = {"requests": 8, "chunk": 512}
+    pages = {g.name: g.pages_for(2**20, **counts) for g in v4}
+    assert pages["states_4"] == pages["states_128"] == pages["index_keys"] == 2**20 // 256
+    assert (pages["window"], pages["open_4"], pages["open_128"]) == (8 * 4 + 8, 8, 8)
     assert cdiv(v4[0].page_bytes, v4[0].layers * 64) == 585  # 584, and the page's padding
 
 
-def test_a_family_without_a_model_says_so():
+def test_what_no_family_reads_is_refused():
     name = "deepseek_v4"
+    none = dataclasses.replace(family_of(name), module=None)
     with pytest.raises(ConfigError, match=f"{name}.*allowed: deepseek_v2"):
-        family_of(name).abstract(SPARSE[name], jnp.dtype("bfloat16"))
+        none.abstract(SPARSE[name], jnp.dtype("bfloat16"))
     with pytest.raises(ConfigError, match="model_type: given 'other'; allowed: deepseek_v2"):
         family_of("other")
-    with pytest.raises(ConfigError, match=r"compress_ratios: given \[0, 4\]"):
-        V4Config(compress_ratios=(0, 4))
+    with pytest.raises(ConfigError, match=r"compress_ratios: given \[0, 4, 8\]"):
+        V4Config(compress_ratios=(0, 4, 8))
     assert {t for f in FAMILIES for t in f.model_types} >= set(SPARSE)

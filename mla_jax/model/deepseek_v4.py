@@ -19,8 +19,7 @@ from mla_jax import ops
 from mla_jax.cache import LatentCache, RecordCache, SparseScope
 from mla_jax.config_v4 import V4Config, V4Kind
 from mla_jax.metadata.common import slot_mapping
-from mla_jax.metadata.deepseek_v4 import V4Metadata
-from mla_jax.metadata.pooling import PoolMetadata
+from mla_jax.metadata.deepseek_v4 import PoolMetadata, V4Metadata
 from mla_jax.metadata.sparse import (
     C128ATopkMetadata,
     build_c128a_topk_metadata,

@@ -36,10 +36,9 @@ from mla_jax.metadata.buckets import (
 )
 from mla_jax.metadata.builder import AttentionMetadataBuilder, MLAMetadataBuilder
 from mla_jax.metadata.common import GroupSpec
-from mla_jax.metadata.deepseek_v4 import V4MetadataBuilder
+from mla_jax.metadata.deepseek_v4 import Pools, V4MetadataBuilder
 from mla_jax.metadata.deepseek_v32 import V32MetadataBuilder
 from mla_jax.metadata.indexer import Indexer
-from mla_jax.metadata.pooling import Pools
 from mla_jax.metadata.window import Windows
 from mla_jax.model.deepseek_v3 import DeepseekV3
 from mla_jax.model.deepseek_v4 import DeepseekV4
