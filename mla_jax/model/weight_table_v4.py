@@ -1,17 +1,23 @@
-"""Where every tensor of a DeepSeek V4 goes, in the published names and in those of transformers.
+"""Where every tensor of a DeepSeek V4 goes, in each of the layouts that folders have.
+
+| layout | an example |
+|---|---|
+| ``published`` | ``layers.0.attn.wq_a.weight``, an expert a tensor |
+| ``saved``, by transformers' ``save_pretrained`` | ``model.layers.0.attn.wq_a.weight`` |
+| ``modules``, transformers' state dictionary | ``model.layers.0.self_attn.q_a_proj.weight`` |
 
 Sizes beside those of ``weight_table``: d width of a head and of a row, G output groups of rank
 ``ro`` over ``i`` channels each, n streams and M = (2 + n) n mixing entries (o: n once more), m
 tokens of a disjoint group, m4 tokens and c4 halves of an overlapping one, k experts of a token.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from mla_jax.config_v4 import V4Config
-from mla_jax.model.stack import periods_of, places_of
+from mla_jax.model.stack import Place, periods_of, places_of
 from mla_jax.model.weight_row import Weight, make_weight
 
-__all__ = ["weight_table_v4"]
+__all__ = ["layout_of", "weight_table_v4"]
 
 # published name, name in transformers, path of the leaf, axes
 _MODEL = (
@@ -58,22 +64,40 @@ _FUSED = (
 )
 
 
-def weight_table_v4(config: V4Config, *, released: bool = True) -> tuple[Weight, ...]:
-    """Every tensor that the model reads, layer by layer; ``released``: in the published names."""
-    sizes = _sizes(config)
-    rows = []
-    for ours, theirs, path, axes in _MODEL:
-        rows.append(make_weight(ours if released else theirs, path, axes, sizes))
+def layout_of(names: Collection[str]) -> str:
+    """The layout of a folder whose tensors have these names."""
+    if "lm_head.weight" in names:
+        return "modules"
+    return "saved" if "model.embed_tokens.weight" in names else "published"
+
+
+def weight_table_v4(config: V4Config, *, layout: str = "published") -> tuple[Weight, ...]:
+    """Every tensor that the model reads, layer by layer."""
+    sizes, modules = _sizes(config), layout == "modules"
+    rows: list[tuple[str, str, str, Place | None]] = [
+        (theirs if modules else ours, path, axes, None) for ours, theirs, path, axes in _MODEL
+    ]
     for i, place in enumerate(places_of(periods_of(config.kinds))):
-        prefix = f"layers.{i}." if released else f"model.layers.{i}."
         for ours, theirs, path, axes in _layer(config, i):
-            if released or "{e}" not in theirs:
-                name = prefix + (ours if released else theirs)
-                rows.append(make_weight(name, path, axes, sizes, place))
-        if not released:
-            for name, path, axes in _FUSED:
-                rows.append(make_weight(f"{prefix}mlp.experts.{name}", path, axes, sizes, place))
-    return tuple(rows)
+            if modules and "{e}" not in theirs:
+                rows.append((f"model.layers.{i}.{theirs}", path, axes, place))
+            elif not modules:
+                rows.append((f"layers.{i}.{ours}", path, axes, place))
+        for name, path, axes in _FUSED if modules else ():
+            rows.append((f"model.layers.{i}.mlp.experts.{name}", path, axes, place))
+    if layout == "saved":
+        rows = [(_saved(name), *rest) for name, *rest in rows]
+    return tuple(make_weight(name, path, axes, sizes, place) for name, path, axes, place in rows)
+
+
+def _saved(name: str) -> str:
+    """A published name as transformers 5.23 saves it."""
+    for ours, theirs in (("embed.", "embed_tokens."), ("hc_head_", "hc_head.hc_")):
+        if name.startswith(ours):
+            return "model." + theirs + name.removeprefix(ours)
+    if name.startswith("head."):
+        return name
+    return "model." + name.replace(".attn.kv_norm.", ".attn.norm.")
 
 
 def _layer(config: V4Config, i: int) -> list[tuple[str, str, str, str]]:

@@ -28,7 +28,7 @@ from mla_jax.model.safetensors_io import Checkpoint, Tensor, write_safetensors
 from mla_jax.model.stack import Place
 from mla_jax.model.weight_row import Weight
 from mla_jax.model.weight_table import expected_shapes, fused_experts, weight_table
-from mla_jax.model.weight_table_v4 import weight_table_v4
+from mla_jax.model.weight_table_v4 import layout_of, weight_table_v4
 from mla_jax.types import Array, Int, cdiv
 
 __all__ = ["Progress", "checked_config", "dequantise", "keeps_fp8", "load", "place", "save"]
@@ -260,7 +260,7 @@ def dequantise_fp4(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
 
 def _scales_of(name: str) -> str:
     """The tensor of a quantised tensor's scales."""
-    if name.startswith("model."):
+    if ".self_attn." in name or ".mlp." in name:
         return f"{name}_scale_inv"
     return name.removesuffix("weight") + "scale"
 
@@ -268,7 +268,7 @@ def _scales_of(name: str) -> str:
 def _choose_layout(config: AnyConfig, tensors: Mapping[str, Tensor]) -> list[Weight]:
     """The released table, with fused experts in the layers where the checkpoint has them."""
     if isinstance(config, V4Config):
-        return list(weight_table_v4(config, released="model.embed_tokens.weight" not in tensors))
+        return list(weight_table_v4(config, layout=layout_of(tensors)))
     table: list[Weight] = []
     fused: dict[int, bool] = {}
     for weight in weight_table(config):

@@ -31,6 +31,70 @@ def save_pretrained(model: torch.nn.Module, folder: Path, *, shard: str = "4MB")
     return folder
 
 
+_PUBLISHED_V4 = (  # in transformers' state dictionary, in published folders
+    (r"^model\.embed_tokens\.", "embed."),
+    (r"^lm_head\.", "head."),
+    (r"^model\.hc_head\.hc_", "hc_head_"),
+    (r"^model\.", ""),
+    (r"\.self_attn\.", ".attn."),
+    (r"\.mlp\.", ".ffn."),
+    (r"\.compressor\.indexer\.scorer\.", ".indexer."),
+    (r"\.compressor\.indexer\.q_b_proj\.", ".indexer.wq_b."),
+    (r"\.compressor\.indexer\.", ".indexer.compressor."),
+    (r"(compressor)\.position_bias$", r"\1.ape"),
+    (r"(compressor)\.kv_norm\.", r"\1.norm."),
+    (r"(compressor)\.kv_proj\.", r"\1.wkv."),
+    (r"(compressor)\.gate_proj\.", r"\1.wgate."),
+    (r"\.attn\.q_a_norm\.", ".attn.q_norm."),
+    (r"\.attn\.(q_a|q_b|kv|o_a|o_b)_proj\.", r".attn.w\1."),
+    (r"\.sinks$", ".attn_sink"),
+    (r"\.input_layernorm\.", ".attn_norm."),
+    (r"\.post_attention_layernorm\.", ".ffn_norm."),
+    (r"\.(attn|ffn)_hc\.", r".hc_\1_"),
+    (r"\.e_score_correction_bias$", ".bias"),
+    (r"\.gate_proj\.", ".w1."),
+    (r"\.up_proj\.", ".w3."),
+    (r"\.down_proj\.", ".w2."),
+)
+_RATIOS_V4 = {
+    "sliding_attention": 0,
+    "compressed_sparse_attention": 4,
+    "heavily_compressed_attention": 128,
+}
+
+
+def published_v4(model: torch.nn.Module) -> Tensors:
+    """Tensors by their published names, and one of an MTP block that the main model ignores."""
+    out: Tensors = {}
+    for name, value in split_experts(model.state_dict()).items():
+        for pattern, new in _PUBLISHED_V4:
+            name = re.sub(pattern, new, name)
+        out[name] = value.contiguous()
+    out["mtp.0.enorm.weight"] = torch.ones(model.config.hidden_size)
+    return out
+
+
+def published_v4_config(model: torch.nn.Module) -> dict:
+    """The keys of published folders; rates other than 4 and 128 they cannot say."""
+    config = model.config.to_dict()
+    drop = "layer_types", "mlp_layer_types", "compress_rates", "rope_parameters"
+    out = {k: v for k, v in config.items() if k not in (*drop, "partial_rotary_factor")}
+    rope = config["rope_parameters"]["compress"]
+    names = "factor", "beta_fast", "beta_slow", "original_max_position_embeddings"
+    return out | {
+        "compress_ratios": [_RATIOS_V4[t] for t in config["layer_types"]] + [0],
+        "num_hash_layers": config["mlp_layer_types"].count("hash_moe"),
+        "rope_scaling": {"type": "yarn"} | {name: rope[name] for name in names},
+    }
+
+
+def save_published_v4(model: torch.nn.Module, folder: Path) -> Path:
+    """As DeepSeek publishes it, unquantised."""
+    save_file(published_v4(model), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(published_v4_config(model), indent=1))
+    return folder
+
+
 def split_experts(tensors: Mapping[str, torch.Tensor]) -> Tensors:
     """One tensor per expert and projection; fused gate-and-up rows have the gate first."""
     out: Tensors = {}

@@ -139,6 +139,62 @@ _GLM_DSA = {
     "first_k_dense_replace": 1,
     "indexer_types": ["full", "shared", "full"],
 }
+_WINDOW, _OVERLAPPING, _DISJOINT = (
+    "sliding_attention",
+    "compressed_sparse_attention",
+    "heavily_compressed_attention",
+)
+_V4 = {
+    **_TOKENS,
+    **_EXPERTS,
+    **_SPARSE,
+    "hidden_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "q_lora_rank": 128,
+    "o_groups": 2,
+    "o_lora_rank": 64,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "routed_scaling_factor": 1.5,
+    "scoring_func": "sqrtsoftplus",
+    "swiglu_limit": 1.0,  # so small that it binds
+    "sliding_window": 128,
+    "layer_types": [_WINDOW, _OVERLAPPING, _DISJOINT],
+    "mlp_layer_types": ["hash_moe", "moe", "moe"],
+    "hc_mult": 4,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "compress_rope_theta": 160000.0,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 16.0,
+        "original_max_position_embeddings": 256,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
+}
+_NARROW_V4 = {
+    **_NARROW_EXPERTS,
+    "hidden_size": 64,
+    "head_dim": 32,
+    "qk_rope_head_dim": 8,
+    "q_lora_rank": 24,
+    "o_lora_rank": 16,
+    "sliding_window": 8,
+    "index_head_dim": 16,
+    "index_topk": 4,
+    "hc_mult": 2,
+    "compress_rates": {_OVERLAPPING: 4, _DISJOINT: 16},
+    "max_position_embeddings": 512,
+    "rope_parameters": {**_V4["rope_parameters"], "original_max_position_embeddings": 32},
+}
 _YOUTU = {
     **_TOKENS,
     **_WIDE,
@@ -213,10 +269,22 @@ FAMILIES = [
         small={**_NARROW_EXPERTS, **_NARROW_SPARSE, "qk_nope_head_dim": 24, "v_head_dim": 32},
     ),
 ]
+V4_FAMILY = [
+    Case(name="v4_dims", family="DeepseekV4", config=_V4, seed=2),
+    *(
+        Case(name=f"v4_{name}", family="DeepseekV4", config=_V4 | _NARROW_V4 | more, seed=seed)
+        for name, seed, more in (
+            ("small", 3, {}),
+            ("small_window", 2, {"layer_types": [_WINDOW] * 3}),
+            ("small_overlapping", 16, {"layer_types": [_OVERLAPPING] * 3}),
+            ("small_disjoint", 3, {"layer_types": [_DISJOINT] * 3}),
+        )
+    ),
+]
 V32_FP8 = next(case for case in FAMILIES if case.name == "v32_dims").reseed(41)
 """A seed whose decisions are as far from flipping after its weights were rounded to e4m3."""
 
-BY_NAME = {case.name: case for case in FAMILIES}
+BY_NAME = {case.name: case for case in (*FAMILIES, *V4_FAMILY)}
 
 
 def _variation(name: str, base: str, seed: int, **changes) -> Case:

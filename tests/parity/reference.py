@@ -19,19 +19,34 @@ from tests.parity.families import Case
 PROMPT_LENGTHS = (1, 2, 15, 16, 17, 40, 64, 65, 129, 300)
 """Around the page of 16 and the chunk of 64, from a single token to several chunks."""
 
+V4_LENGTHS = (1, 3, 4, 5, 16, 127, 128, 129, 255, 257)
+"""Around the groups of 4, 16 and 128 tokens, and beyond the windows of 8 and 128."""
+
 
 def _generator(seed: int, name: str) -> np.random.Generator:
     return np.random.default_rng([seed, zlib.crc32(name.encode())])
 
 
-def tensor(name: str, shape: Sequence[int], *, seed: int, tied: bool) -> np.ndarray:
+def tensor(
+    name: str, shape: Sequence[int], *, seed: int, tied: bool, experts: int = 0
+) -> np.ndarray:
     """Value of a named tensor.
 
     Matrices ``N / sqrt(fan_in)``, head twice that, embedding ``N`` (as the head when tied), norm
-    gains ``1 + 0.1 N``, biases and the router's choice bias ``0.1 N``.
+    gains ``1 + 0.1 N``, biases and the router's choice bias ``0.1 N``. V4's sinks and gate biases
+    ``N``, its streams' base ``0.5 N`` and scale ``1 + 0.2 N``, its table distinct random experts.
     """
-    noise = _generator(seed, name).standard_normal(tuple(shape)).astype(np.float32)
     owner, _, leaf = name.rpartition(".")
+    if leaf == "tid2eid":
+        draw = _generator(seed, name)
+        return np.stack([draw.permutation(experts)[: shape[1]] for _ in range(shape[0])])
+    noise = _generator(seed, name).standard_normal(tuple(shape)).astype(np.float32)
+    if leaf in ("sinks", "position_bias"):
+        return noise
+    if leaf in ("base", "hc_base"):
+        return 0.5 * noise
+    if leaf in ("scale", "hc_scale"):
+        return 1 + 0.2 * noise
     if leaf in ("bias", "e_score_correction_bias"):
         return 0.1 * noise
     if owner.rpartition(".")[2].endswith("norm"):
@@ -52,13 +67,15 @@ def build(case: Case) -> torch.nn.Module:
         for name, value in model.state_dict(keep_vars=True).items():
             if tied and name.startswith("lm_head"):
                 continue
-            drawn = tensor(name, value.shape, seed=case.seed, tied=tied)
-            value.data.copy_(torch.from_numpy(drawn))
+            experts = getattr(config, "n_routed_experts", 0)
+            drawn = tensor(name, value.shape, seed=case.seed, tied=tied, experts=experts)
+            value.data.copy_(torch.from_numpy(np.ascontiguousarray(drawn)))
     return model
 
 
-def prompts(case: Case, lengths: Sequence[int] = PROMPT_LENGTHS) -> list[list[int]]:
-    """Uniform token ids of the given lengths; 0 to 2 are left to special tokens."""
+def prompts(case: Case, lengths: Sequence[int] = ()) -> list[list[int]]:
+    """Uniform token ids of these lengths, or the family's; 0 to 2 are left to special tokens."""
+    lengths = lengths or (V4_LENGTHS if case.family == "DeepseekV4" else PROMPT_LENGTHS)
     vocab = case.config["vocab_size"]
     draw = _generator(case.seed, "prompts")
     return [draw.integers(3, vocab, size=n).tolist() for n in lengths]
