@@ -51,7 +51,7 @@ types: $(DEV)
 	@$(BIN)/pyright
 
 parity: $(PARITY)
-	@$(BIN)/python -m pytest -q -n $(WORKERS) tests/parity $(PYTEST_ARGS)
+	@JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(BIN)/python -m pytest -q -n $(WORKERS) tests/parity $(PYTEST_ARGS)
 
 notebooks: $(NOTEBOOKS)
 	@$(BIN)/python -m pytest -q tests/notebooks $(PYTEST_ARGS)

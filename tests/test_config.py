@@ -12,9 +12,10 @@ import pytest
 
 from mla_jax.cache import FORMATS
 from mla_jax.config import IndexerConfig, MLADims, ModelConfig, MoEConfig
+from mla_jax.config_v4 import V4Config, read_config
 from mla_jax.errors import ConfigError, shown
 from mla_jax.model.memory import plan_memory
-from mla_jax.model.presets import PRESETS, V2, V2_LITE, V3, V3_2, released
+from mla_jax.model.presets import PRESETS, V2, V2_LITE, V3, V3_2, V4_FLASH, released
 from mla_jax.model.weight_table import num_params
 
 TINY = sorted((Path(__file__).parent / "data" / "configs").glob("tiny_*.json"))
@@ -100,6 +101,55 @@ def test_layers_that_select(keys, first):
     indexer = ModelConfig.from_hf(_glm(**keys)).indexer
     assert [i for i, full in enumerate(indexer.full) if full][: len(first)] == first
     assert ModelConfig.from_hf(ModelConfig.from_hf(_glm(**keys)).to_hf()).indexer == indexer
+
+
+def test_v4_configurations():
+    """Published keys; bytes of the caches as the specification's table has them."""
+    for name, layers, fours, far, token in (
+        ("V4_FLASH", 43, 21, 20, 6_880),
+        ("V4_PRO", 61, 30, 31, 9_848),
+    ):
+        config = PRESETS[name]
+        assert (config.layers, config.layers_of(4), config.layers_of(128)) == (layers, fours, far)
+        assert read_config(config.to_hf()) == V4Config.from_hf(released(name)) == config
+        bf16 = plan_memory(config, dtype="bfloat16", format=FORMATS["bf16"])
+        assert bf16.token == config.token_bytes == token
+        window = layers * 128 * 1024
+        assert bf16.request == window + fours * 80 * 1024 + far * 512 * 1024
+    assert V4_FLASH == V4Config(fp8_block=128, ignored_layers=1)
+    fp8 = plan_memory(V4_FLASH, dtype="bfloat16", format=FORMATS["fp8_e4m3"])
+    assert fp8.token == 3_900  # 3,850 of records; pages of 64 and of 2 rows are padded
+    plain = dataclasses.replace(V4_FLASH.rope(4), yarn=None).inv_freq()
+    ratio = V4_FLASH.rope(4).inv_freq() / plain
+    np.testing.assert_allclose(ratio[:16], 1, rtol=1e-6)  # the ramp is from 15 to 25
+    np.testing.assert_allclose(ratio[25:], 1 / 16, rtol=1e-6)
+    assert V4_FLASH.rope(0).yarn is None
+    assert V4_FLASH.scale == pytest.approx(0.0441942, abs=1e-7)
+
+
+def _v4(**changes: object) -> dict:
+    return released("v4_flash") | changes
+
+
+@pytest.mark.parametrize(
+    ("data", "match"),
+    [
+        (_v4(compress_ratios=[0, 4]), r"compress_ratios.*0, 4 or 128 for each of 43 layers"),
+        (_v4(compress_ratios=[2] * 44), "compress_ratios"),
+        (_v4(layer_types=["sliding_attention"] * 43), "compress_ratios.*as in layer_types"),
+        (_v4(mlp_layer_types=["moe"] * 42 + ["hash_moe"]), "mlp_layer_types.*first layers"),
+        (_v4(num_key_value_heads=2), "num_key_value_heads"),
+        (_v4(scoring_func="sigmoid"), "scoring_func"),
+        (_v4(o_groups=7), "out_groups: given 7; allowed: a divisor of 64 heads"),
+        (_v4(rope_scaling={"type": "linear", "factor": 2}), "default or yarn"),
+        (_v4(partial_rotary_factor=0.5), "qk_rope_head_dim.*256"),
+        (_v4(swiglu_limt=3), "swiglu_limt.*swiglu_limit"),
+        (_v4(tie_word_embeddings=True), "tie_word_embeddings"),
+    ],
+)
+def test_v4_keys_that_are_refused(data, match):
+    with pytest.raises(ConfigError, match=match):
+        read_config(data)
 
 
 def test_yarn_ramp_of_kimi_is_one_channel_wide():

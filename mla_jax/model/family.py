@@ -97,6 +97,13 @@ class CacheGroup:
         """Bytes that each further token of a request takes; 0 of a window and of a ring."""
         return self.page_bytes / self.tokens if self.grows else 0.0
 
+    @property
+    def request_bytes(self) -> int:
+        """Bytes that a request takes whatever its length: of a ring, or of a window's tokens."""
+        if self.ring:
+            return self.page_bytes
+        return 0 if self.window is None else self.window * self.page_bytes // self.page
+
     def pages_for(self, tokens: int, *, requests: int, chunk: int) -> int:
         """Pages for ``requests`` that have ``tokens`` together, ``chunk`` of them in one step."""
         whole = cdiv(tokens, self.tokens)

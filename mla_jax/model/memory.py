@@ -8,6 +8,7 @@ import numpy as np
 
 from mla_jax.cache import CacheFormat
 from mla_jax.config import ModelConfig
+from mla_jax.config_v4 import AnyConfig
 from mla_jax.model.family import Serving, family_of
 from mla_jax.model.weight_table import expected_shapes
 
@@ -21,14 +22,15 @@ class MemoryPlan:
     weights: int  # bytes
     absorbed: int  # bytes of the decode weights derived from the up-projections
     token: int  # bytes of one token in the caches of all layers
+    request: int = 0  # bytes of a request whatever its length: its window and open groups (V4)
 
     def tokens(self, memory: int) -> int:
-        """Tokens whose rows fit beside the weights in ``memory`` bytes; 0 when none do."""
-        return max(0, memory - self.weights - self.absorbed) // self.token
+        """Tokens of one request that fit beside the weights in ``memory`` bytes; 0 when none do."""
+        return max(0, memory - self.weights - self.absorbed - self.request) // max(self.token, 1)
 
 
 def plan_memory(
-    config: ModelConfig, *, dtype: str | np.dtype | type, format: CacheFormat
+    config: AnyConfig, *, dtype: str | np.dtype | type, format: CacheFormat
 ) -> MemoryPlan:
     """The plan of one device that holds the whole model in ``dtype``.
 
@@ -38,16 +40,15 @@ def plan_memory(
     itemsize = jnp.dtype(dtype).itemsize
     bytes_of = {"float32": 4, "int32": 4, "model": itemsize}
     shapes = expected_shapes(config).values()
-    d = config.dims
-    return MemoryPlan(
-        weights=sum(math.prod(shape) * bytes_of[kind] for shape, kind in shapes),
-        absorbed=config.layers * d.heads * (d.nope + d.v) * d.rank * itemsize,
-        token=_token_bytes(config, format),
-    )
-
-
-def _token_bytes(config: ModelConfig, format: CacheFormat) -> int:
-    """Of all cache groups of its family, rounded up."""
+    absorbed = 0
+    if isinstance(config, ModelConfig):
+        d = config.dims
+        absorbed = config.layers * d.heads * (d.nope + d.v) * d.rank * itemsize
     serving = Serving.of(config, cache_format=format.name)
     groups = family_of(config.family).groups(config, serving)
-    return math.ceil(sum(group.token_bytes for group in groups))
+    return MemoryPlan(
+        weights=sum(math.prod(shape) * bytes_of[kind] for shape, kind in shapes),
+        absorbed=absorbed,
+        token=math.ceil(sum(group.token_bytes for group in groups)),
+        request=sum(group.request_bytes for group in groups),
+    )

@@ -4,6 +4,7 @@ import json
 from importlib import resources
 
 from mla_jax.config import ModelConfig
+from mla_jax.config_v4 import AnyConfig, V4Config
 
 __all__ = [
     "GLM_4_7_FLASH",
@@ -14,6 +15,8 @@ __all__ = [
     "V2_LITE",
     "V3",
     "V3_2",
+    "V4_FLASH",
+    "V4_PRO",
     "YOUTU_2B",
     "released",
 ]
@@ -32,13 +35,17 @@ V3_2 = ModelConfig.from_hf(released("v3_2"))
 KIMI_K2 = ModelConfig.from_hf(released("kimi_k2"))
 GLM_4_7_FLASH = ModelConfig.from_hf(released("glm_4_7_flash"))
 GLM_5 = ModelConfig.from_hf(released("glm_5"))
+V4_FLASH = V4Config.from_hf(released("v4_flash"))
+V4_PRO = V4Config.from_hf(released("v4_pro"))
 YOUTU_2B = ModelConfig.from_hf(released("youtu_2b"))
 
-PRESETS = {
+PRESETS: dict[str, AnyConfig] = {
     "V2_LITE": V2_LITE,
     "V2": V2,
     "V3": V3,
     "V3_2": V3_2,
+    "V4_FLASH": V4_FLASH,
+    "V4_PRO": V4_PRO,
     "KIMI_K2": KIMI_K2,
     "GLM_4_7_FLASH": GLM_4_7_FLASH,
     "GLM_5": GLM_5,

@@ -12,12 +12,14 @@ tokens of a disjoint group, m4 tokens and c4 halves of an overlapping one, k exp
 """
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 from mla_jax.config_v4 import V4Config
 from mla_jax.model.stack import Place, periods_of, places_of
 from mla_jax.model.weight_row import Weight, make_weight
+from mla_jax.types import cdiv
 
-__all__ = ["layout_of", "weight_table_v4"]
+__all__ = ["layout_of", "published_tensors", "weight_table_v4"]
 
 # published name, name in transformers, path of the leaf, axes
 _MODEL = (
@@ -88,6 +90,70 @@ def weight_table_v4(config: V4Config, *, layout: str = "published") -> tuple[Wei
     if layout == "saved":
         rows = [(_saved(name), *rest) for name, *rest in rows]
     return tuple(make_weight(name, path, axes, sizes, place) for name, path, axes, place in rows)
+
+
+_FP8 = (
+    "q_down.kernel", "q_up.kernel", "attn.kv.kernel", "attn.out_a", "attn.out_b.kernel",
+    "moe.shared.gate.kernel", "moe.shared.up.kernel", "moe.shared.down.kernel",
+)  # fmt: skip
+_BLOCK, _PACKED_BLOCK = 128, 32
+
+
+def published_tensors(config: V4Config) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Every tensor of a published folder: shape and safetensors dtype, scales and MTP included.
+
+    Products are e4m3 with an E8M0 scale for each 128 x 128 block, routed experts E2M1, two codes a
+    byte, with one for each 32 columns; V4-Flash and V4-Pro are counted to the byte in the tests.
+    """
+    found: dict[str, tuple[tuple[int, ...], str]] = {}
+    for weight in weight_table_v4(config):
+        for name, shape in weight.names().items():
+            _put(found, name, shape, _stored(weight))
+    mtp = replace(
+        config, compress_ratios=(0,), hash_layers=0, ignored_layers=0
+    )  # a window-only block, routed by score
+    for j in range(config.ignored_layers):
+        for weight in weight_table_v4(mtp):
+            for name, shape in weight.names().items():
+                if name.startswith("layers.0."):
+                    inner = name.removeprefix("layers.0.")
+                    _put(found, f"mtp.{j}.{inner}", shape, _stored(weight))
+                elif name.startswith("hc_head_"):
+                    _put(found, f"mtp.{j}.{name}", shape, "F32")
+        square, line = (config.hidden, config.hidden), (config.hidden,)
+        for name in ("e_proj", "h_proj"):
+            _put(found, f"mtp.{j}.{name}.weight", square, "F8_E4M3")
+        for name in ("enorm", "hnorm", "norm"):
+            _put(found, f"mtp.{j}.{name}.weight", line, "BF16")
+    return found
+
+
+def _stored(weight: Weight) -> str:
+    """The dtype of a tensor in published folders."""
+    path = weight.paths[0]
+    if weight.experts:
+        return "I8"
+    if path.endswith(_FP8):
+        return "F8_E4M3"
+    if weight.integer:
+        return "I64"
+    kept = weight.float32 and not path.endswith(("router.kernel", "head_weights.kernel"))
+    return "F32" if kept else "BF16"
+
+
+def _put(
+    found: dict[str, tuple[tuple[int, ...], str]], name: str, shape: tuple[int, ...], dtype: str
+) -> None:
+    """The tensor as it is stored, and its scales."""
+    scale = name.removesuffix("weight") + "scale"
+    if dtype == "I8":
+        out, into = shape
+        found[name] = (out, into // 2), dtype
+        found[scale] = (out, cdiv(into, _PACKED_BLOCK)), "F8_E8M0"
+        return
+    found[name] = shape, dtype
+    if dtype == "F8_E4M3":
+        found[scale] = tuple(cdiv(n, _BLOCK) for n in shape), "F8_E8M0"
 
 
 def _saved(name: str) -> str:
