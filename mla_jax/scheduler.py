@@ -184,6 +184,7 @@ class Scheduler:
         ):
             checked_size(f"Scheduler: {name}", value)
         self.groups = tuple(groups)
+        self._windows = any(group.window is not None for group in self.groups)
         self.max_requests = max_requests
         self.max_prefill_tokens = max_prefill_tokens
         self.max_model_len = max_model_len
@@ -270,6 +271,9 @@ class Scheduler:
 
         One step may be in flight, launched and its tokens not known.
         """
+        if self._windows:
+            for request in self.running:
+                self._return_unseen(request)
         work, chunks = self._decodes(), self._chunks()
         while not (work or chunks) and self._stuck():
             self._preempt(self.running[-1])
@@ -301,7 +305,6 @@ class Scheduler:
 
     def _grow(self, request: Request) -> bool:
         """Give it the pages of its next token, if need be at the cost of younger requests."""
-        self._return_unseen(request)
         while not self._can_hold(request, request.computed + 1):
             victim = self.running[-1]
             self._preempt(victim)
@@ -345,11 +348,12 @@ class Scheduler:
                 group.pool.release([pages[last]])
                 pages[last] = NULL_PAGE
 
-    def _fitting(self, request: Request, length: int) -> int:
+    def _fitting(self, request: Request, length: int, spare: Sequence[int] = ()) -> int:
         """So many of the next ``length`` tokens of a prompt as there are pages of windows for."""
-        for group, pages in zip(self.groups, request.pages, strict=True):
+        spare = spare or (0,) * len(self.groups)
+        for group, pages, kept in zip(self.groups, request.pages, spare, strict=True):
             if group.window is not None:
-                most = (len(pages) + group.pool.free) * group.tokens
+                most = (len(pages) + group.pool.free - kept) * group.tokens
                 length = min(length, most - request.computed)
         return max(length, 0)
 
@@ -365,7 +369,6 @@ class Scheduler:
         budget = self.max_prefill_tokens
         for request in self.running:
             if budget and request.remaining and (request.remaining > 1 or not request.computed):
-                self._return_unseen(request)
                 length = self._fitting(request, min(request.remaining, budget))
                 if not length:
                     continue
@@ -376,8 +379,9 @@ class Scheduler:
             request, tokens = self.waiting[0], self.waiting[0].length
             if not request.remaining:  # it was evicted while its last token is drawn
                 break
-            length = min(request.remaining, budget)
-            if not self._can_hold(request, tokens, length, spare=self._growing()):
+            spare = self._growing()
+            length = self._fitting(request, min(request.remaining, budget), spare)
+            if not (length and self._can_hold(request, tokens, length, spare)):
                 break
             self.waiting.popleft()
             self._lend(request, tokens, length)

@@ -474,3 +474,67 @@ Traffic.TestCase.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None, derandomize=True
 )
 TestTraffic = Traffic.TestCase
+
+
+def windowed(pages, *, window=6, page=4, states=40, requests=4, chunk=16):
+    """A scheduler of states, of a window of so many pages, and of a ring."""
+    groups = [
+        PageGroup(name="window", pool=PagePool(1 + pages), tokens=page, window=window),
+        PageGroup(name="states", pool=PagePool(1 + states), tokens=8),
+        PageGroup(name="ring", pool=PagePool(1 + requests), tokens=2**31 - 1),
+    ]
+    return Scheduler(
+        groups=groups, max_requests=requests, max_prefill_tokens=chunk, max_model_len=64, vocab=99
+    )
+
+
+@pytest.mark.parametrize("pages", [4, 5, 8, 30])
+@pytest.mark.parametrize("window", [1, 6, 9])
+def test_windows_hold_what_is_seen_and_no_more(pages, window):
+    """Random traffic, down to the fewest pages: all requests end, no page has two owners."""
+    rng = random.Random(pages * 10 + window)
+    s = windowed(pages, window=window)
+    group = s.groups[0]
+    assert group.least(60) <= 4
+    lens = [rng.choice([1, 2, 7, 16, 17, 40]) for _ in range(30)]
+    for n, length in enumerate(lens):
+        s.add(str(n), [1] * length, SamplingParams(max_new_tokens=rng.randint(1, 20)))
+    ended = 0
+    for _ in range(2000):
+        plan = s.schedule()
+        if not plan.work:
+            break
+        for w in plan.work:
+            table = w.request.pages[0]
+            first, last = max(w.start - window + 1, 0), w.start + w.length - 1
+            assert all(table[p // group.tokens] for p in range(first, last + 1))
+            assert len(w.request.pages[2]) == 1
+        held = [p for r in s.running for p in r.pages[0] if p]
+        assert len(held) == len(set(held)) == group.pool.used <= pages
+        for r in s.running:  # a page more than its window cuts, and those of this step's chunk
+            fed = sum(w.length for w in plan.work if w.request is r)
+            assert sum(map(bool, r.pages[0])) <= (window - 1 + fed) // group.tokens + 2
+        if rng.random() < 0.1:
+            ended += s.cancel(rng.choice(plan.work).request.id) is not None
+        events = s.commit(plan, [2] * len(plan.work), [0.0] * len(plan.work))
+        ended += sum(e.completion is not None for e in events)
+    assert ended == len(lens)
+    assert [g.pool.used for g in s.groups] == [0, 0, 0]
+
+
+def test_a_prompt_gets_its_window_chunk_by_chunk():
+    s = windowed(6)
+    s.add("a", [1] * 50, SamplingParams(max_new_tokens=3))
+    held = []
+    while (plan := s.schedule()).work:
+        held.append(sum(map(bool, plan.work[0].request.pages[0])))
+        assert len(plan.work[0].request.pages[1]) >= 7  # states of the whole prompt
+        s.commit(plan, [2] * len(plan.work), [0.0] * len(plan.work))
+    assert max(held) <= 6
+    assert s.groups[0].pool.peak <= 6
+
+
+def test_a_window_too_small_for_one_request_is_refused():
+    with pytest.raises(EngineError, match=r"cache pages: given 4 .*at most 3, the whole pool"):
+        windowed(3).add("a", [1] * 50, SamplingParams(max_new_tokens=3))
+    windowed(4).add("a", [1] * 50, SamplingParams(max_new_tokens=3))

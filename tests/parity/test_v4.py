@@ -18,16 +18,17 @@ from tests.parity.families import V4_FAMILY
 torch.set_num_threads(1)
 
 PAGE, LONGEST, STEPS, REQUESTS = 16, 304, 32, 10
-WHOLE = 512
-"""Prompt tokens of a step: any prompt at once."""
+WHOLE, PART = 512, 64
+"""Prompt tokens of a step: any prompt at once; of true widths, which a CPU computes slowly."""
 
 
 @pytest.fixture(scope="module", params=V4_FAMILY, ids=str)
 def served(request, tmp_path_factory):
     """Engine and reference of a case: true widths as published, narrow ones as saved."""
     case, folder = request.param, tmp_path_factory.mktemp("v4")
-    model = reference.build(case)
+    model, most = reference.build(case), WHOLE
     if case.name.endswith("_dims"):
+        most = PART
         checkpoint.save_published_v4(model, folder)
     else:
         checkpoint.save_pretrained(model, folder, shard="400KB")
@@ -40,40 +41,37 @@ def served(request, tmp_path_factory):
         num_pages=120,
         page=PAGE,
         max_requests=REQUESTS,
-        prefill_chunk=WHOLE,
+        prefill_chunk=most,
         max_model_len=LONGEST,
         want_logits=True,
         ladder=default_steps(
-            max_requests=REQUESTS, max_prefill_tokens=WHOLE, max_pages=LONGEST // PAGE
+            max_requests=REQUESTS, max_prefill_tokens=most, max_pages=LONGEST // PAGE
         ),
     )
     return engine, ref
 
 
-def generated(engine, ref):
-    wish = SamplingParams(max_new_tokens=STEPS, ignore_eos=True)
-    completions = engine.generate(ref.prompts, wish)
-    assert engine.stats().pages_used == 0
-    assert engine.stats().compiles <= len(engine.builder.rungs())
-    return completions
-
-
 @contextmanager
 def at_most(engine: Engine, tokens: int) -> Iterator[None]:
     """Steps take so many prompt tokens."""
-    engine.scheduler.max_prefill_tokens = tokens
+    usual = engine.scheduler.max_prefill_tokens
+    engine.scheduler.max_prefill_tokens = min(tokens, usual)
     try:
         yield
     finally:
-        engine.scheduler.max_prefill_tokens = WHOLE
+        engine.scheduler.max_prefill_tokens = usual
 
 
-@pytest.mark.parametrize("tokens", [WHOLE, 1, 37, 64], ids=["whole", "one_by_one", "37", "64"])
+@pytest.mark.parametrize("tokens", [WHOLE, 1, 37], ids=["whole", "one_by_one", "37"])
 def test_however_prompts_are_cut(tokens, served, record_property):
     """All prompts together; single tokens, uneven chunks, or each prompt in one step."""
     engine, ref = served
+    wish = SamplingParams(max_new_tokens=STEPS, ignore_eos=True)
     with at_most(engine, tokens):
-        record_property("max_abs_logit_difference", assert_same(generated(engine, ref), ref))
+        completions = engine.generate(ref.prompts, wish)
+    record_property("max_abs_logit_difference", assert_same(completions, ref))
+    assert engine.stats().pages_used == 0
+    assert engine.stats().compiles <= len(engine.builder.rungs())
 
 
 def test_preempted(served, record_property):
