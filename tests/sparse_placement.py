@@ -1,4 +1,4 @@
-"""A tiny V3.2 on eight devices against one, in a process of its own; prints findings as JSON."""
+"""A tiny V3.2 and a tiny V4 on eight devices against one, in a process of its own; prints findings as JSON."""
 
 import json
 
@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from mla_jax.model.sampling import SamplingParams
-from tests.model import sparse
+from tests.model import sparse, v4
 
 
 def main() -> dict[str, object]:
@@ -15,11 +15,12 @@ def main() -> dict[str, object]:
     asked = [rng.integers(3, 64, n).tolist() for n in (1, 7, 9, 40, 20)]
     wish = SamplingParams(max_new_tokens=8, ignore_eos=True)
     found: dict[str, object] = {"devices": len(jax.devices())}
-    for kind in ("deepseek_v32", "glm_moe_dsa"):
-        cfg = sparse.config(kind)
-        module = sparse.model(cfg)
+    for kind in ("deepseek_v32", "glm_moe_dsa", "deepseek_v4"):
+        maker = v4 if kind == "deepseek_v4" else sparse
+        cfg = v4.config() if maker is v4 else sparse.config(kind)
+        module = maker.model(cfg)
         one, many = (
-            sparse.engine(module, cfg, devices=devices)
+            maker.engine(module, cfg, devices=devices)
             for devices in (jax.devices()[0], jax.devices())
         )
         tokens = [[c.token_ids for c in e.generate(asked, wish)] for e in (one, many)]

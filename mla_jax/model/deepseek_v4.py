@@ -124,7 +124,7 @@ class V4Attention(nnx.Module):
             )
         states = caches.get(f"states_{self.ratio}")
 
-        def attend(q, sink, window, states, chosen, layer, number):
+        def attend(q, sink, window, states, chosen, layer, number, meta, shared):
             scopes = _Scopes(self, meta, shared, window, states, chosen, layer, number, backend)
             out = jnp.zeros(q.shape, x.dtype)
             if meta.windows.bucket.decode_tokens:
@@ -134,10 +134,11 @@ class V4Attention(nnx.Module):
             return out
 
         if placement is not None and divides(placement, self.config.heads):
-            given = 1, 0, None, None, None, None, None
+            given = 1, 0, *(None,) * 7
             attend = divided(attend, placement, given=given, returned=1)
         numbers = jnp.asarray(layer), jnp.asarray(number)
-        out = attend(q, self.sink[...], caches["window"], states, chosen, *numbers)
+        given = q, self.sink[...], caches["window"], states, chosen, *numbers, meta, shared
+        out = attend(*given)
         return self._project(out, shared.angles), caches
 
     def _complete_groups(
@@ -269,7 +270,7 @@ class _Scopes(NamedTuple):
             backend=ops.named("mla_sparse_decode", self.backend),
             **self._facts,
         )
-        return out.at[:rows].set(found.out)
+        return jnp.concatenate([found.out, out[rows:]])
 
     def _decode_states(self, rows: int) -> SparseScope | None:
         if self.states is None:
