@@ -203,7 +203,7 @@ class V4Attention(nnx.Module):
         if self.pool is not None:
             states = self.pool.whole(x, angles)
             keys = jnp.concatenate([keys, states])
-            seen = jnp.concatenate([seen, self._seen_states(x, low, angles, len(states))], axis=1)
+            seen = jnp.concatenate([seen, self.seen_states(x, low, angles, len(states))], axis=1)
         wide = {"precision": precision_of(x.dtype), "preferred_element_type": jnp.float32}
         s = config.scale * jnp.einsum("thd,sd->ths", q, keys, **wide)
         s = jnp.where(seen[:, None], s, -jnp.inf)
@@ -212,7 +212,7 @@ class V4Attention(nnx.Module):
         out = jnp.einsum("ths,sd->thd", p, keys.astype(jnp.float32), precision="highest")
         return self._project(out.astype(x.dtype), angles)
 
-    def _seen_states(
+    def seen_states(
         self,
         x: Float[Array, "tokens hidden"],
         low: Float[Array, "tokens q_rank"],
