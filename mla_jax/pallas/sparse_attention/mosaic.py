@@ -4,6 +4,7 @@ Not yet run on a GPU: an automatic choice takes another backend, ``backend="mosa
 The kernels are imported where they run: Mosaic GPU takes more than a second to import.
 """
 
+import itertools
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from mla_jax.pallas import tuning as tuning_table
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.registry import OneOf, Problem, Requirement, Tuned, Within
 from mla_jax.pallas.sparse_attention import line_plan, rows_sm90
+from mla_jax.pallas.sparse_attention.xla import with_sinks
 from mla_jax.types import Array, AttnState, Float, Int, cdiv, round_up
 
 __all__ = ["DECODE", "PREFILL", "Tuning", "sparse_decode", "sparse_prefill", "tune"]
@@ -79,6 +81,7 @@ def sparse_decode(
     value: int,
     out_dtype: DTypeLike,
     tuning: Tuning,
+    sinks: Float[Array, "heads"] | None = None,
     interpret: object = None,
 ) -> AttnState:
     """``xla.sparse_decode`` at the dtype of the queries, accumulating in float32.
@@ -98,6 +101,7 @@ def sparse_decode(
         layers,
         scale=scale,
         tuning=tuning,
+        sinks=sinks,
         interpret=interpret,
     )
 
@@ -111,6 +115,7 @@ def sparse_prefill(
     value: int,
     out_dtype: DTypeLike,
     tuning: Tuning,
+    sinks: Float[Array, "heads"] | None = None,
     interpret: object = None,
 ) -> AttnState:
     """``xla.sparse_prefill`` likewise: gathered rows are a cache with one row in a page."""
@@ -134,6 +139,7 @@ def sparse_prefill(
         [jnp.zeros((), jnp.int32)],
         scale=scale,
         tuning=tuning,
+        sinks=sinks,
         interpret=interpret,
     )
 
@@ -167,6 +173,7 @@ def _attend(
     *,
     scale: float,
     tuning: Tuning,
+    sinks: Float[Array, "heads"] | None,
     interpret: object,
 ) -> AttnState:
     """Divide the work, run the kernel, merge what was split."""
@@ -186,13 +193,19 @@ def _attend(
     blocks = sum(scope.blocks for scope in scopes)
     line = line_plan.divide(tokens, blocks, workers=workers, heads=padded)
     early_launch = tuning.early_launch and interpret is None and line.split
-    q = jnp.pad(q, ((0, 0), (0, padded - heads), (0, 0)))
+    inside = sinks is not None and not line.split  # each token is finished by one thread block
+    more = round_up(padded, mosaic_sm90.ROWS) - heads
+    of_heads = (jnp.pad(sinks.astype(jnp.float32), (0, more)),) if inside else ()
+    q = jnp.pad(q, ((0, 0), (0, padded - heads), (0, 0))).reshape(tokens * padded, width)
+    ends = (0, mosaic_sm90.VALUE, width)[: 2 + (width > mosaic_sm90.VALUE)]
+    queries = tuple(q[:, a:b] for a, b in itertools.pairwise(ends))  # as they were before ``ops``
     out, lse, part, part_lse = mosaic_sm90.attend(
-        q.reshape(tokens * padded, width),
+        queries,
         jnp.stack(layers),
         jnp.asarray(line.first_slots()),
         lists,
         pages,
+        of_heads,
         scopes=scopes,
         line=line,
         heads=padded,
@@ -212,6 +225,7 @@ def _attend(
             early_launch=early_launch,
             interpret=interpret,
         )
-    return AttnState(
+    state = AttnState(
         out=out.reshape(tokens, padded, -1)[:, :heads], lse=lse.reshape(tokens, padded)[:, :heads]
     )
+    return state if inside else with_sinks(state, sinks)

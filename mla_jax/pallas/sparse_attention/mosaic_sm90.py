@@ -60,28 +60,31 @@ def scratch(dtype, width: int) -> dict:
 
     Barriers: who arrives -> who waits, once for every use of what they guard.
     """
-    return {
-        "q": lib.swizzled((1, ROWS, width), dtype),
+    more = width - VALUE
+    buffers = {
+        "q": lib.swizzled((1, ROWS, VALUE), dtype),
         "left": lib.swizzled((SLOTS, BLOCK, HALF), dtype),
         "right": lib.swizzled((SLOTS, BLOCK, HALF), dtype),
         "weights": lib.swizzled((SLOTS, ROWS, BLOCK), dtype),  # first: columns behind the value
         "stats": plgpu.SMEM((SLOTS + 3, ROWS), F32),
         "marks": plgpu.SMEM((MARKS, BLOCK), F32),  # which keys of a block there are
-        "q_full": lib.barrier(),  # copy engine -> scores
+        "q_full": lib.barrier(1 + (more > 0)),  # copy engine -> scores
         "full": lib.barrier(count=SLOTS),  # feed -> scores: keys and marks
         "p_ready": lib.barrier(count=SLOTS),  # scores -> left, right: P and its factor
         "freed": lib.barrier(2, SLOTS),  # left, right -> feed: keys, P and factor were read
         "inverse_ready": lib.barrier(count=2),  # scores -> left, right: 1 / sum of a piece
     }
+    return buffers | ({"q_rope": lib.swizzled((1, ROWS, more), dtype)} if more else {})
 
 
 @lib.lowered_once("scopes", "line", "heads", "scale", "early_launch", "interpret")
 def attend(
-    q: jax.Array,
+    queries: tuple[jax.Array, ...],
     layers: jax.Array,
     first_slots: jax.Array,
     lists: tuple[jax.Array, ...],
     pages: tuple[jax.Array, ...],
+    sinks: tuple[jax.Array, ...],
     *,
     scopes: tuple[Scope, ...],
     line: Line,
@@ -93,11 +96,12 @@ def attend(
     """``out`` [tokens * heads, 512] and ``lse`` [tokens * heads] of tokens in one piece, and the
     same ``[slots * tiles * 64, 512]``, base-2 ``[slots, tiles, 64]`` of the other pieces.
 
-    Queries are ``[tokens * heads, width]``, ``heads`` a multiple of 8. ``layers`` are numbers, one of
-    each cache; ``pages`` are the caches, all layers of each, ``[pages, bytes]`` of records and
-    ``[rows, width]`` of elements. Rows of tokens in several pieces are left as they were allocated.
+    Queries are ``[tokens * heads, 512]`` and, of columns behind the value, ``[tokens * heads, 64]``;
+    ``heads`` is a multiple of 8. ``layers`` are numbers, one of each cache; ``pages`` are the caches, all layers of each, ``[pages, bytes]`` of records and
+    ``[rows, width]`` of elements. ``sinks`` are none, or one array of as many as there are rows of
+    tiles, if no token has several pieces. Rows of tokens in several pieces are left as they were allocated.
     """
-    count, width = q.shape
+    count, width, dtype = queries[0].shape[0], sum(q.shape[1] for q in queries), queries[0].dtype
     tiles = -(-heads // ROWS)
     slots = line.slots + CHAINS  # the merge reads over the last
     body = functools.partial(
@@ -108,17 +112,18 @@ def attend(
         scale=scale * math.log2(math.e),
         early_launch=early_launch,
         simulate=interpret is not None,
+        operands=len(queries),
     )
     shape = jax.ShapeDtypeStruct
     kernel = lib.kernel(
         body,
         out_type=(
-            shape((count, VALUE), q.dtype),
+            shape((count, VALUE), dtype),
             shape((count,), F32),
-            shape((slots * tiles * ROWS, VALUE), q.dtype),
+            shape((slots * tiles * ROWS, VALUE), dtype),
             shape((slots, tiles, ROWS), F32),
         ),
-        scratch_types=scratch(q.dtype, width),
+        scratch_types=scratch(dtype, width),
         grid=(line.workers, tiles),  # tiles of a worker run side by side: one read of its rows
         grid_names=("worker", "tile"),
         num_threads=4,
@@ -129,18 +134,21 @@ def attend(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
     )
-    return kernel(q, layers, first_slots, *lists, *pages)
+    return kernel(*queries, layers, first_slots, *lists, *pages, *sinks)
 
 
 def _body(
-    q_g, layers_g, slots_g, *refs,
-    scopes, line, heads, scale, early_launch, simulate,
+    *refs,
+    scopes, line, heads, scale, early_launch, simulate, operands,
     q, left, right, weights, stats, marks, q_full, full, p_ready, freed, inverse_ready,
+    q_rope=None,
 ):  # fmt: skip
     wg, worker, tile = (lax.axis_index(n) for n in ("wg", "worker", "tile"))
+    queries, (layers_g, slots_g, *refs) = refs[:operands], refs[operands:]
     n = len(scopes)
-    lists, pages, (out_g, lse_g, part_g, part_lse_g) = refs[:n], refs[n : 2 * n], refs[2 * n :]
-    tiles, width = part_lse_g.shape[1], q.shape[-1]
+    lists, pages, sinks = refs[:n], refs[n : 2 * n], refs[2 * n : -4]
+    out_g, lse_g, part_g, part_lse_g = refs[-4:]
+    tiles = part_lse_g.shape[1]
     live = min(1 << (heads - 1).bit_length(), ROWS)  # of a tile, at most
     step_of_rows = math.gcd(heads, ROWS)
     blocks = I32(line.blocks)
@@ -178,11 +186,12 @@ def _body(
 
     def scores():
         plgpu.set_max_registers(REGISTERS[0], action="decrease")
-        size = min(live, q_g.shape[0])
+        size = min(live, queries[0].shape[0])
 
         def load(token):
-            these = q_g.at[pl.ds(row_of(token), size)]
-            plgpu.copy_gmem_to_smem(these, q.at[0, pl.ds(0, size)], q_full)
+            for q_g, to in zip(queries, (q, q_rope), strict=False):
+                these = q_g.at[pl.ds(row_of(token), size)]
+                plgpu.copy_gmem_to_smem(these, to.at[0, pl.ds(0, size)], q_full)
 
         def piece(token, g0, part):
             n, _ = piece_of(token)
@@ -200,9 +209,8 @@ def _body(
                     for k, keys in enumerate((left, right)):
                         columns = q.at[i, :, pl.ds(k * HALF, HALF)]
                         lib.matmul(acc, columns, keys.at[s].T, simulate=simulate)
-                    if width > VALUE:
-                        columns = q.at[i, :, pl.ds(VALUE, width - VALUE)]
-                        lib.matmul(acc, columns, weights.at[s].T, simulate=simulate)
+                    if q_rope is not None:
+                        lib.matmul(acc, q_rope.at[i], weights.at[s].T, simulate=simulate)
                     return acc[...]
 
                 x = pl.run_scoped(products, plgpu.ACC((ROWS, BLOCK), F32))
@@ -237,9 +245,14 @@ def _body(
             pl.when(token < last_token)(lambda: load(token + 1))
             total = total.sum(axis=1)
             i = parity(token)
-            stats[INVERSE + i] = jnp.where(total > 0.0, 1.0 / total, 0.0)
-            plgpu.barrier_arrive(inverse_ready.at[i])
             lse2 = jnp.where(total > 0.0, top + jnp.log2(total), -jnp.inf)
+            share = 1.0 / total
+            for sinks_g in sinks:  # one more key, of value zero
+                these = sinks_g.at[pl.ds(pl.multiple_of(tile * ROWS, ROWS), ROWS)]
+                sink = plgpu.load(these, layout=ROW, optimized=False) * math.log2(math.e)
+                share = share / (1.0 + jnp.exp2(sink - lse2))
+            stats[INVERSE + i] = jnp.where(total > 0.0, share, 0.0)
+            plgpu.barrier_arrive(inverse_ready.at[i])
 
             @pl.when(part < 0)
             def _():

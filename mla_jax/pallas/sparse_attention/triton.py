@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from mla_jax.cache import LatentCache, RecordCache
 from mla_jax.pallas.merge.ref import merge_attn_states
 from mla_jax.pallas.registry import OneOf, Requirement, Within
+from mla_jax.pallas.sparse_attention.xla import with_sinks
 from mla_jax.types import Array, AttnState, Float, Int, cdiv, power_of_two, round_up
 
 __all__ = ["REQUIREMENT", "sparse_decode"]
@@ -44,6 +45,7 @@ def sparse_decode(
     scale: float,
     value: int,
     out_dtype: DTypeLike,
+    sinks: Float[Array, "heads"] | None = None,
 ) -> AttnState:
     """``xla.sparse_decode`` over one scope."""
     from mla_jax.pallas import triton_lib
@@ -84,6 +86,6 @@ def sparse_decode(
         SCALE=float(scale),
     )
     if pieces == 1:
-        return AttnState(out=out[0], lse=lse[0])
+        return with_sinks(AttnState(out=out[0], lse=lse[0]), sinks)
     parts = (AttnState(out=out[i], lse=lse[i]) for i in range(pieces))
-    return merge_attn_states(*parts, out_dtype=out_dtype)
+    return with_sinks(merge_attn_states(*parts, out_dtype=out_dtype), sinks)
