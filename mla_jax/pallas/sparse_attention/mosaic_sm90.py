@@ -47,7 +47,7 @@ ROWS = 64  # heads of a tile
 VALUE = 512  # columns of the value
 HALF = VALUE // 2
 PART = 128  # columns of one product of values: one of 256 takes more registers than the launch gives
-REGISTERS = (96, 160, 96)  # of a thread: scores, halves, feed; 128 each at the launch
+REGISTERS = (80, 160, 112)  # of a thread: scores, halves, feed; 128 each at the launch
 ALPHA, INVERSE, LSE = 0, SLOTS, SLOTS + 2  # rows of the statistics buffer
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
