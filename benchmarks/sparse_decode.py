@@ -36,7 +36,7 @@ CLOCK = (
 )
 METHOD = (
     f"{TOPK} distinct slots of each token, shuffled, among the pages of its own request; ragged: 1 "
-    "to as many of them, then -1; peer: FlashMLA's sparse decode, planned once, with 64 heads where "
+    "to as many of them, then -1; peer: FlashMLA's sparse decode, planned once, with 64 heads if "
     "there are fewer, or over bf16 rows, for which it has no decode, its sparse prefill; " + CLOCK
 )
 

@@ -1,4 +1,4 @@
-"""V4's decode over two caches beside FlashMLA's, on the same arrays: a window and compressed rows."""
+"""V4's decode beside FlashMLA's, on the same arrays: a window, and rows of a second cache."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -23,9 +23,9 @@ WINDOW, PAGE, RECORD = 128, 64, 584
 SCALE = ROW**-0.5
 COMPRESSED = 16384  # rows of a request
 METHOD = (
-    f"584-byte records; each token {WINDOW} slots of the window cache, pages of {PAGE}, and distinct "
-    "slots of a second cache, shuffled, among the pages of its own request; sinks; peer: FlashMLA's "
-    "sparse decode with a second cache and sinks, planned once; " + CLOCK
+    f"584-byte records; each token {WINDOW} slots of the window cache, pages of {PAGE}, and "
+    "distinct slots of a second cache, shuffled, among the pages of its own request; sinks; peer: "
+    "FlashMLA's sparse decode with a second cache and sinks, planned once; " + CLOCK
 )
 
 
@@ -109,7 +109,9 @@ def _flashmla(peers: Path, case: Case, q, caches, lists, sinks) -> Callable[[], 
         (torch.from_dlpack(x).view(case.requests, 1, -1) for x in lists),
     )
     sink, more = torch.from_dlpack(sinks), (extra, far, None)
-    _, _, *plan = decode(query, window, near, None, sink, None, None, *more, ROW, SCALE, None, False)
+    _, _, *plan = decode(
+        query, window, near, None, sink, None, None, *more, ROW, SCALE, None, False
+    )
 
     def call() -> None:
         decode(query, window, near, None, sink, *plan, *more, ROW, SCALE, None, False)

@@ -45,16 +45,13 @@ def params():
 
 
 INTERPRETED = {  # workers, and what is drawn
-    "one_piece_each": (3, {"keys": 70}),
     "pieces_across_tokens": (2, {"keys": 150}),
     "more_workers_than_blocks": (99, {"keys": 70, "heads": 70, "tokens": 1}),
     "one_block_of_many_tokens": (2, {"keys": 9, "tokens": 7}),
     "nothing": (2, {"keys": 9, "missing": 1.0}),
     "fp16": (1, {"keys": 70, "tokens": 1, "form": "fp16", "dtype": "float16"}),
     "records": (2, {"keys": 150, "form": "ds_mla"}),
-    "records_and_heads": (2, {"keys": 70, "form": "ds_mla", "heads": 70, "tokens": 1}),
     "v4": (2, {"keys": 150, "form": "v4", "dims": V4, "page": 2, "pages": 60}),
-    "v4_elements": (4, {"keys": 130, "dims": V4}),
 }
 
 
@@ -71,9 +68,7 @@ def test_interpreted_with_race_detection(name, rng, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("form", "dims", "workers"), [("v4", V4, 1), ("v4", V4, 3), ("bf16", V4, 1), ("ds_mla", V3, 3)]
-)
+@pytest.mark.parametrize(("form", "dims", "workers"), [("v4", V4, 3), ("bf16", V4, 1)])
 def test_two_scopes_interpreted(form, dims, workers, rng):
     """Pages of other sizes, lists that end inside of a block."""
     facts = {"dims": dims, "heads": 5, "tokens": 2, "form": form}
@@ -90,7 +85,9 @@ def test_sinks_interpreted(workers, rng):
     """In the kernel where a token is in one piece, behind the merge where it is in several."""
     d = drawn(rng, dims=V4, heads=9, tokens=2, keys=70, pages=20)
     d.slots[1] = -1
-    sinks = jnp.asarray(rng.normal(size=9), jnp.float32).at[:2].set(jnp.asarray([-jnp.inf, jnp.inf]))
+    sinks = (
+        jnp.asarray(rng.normal(size=9), jnp.float32).at[:2].set(jnp.asarray([-jnp.inf, jnp.inf]))
+    )
     got = attend(d, workers, interpret=params(), sinks=sinks)
     want = apply_sinks(attend(d, workers, interpret=params()), sinks)
     np.testing.assert_array_equal(got.lse, want.lse)
@@ -111,14 +108,12 @@ def test_a_stack_takes_its_layer_interpreted(rng):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scale", [0.0, -0.13])
-def test_scales_that_are_not_positive(scale, rng):
-    d = drawn(rng, dims=V3, heads=5, tokens=2, keys=70)
+def test_a_negative_scale(rng):
+    d = drawn(rng, dims=V3, heads=5, tokens=1, keys=20)
     given = jnp.asarray(d.q), ((d.cache, jnp.asarray(d.slots), None),)
     facts = {"value": 512, "out_dtype": d.q.dtype, "tuning": Tuning(workers=2)}
-    got = mosaic.sparse_decode(*given, scale=scale, **facts, interpret=params())
-    factor = np.asarray(scale / SCALE, d.q.dtype)  # 0 or -1
-    judged(got, d, [(factor * q, *rest) for q, *rest in d.parts()])
+    got = mosaic.sparse_decode(*given, scale=-SCALE, **facts, interpret=params())
+    judged(got, d, [(-q, *rest) for q, *rest in d.parts()])
 
 
 @given(

@@ -51,7 +51,7 @@ ARITHMETIC = {
 
 
 class Machine:
-    """Global memory from ``GLOBAL`` on, shared memory from 0 on; what is fetched to the L2 cache."""
+    """Global memory from ``GLOBAL`` on, shared memory from 0 on; what goes to the L2 cache."""
 
     def __init__(self, memory):
         self.memory, self.shared = memory, np.full(96 * KB, 0xEE, np.uint8)

@@ -1,8 +1,8 @@
 """Keys for ``mosaic_sm90``: selected rows to shared memory, in 16 bits, block after block.
 
-One warpgroup feeds. Rows are fetched to the L2 cache ``AHEAD`` blocks early, entries of the lists are
-read one block before that. *Records* come in units of 32 keys; while one is widened from a thread's
-registers the next one is loaded into them::
+One warpgroup feeds. Rows are fetched to the L2 cache ``AHEAD`` blocks early, entries of the lists
+are read one block before that. *Records* come in units of 32 keys; while one is widened from a
+thread's registers the next one is loaded into them::
 
   registers    u0 | widen u0, load u1 | widen u1, load u2 | ...
   slot              `-- keys 0..31        `-- keys 32..63 -> full -> scores
@@ -10,8 +10,8 @@ registers the next one is loaded into them::
 *Elements* are copied into the slot itself, and waited for. ``rows_sm90`` has the assembly; the
 interpreter, which knows none, reads the same rows by ``formats``.
 
-A list has no more than its entries, a cache no more than its rows: everything else is no row. Its key
-is zeros, and ``marks`` says so to the scores.
+A list has no more than its entries, a cache no more than its rows: everything else is no row. Its
+key is zeros, and ``marks`` says so to the scores.
 """
 
 # Mosaic GPU states its types in part only; roles are decided while tracing.
@@ -132,8 +132,7 @@ class Feed:
             if len(self.scopes) > 1:
                 more = read(1, token, first)
                 found, there = (
-                    jnp.where(second == 1, b, a)
-                    for a, b in zip((found, there), more, strict=True)
+                    jnp.where(second == 1, b, a) for a, b in zip((found, there), more, strict=True)
                 )
             self._wait(g)
             s, half = _ring(g), self.keys[0].shape[-1]
@@ -193,7 +192,7 @@ class Feed:
         lax.fori_loop(self.start, self.stop, step, carry)
 
     def _look_up(self, which: str, e, more: int = 0) -> jax.Array:
-        """Entries of block ``e`` for each thread, from key ``more`` on; -1 behind the last block."""
+        """Entries of block ``e`` for a thread, from key ``more`` on; -1 behind the last block."""
         count = 4 if which == "block" else 1
         token, second, first = self._place(e)
         inside = e < self.stop
@@ -274,13 +273,18 @@ class Feed:
             row, scales = self._find(slot, refs, layers, second, extra=0)
             inline.asm(rows.block(rows.mark(1 - half)), [marks, row], "r,l,~{memory}")
             both = inline.asm(
-                rows.block(rows.spread(self.format)), [row], "=&l,=&l,l", result="struct<(i64, i64)>"
+                rows.block(rows.spread(self.format)),
+                [row],
+                "=&l,=&l,l",
+                result="struct<(i64, i64)>",
             )
             codes, rotary = inline.unpacked(both, 2, bits=64)
             factors, targets = held[-4:], []
             if not begin:
                 text = rows.block(rows.targets())
-                found = inline.asm(text, places, "=&r,=&r,=&r,r,r,r", result="struct<(i32, i32, i32)>")
+                found = inline.asm(
+                    text, places, "=&r,=&r,=&r,r,r,r", result="struct<(i32, i32, i32)>"
+                )
                 targets = inline.unpacked(found, 3)
 
             def load(address, byte, words=4):

@@ -86,7 +86,7 @@ class Line:
 
 @functools.lru_cache(maxsize=256)
 def divide(tokens: int, blocks: int, *, workers: int, heads: int) -> Line:
-    """The cheapest line: of even shares, a little more, whole tokens, and tokens in equal pieces."""
+    """The cheapest line: even shares, a little more, whole tokens, or tokens in equal pieces."""
     even = cdiv(tokens * blocks, workers)
     shares = {even + k * max(1, even // 128) for k in range(17)}
     shares |= {round_up(even, blocks)}

@@ -1,8 +1,8 @@
 """Sparse absorbed decode and prefill on Hopper: Pallas Mosaic GPU.
 
-Computes ``ref.attend`` for rows of 576 or 512 columns, the first 512 of which are the value, over the
-slots of one cache or of two, in one softmax. A thread block owns 64 heads of one piece of a token at
-a time (``line_plan``). Four warpgroups walk its blocks of 64 keys as one stream::
+Computes ``ref.attend`` for rows of 576 or 512 columns, the first 512 of which are the value, over
+the slots of one cache or of two, in one softmax. A thread block owns 64 heads of one piece of a
+token at a time (``line_plan``). Four warpgroups walk its blocks of 64 keys as one stream::
 
   wg 0 scores   S = Q K^T, softmax, P -> shared memory
   wg 1 left     O[:, :256] += P V[:, :256]
@@ -11,9 +11,9 @@ a time (``line_plan``). Four warpgroups walk its blocks of 64 keys as one stream
 
   feed -> full -> scores -> p_ready -> left, right -> freed -> feed
 
-Two blocks of keys lie in shared memory; with 576 columns ``P`` takes the place of the rotary columns of
-its own block, which were read by then. The result of a piece leaves through the slot of its last
-block. The next token's queries are loaded when the last scores of this one are done.
+Two blocks of keys lie in shared memory; with 576 columns ``P`` takes the place of the rotary
+columns of its own block, which were read by then. The result of a piece leaves through the slot of
+its last block. The next token's queries are loaded when the last scores of this one are done.
 
 The bound of a block: 2176 tensor-core cycles, and some 2450 of shared memory (all of ``Q`` is read
 from there). ``docs/kernels/sparse_attention.md`` has the arithmetic.
@@ -36,7 +36,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mla_jax.pallas import mosaic_lib as lib
 from mla_jax.pallas.dense_decode.combine_sm90 import CHAINS
-from mla_jax.pallas.mosaic_lib import LAG, LOWEST, ROW, WGMMA
+from mla_jax.pallas.mosaic_lib import LAG, LOWEST, ROW
 from mla_jax.pallas.sparse_attention.feed_sm90 import MARKS, SLOTS, Feed
 from mla_jax.pallas.sparse_attention.line_plan import Line
 from mla_jax.pallas.sparse_attention.rows_sm90 import BLOCK, Scope
@@ -46,7 +46,9 @@ __all__ = ["ROWS", "VALUE", "attend", "scratch"]
 ROWS = 64  # heads of a tile
 VALUE = 512  # columns of the value
 HALF = VALUE // 2
-PART = 128  # columns of one product of values: one of 256 takes more registers than the launch gives
+PART = (
+    128  # columns of one product of values: one of 256 takes more registers than the launch gives
+)
 REGISTERS = (80, 160, 112)  # of a thread: scores, halves, feed; 128 each at the launch
 ALPHA, INVERSE, LSE = 0, SLOTS, SLOTS + 2  # rows of the statistics buffer
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
@@ -96,10 +98,11 @@ def attend(
     """``out`` [tokens * heads, 512] and ``lse`` [tokens * heads] of tokens in one piece, and the
     same ``[slots * tiles * 64, 512]``, base-2 ``[slots, tiles, 64]`` of the other pieces.
 
-    Queries are ``[tokens * heads, 512]`` and, of columns behind the value, ``[tokens * heads, 64]``;
-    ``heads`` is a multiple of 8. ``layers`` are numbers, one of each cache; ``pages`` are the caches, all layers of each, ``[pages, bytes]`` of records and
-    ``[rows, width]`` of elements. ``sinks`` are none, or one array of as many as there are rows of
-    tiles, if no token has several pieces. Rows of tokens in several pieces are left as they were allocated.
+    Queries are ``[tokens * heads, 512]`` and, of columns behind the value, ``[tokens * heads,
+    64]``; ``heads`` is a multiple of 8. ``layers`` are numbers, one of each cache; ``pages`` are
+    the caches, all layers of each, ``[pages, bytes]`` of records and ``[rows, width]`` of elements.
+    ``sinks`` are none, or one array of as many as there are rows of tiles, if no token has several
+    pieces. Rows of tokens in several pieces are left as they were allocated.
     """
     count, width, dtype = queries[0].shape[0], sum(q.shape[1] for q in queries), queries[0].dtype
     tiles = -(-heads // ROWS)

@@ -5,10 +5,10 @@ A tile is 8 keys by 64 columns in 16 bits, swizzled by 128 bytes. Of a unit of 3
 
     slot -> address of the row, or 0 -> load -> e4m3 * scale -> bfloat16 -> two times 16 bytes
 
-so a load of a warp takes 64 bytes in a row of each of its keys, and a store reaches all banks. A row
-that is not there (slot -1, or outside of the cache) is never read: its registers are zeros.
-*Elements* are copied by ``cp.async``, 16 bytes of each of eight threads for a key and 64 columns; of a
-row that is not there it writes zeros.
+so a load of a warp takes 64 bytes in a row of each of its keys, and a store reaches all banks. A
+row that is not there (slot -1, or outside of the cache) is never read: its registers are zeros.
+*Elements* are copied by ``cp.async``, 16 bytes of each of eight threads for a key and 64 columns;
+of a row that is not there it writes zeros.
 
 ``code * scale`` is rounded once, from float32; a NaN stays one. Addresses have 64 bits.
 """
@@ -122,9 +122,9 @@ def _wide_lane() -> Iterator[str]:
 def look_up(which: str) -> Iterator[str]:
     """Entries of a list for a thread's keys; -1 behind its end.
 
-    ``$0`` the entry (``$0`` to ``$3`` of ``block``); then the list's address, the number of the first
-    key, how many entries there are. ``which``: ``unit`` of 32 keys, ``block`` of 64 as ``_wide_lane``
-    has them, or ``row``: thread ``i`` has key ``i`` modulo 64.
+    ``$0`` the entry (``$0`` to ``$3`` of ``block``); then the list's address, the number of the
+    first key, how many entries there are. ``which``: ``unit`` of 32 keys, ``block`` of 64 as
+    ``_wide_lane`` has them, or ``row``: thread ``i`` has key ``i`` modulo 64.
     """
     count = 4 if which == "block" else 1
     if which == "row":
@@ -192,7 +192,7 @@ def load(byte: int, words: int = 4) -> Iterator[str]:
 
 
 def targets() -> Iterator[str]:
-    """Where a thread stores: ``$0`` left, ``$1`` right, ``$2`` rotary, of the places ``$3`` to ``$5``.
+    """Where a thread stores: ``$0`` left, ``$1`` right, ``$2`` rotary, of places ``$3`` to ``$5``.
 
     Of a key's 64 columns it has units ``2 lane`` and ``2 lane + 1`` of 16 bytes, exchanged by the
     key's number (the swizzle of 128 bytes): the second one is the first, with bit 4 changed.
@@ -273,8 +273,8 @@ def mark(half: int) -> Iterator[str]:
 def copy(tiles: Sequence[Tile], k: int) -> Iterator[str]:
     """Key ``row + 4 k`` of a warp's 16: its tiles, and whether it is there.
 
-    ``$0`` to ``$2`` are the places left, right and rotary, ``$3`` that of the marks, ``$4`` the row,
-    ``$5`` any address that exists.
+    ``$0`` to ``$2`` are the places left, right and rotary, ``$3`` that of the marks, ``$4`` the
+    row, ``$5`` any address that exists.
     """
     yield from _wide_lane()
     yield from (
@@ -305,7 +305,7 @@ def copy(tiles: Sequence[Tile], k: int) -> Iterator[str]:
 
 
 def fetch(row_bytes: int, *, apart: bool) -> Iterator[str]:
-    """Row ``$0`` to the L2 cache, by the first 64 threads; its scales, ``$1``, if they lie apart."""
+    """Row ``$0`` to the L2 cache, by the first 64 threads; and its scales, ``$1``, if apart."""
     yield from (
         "mov.u32 x, %tid.x;",
         "and.b32 x, x, 127;",
