@@ -193,9 +193,10 @@ def _attend(
     blocks = sum(scope.blocks for scope in scopes)
     line = line_plan.divide(tokens, blocks, workers=workers, heads=padded)
     early_launch = tuning.early_launch and interpret is None and line.split
-    inside = sinks is not None and not line.split  # each token is finished by one thread block
-    more = round_up(padded, mosaic_sm90.ROWS) - heads
-    of_heads = (jnp.pad(sinks.astype(jnp.float32), (0, more)),) if inside else ()
+    of_heads, behind = (), sinks
+    if sinks is not None and not line.split:  # each token is finished by one thread block
+        more = round_up(padded, mosaic_sm90.ROWS) - heads
+        of_heads, behind = (jnp.pad(sinks.astype(jnp.float32), (0, more)),), None
     q = jnp.pad(q, ((0, 0), (0, padded - heads), (0, 0))).reshape(tokens * padded, width)
     ends = (0, mosaic_sm90.VALUE, width)[: 2 + (width > mosaic_sm90.VALUE)]
     queries = tuple(q[:, a:b] for a, b in itertools.pairwise(ends))  # as they were before ``ops``
@@ -228,4 +229,4 @@ def _attend(
     state = AttnState(
         out=out.reshape(tokens, padded, -1)[:, :heads], lse=lse.reshape(tokens, padded)[:, :heads]
     )
-    return state if inside else with_sinks(state, sinks)
+    return with_sinks(state, behind)

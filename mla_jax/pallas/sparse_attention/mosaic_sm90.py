@@ -22,6 +22,7 @@ from there). ``docs/kernels/sparse_attention.md`` has the arithmetic.
 # Mosaic GPU states its types in part only; roles are decided while tracing.
 # pyright: reportPrivateImportUsage=false
 # pyright: reportPossiblyUnboundVariable=false
+# pyright: reportOptionalMemberAccess=false
 # pyright: reportArgumentType=false
 # pyright: reportCallIssue=false
 
