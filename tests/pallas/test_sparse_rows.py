@@ -1,16 +1,24 @@
 """The assembly that gathers selected rows, run line by line by a small model of a warpgroup."""
 
+import functools
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax._src.lib.mlir.dialects import arith
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mla_jax.cache import LatentCache, RecordCache
-from mla_jax.pallas.cache_io.records import gather_rows
-from mla_jax.pallas.sparse_attention import mosaic, rows_sm90
+from mla_jax.pallas import mosaic_inline
+from mla_jax.pallas.cache_io.records import gather_rows, write_records
+from mla_jax.pallas.sparse_attention import feed_sm90, mosaic, rows_sm90
 from mla_jax.pallas.sparse_attention.rows_sm90 import BLOCK, LEFT, RIGHT, ROPE
 from tests.cases import draw
 from tests.pallas.test_widen_sm90 import unit
@@ -50,11 +58,22 @@ ARITHMETIC = {
 }
 
 
+PLACE = re.compile(r"\[([\w$]+)(?:\+(\d+))?\]")
+
+
+@functools.cache
+def parsed(line):
+    """Of an instruction its name, what follows, the places in brackets, and the other operands."""
+    op, rest = line.split(" ", 1)
+    places = [(base, int(offset or 0)) for base, offset in PLACE.findall(rest)]
+    return op, rest, places, re.findall(r"[\w%$.-]+", re.sub(r"\[.*?\]", "", rest))
+
+
 class Machine:
     """Global memory from ``GLOBAL`` on, shared memory from 0 on; what goes to the L2 cache."""
 
-    def __init__(self, memory):
-        self.memory, self.shared = memory, np.full(96 * KB, 0xEE, np.uint8)
+    def __init__(self, memory, shared=96):
+        self.memory, self.shared = memory, np.full(shared * KB, 0xEE, np.uint8)
         self.fetched = []
 
     def reach(self, address, size):
@@ -75,13 +94,11 @@ class Machine:
         return [regs[f"${i}"] for i in range(results)]
 
     def _step(self, line, regs):
-        op, rest = line.split(" ", 1)
-        places = [(base, int(offset or 0)) for base, offset in PLACE.findall(rest)]
+        op, rest, places, names = parsed(line)
         at = [regs[base] + offset for base, offset in places]
-        names = re.findall(r"[\w%$.-]+", re.sub(r"\[.*?\]", "", rest))
 
         def value(name):
-            return int(name) & LONG if re.fullmatch(r"-?\d+", name) else regs[name]
+            return regs[name] if name in regs else int(name) & LONG
 
         if op.startswith("ld.global"):
             assert at[0] % (4 * len(names)) == 0, "aligned loads"
@@ -122,16 +139,13 @@ class Machine:
             regs[names[0]] = ARITHMETIC[op](*map(value, names[1:]))
 
 
-PLACE = re.compile(r"\[([\w$]+)(?:\+(\d+))?\]")
-
-
-def stored(machine, width):
+def stored(machine, width, bases=BASES):
     """The block of 64 keys in the slot, bits of 16, from its swizzled tiles."""
     found = np.zeros((BLOCK, width), np.uint16)
     for r, c in np.ndindex(BLOCK, width):
         place, column = c // 256, c % 256
         pitch = 1 if place == ROPE else 4
-        at = BASES[place] + (r // 8 * pitch + column // 64) * KB + unit(r, column % 64 * 2)
+        at = bases[place] + (r // 8 * pitch + column // 64) * KB + unit(r, column % 64 * 2)
         found[r, c] = machine.shared[at : at + 2].view(np.uint16)[0]
     return found
 
@@ -149,8 +163,6 @@ def filled(form, page, rng, *, pages=7, layers=3):
             axis=1,
         )
         slots = np.arange(pages * page, dtype=np.int32)
-        from mla_jax.pallas.cache_io.records import write_records
-
         cache = write_records(cache, tuple(map(jnp.asarray, values)), jnp.asarray(slots), layer=1)
     else:
         width = int(form)
@@ -285,3 +297,154 @@ def test_a_code_that_is_no_number_stays_none():
     assert np.isnan(found[5])
     assert found[12] == 3
     assert not found[[1, 2, 3, 4, 6, 7, 8, 9, 10, 11, 13, 14, 15]].any()
+
+
+@dataclass
+class Place:
+    """A reference: where it begins, and how far its elements along the first axis are apart."""
+
+    address: int
+    pitch: int = 0
+
+    @property
+    def at(self):
+        return self
+
+    def __getitem__(self, i):
+        return Place(self.address + int(i) * self.pitch)
+
+
+def _words(words, *, vector):
+    """Registers of an array: a value of each thread in every word."""
+    registers = np.empty(len(words) // vector, object)
+    for i in range(len(registers)):
+        registers[i] = words[i * vector : (i + 1) * vector]
+    return SimpleNamespace(registers=registers)
+
+
+@pytest.fixture
+def on_machine(monkeypatch):
+    """What generates code runs at once, all threads of a text one after the other."""
+    machine = Machine(np.zeros(0, np.uint8), shared=160)
+
+    def asm(text, operands, constraints, *, result="void"):
+        if not text.startswith("{"):
+            assert text.startswith(("fence.proxy.async", "cp.async.wait_all"))
+            return None
+        lines = [x for x in text.split("\n")[1:-1] if not x.startswith(".reg")]
+        count = 0 if result == "void" else result.count("i32") + result.count("i64")
+        assert len(re.sub(r",~\{memory\}", "", constraints).split(",")) == count + len(operands)
+        each = [
+            machine.run(lines, t, *(x[t] if isinstance(x, list) else x for x in operands),
+                        results=count)
+            for t in range(128)
+        ]  # fmt: skip
+        found = [list(x) for x in zip(*each, strict=True)]
+        return found if result.startswith("struct") else found[0] if count else None
+
+    def inline(arg_types=(), return_type=None):
+        del arg_types, return_type
+
+        def scalar(x):
+            numbers = (int, np.integer, jax.Array)
+            return SimpleNamespace(registers=np.array(int(x))) if isinstance(x, numbers) else x
+
+        return lambda f: lambda *args: f(None, *map(scalar, args))
+
+    def loop(begin, end, step, carry):
+        for i in range(int(begin), int(end)):
+            carry = step(jnp.int32(i), carry)
+        return carry
+
+    for name, fake in {
+        "asm": asm,
+        "unpacked": lambda found, count, bits=32: found,
+        "strided": _words,
+        "words": list,
+        "address": lambda ref, offset: ref.address + int(offset),
+        "wide": int,
+        "constant": lambda n, bits=32: n,
+    }.items():
+        monkeypatch.setattr(mosaic_inline, name, fake)
+    monkeypatch.setattr(plgpu, "inline_mgpu", inline)
+    monkeypatch.setattr(plgpu, "barrier_wait", lambda barrier: None)
+    monkeypatch.setattr(mgpu.utils, "memref_ptr", lambda ref: ref.address)
+    monkeypatch.setattr(jax.lax, "fori_loop", loop)
+    monkeypatch.setattr(pl, "when", lambda condition: lambda f: f() if condition else None)
+    monkeypatch.setattr(arith, "muli", lambda a, b: int(a) * int(b))
+    monkeypatch.setattr(arith, "cmpi", lambda kind, a, b: int(a) != int(b))
+    monkeypatch.setattr(arith, "select", lambda chosen, a, b: a if chosen else b)
+    return machine
+
+
+@pytest.mark.parametrize(
+    ("form", "pages", "keys"),
+    [
+        ("ds_mla", (5,), (100,)),
+        ("v4", (64, 2), (40, 100)),
+        ("576", (4,), (100,)),
+        ("512", (4, 7), (40, 100)),
+    ],
+)
+def test_all_blocks_of_a_worker(form, pages, keys, rng, on_machine, monkeypatch):
+    """The feed itself: which text runs when, of which row; blocks 1 to 3 of two tokens' lists."""
+    found = [filled(form, page, rng) for page in pages]
+    arrays, scopes = zip(
+        *(mosaic._scope(cache, keys=n) for (cache, _), n in zip(found, keys, strict=True)),
+        strict=True,
+    )
+    lists = [
+        np.stack([listed(rng, scope, scope.slots)[:100] for _ in range(2)])
+        if scope.keys == 100
+        else rng.integers(-1, scope.slots, (2, scope.keys)).astype(np.int32)
+        for scope in scopes
+    ]
+    memory, begins = b"", []
+    for x in (*arrays, *lists):
+        begins.append(GLOBAL + len(memory))
+        raw = np.ascontiguousarray(x).view(np.uint8).tobytes()
+        memory += raw + bytes(-len(raw) % 16)
+    on_machine.memory = np.frombuffer(memory, np.uint8)
+    slot = dict(zip(BASES, (0, 64 * KB, 128 * KB), strict=True))
+    pitch = {LEFT: 32 * KB, RIGHT: 32 * KB, ROPE: 8 * KB}
+    marks, blocks = Place(144 * KB, 256), []
+
+    def publish(barrier):
+        del barrier
+        g = len(blocks)
+        bases = {k: at + g % 2 * pitch[k] for k, at in slot.items()}
+        at = marks.address + g % 4 * 256
+        seen = on_machine.shared[at : at + 256].view(np.float32).copy()
+        blocks.append((stored(on_machine, scopes[0].width, bases), seen))
+
+    monkeypatch.setattr(plgpu, "barrier_arrive", publish)
+    n, e = len(scopes), Place(0)
+    feed_sm90.Feed(
+        scopes=scopes,
+        lists=[Place(x) for x in begins[n:]],
+        pages=[Place(x) for x in begins[:n]],
+        layers=[1] * n,
+        start=jnp.int32(1),
+        stop=jnp.int32(4),
+        keys=(Place(slot[LEFT], pitch[LEFT]), Place(slot[RIGHT], pitch[RIGHT])),
+        rotary=Place(slot[ROPE], pitch[ROPE]),
+        marks=marks,
+        full=e,
+        freed=e,
+    ).run(simulate=False)
+    every = [
+        (i, t, first)
+        for t in range(2)
+        for i, scope in enumerate(scopes)
+        for first in range(0, scope.keys, BLOCK)
+    ]
+    assert len(blocks) == 3
+    for (i, token, first), (got, seen) in zip(every[1:4], blocks, strict=True):
+        wanted = np.full(BLOCK, -1)
+        entries = lists[i][token, first : first + BLOCK]
+        wanted[: len(entries)] = entries
+        there = (wanted >= 0) & (wanted < scopes[i].slots)
+        values = found[i][1].view(np.uint16)
+        expected = np.where(there[:, None], values[np.where(there, wanted, 0)], 0)
+        np.testing.assert_array_equal(got, expected)
+        np.testing.assert_array_equal(seen, there.astype(np.float32))
