@@ -318,30 +318,42 @@ WITHOUT = aot.available() or missing("triton")
 
 
 @pytest.mark.skipif(bool(WITHOUT), reason=WITHOUT)
-@pytest.mark.parametrize(("form", "heads"), [("bf16", 128), ("bf16", 16), ("ds_mla", 128)])
-def test_compiles_for_sm90(form, heads, monkeypatch):
-    """One launch for many tokens, and no copy of the cache."""
+@pytest.mark.parametrize(
+    ("form", "heads", "more"),
+    [("bf16", 128, 0), ("bf16", 16, 512), ("ds_mla", 128, 0), ("v4", 128, 0), ("v4", 64, 512)],
+)
+def test_compiles_for_sm90(form, heads, more, monkeypatch):
+    """One launch for many tokens, and no copy of a cache."""
     monkeypatch.setattr(DeviceInfo, "current", lambda: aot.H200)
-    facts = {"num_pages": 512, "page": 64, "format": form, "layers": 8}
-    cache = jax.eval_shape(
-        lambda: (
-            RecordCache.alloc(**facts)
-            if form == "ds_mla"
-            else LatentCache.alloc(**facts, rank=512, rope=64)
+    rank = 448 if form == "v4" else 512
+
+    def cache(page):
+        facts = {"num_pages": 32768 // page, "page": page, "format": form, "layers": 8}
+        return jax.eval_shape(
+            lambda: (
+                RecordCache.alloc(**facts)
+                if form in RECORD_FORMATS
+                else LatentCache.alloc(**facts, rank=rank, rope=64)
+            )
         )
-    )
+
     spec, low = jax.ShapeDtypeStruct, jnp.bfloat16
 
-    def call(q_latent, q_rope, cache, slots, layer):
+    def call(q_latent, q_rope, caches, slots, layer):
+        extra = None
+        if more:
+            extra = SparseScope(cache=caches[1], slots=slots[:, :more], lengths=None, layer=layer)
         return mla_sparse_decode(
-            q_latent, q_rope, cache, slots, scale=0.1, layer=layer, backend="triton"
-        )
+            q_latent, q_rope, caches[0], slots, scale=0.1, layer=layer, extra=extra, value=512,
+            backend="triton",
+        )  # fmt: skip
 
+    caches = [cache(64), cache(2)] if more else [cache(64)]
     compiled, _ = aot.compile_sm90(
-        call, spec((512, heads, 512), low), spec((512, heads, 64), low), cache,
+        call, spec((512, heads, rank), low), spec((512, heads, 64), low), caches,
         spec((512, 2048), jnp.int32), spec((), jnp.int32),
     )  # fmt: skip
     text = compiled.as_text()
     entry = text[text.index("\nENTRY") :]
     assert entry.count('custom_call_target="triton_kernel_call_ffi"') == 1, entry
-    assert compiled.memory_analysis().temp_size_in_bytes < 2 * 512 * heads * 576 * 2 + 2**22
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 * 512 * heads * 576 * 2 + 2**23
