@@ -108,7 +108,7 @@ def test_a_stack_takes_its_layer_interpreted(rng):
 
 
 @pytest.mark.slow
-def test_a_negative_scale(rng):
+def test_a_negative_scale_interpreted(rng):
     d = drawn(rng, dims=V3, heads=5, tokens=1, keys=20)
     given = jnp.asarray(d.q), ((d.cache, jnp.asarray(d.slots), None),)
     facts = {"value": 512, "out_dtype": d.q.dtype, "tuning": Tuning(workers=2)}
