@@ -114,7 +114,7 @@ class Feed:
             if record is not None:
                 parts = record.decode(record.split(pages, page=scope.page), dtype=self.rotary.dtype)
                 pages = jnp.concatenate(parts, axis=-1)
-            pages = pages.reshape(scope.layers, scope.slots, scope.width)
+            pages = pages.reshape(scope.layers or 1, scope.slots, scope.width)
             return lax.dynamic_index_in_dim(pages, self.layers[i], keepdims=False)
 
         def read(i: int, token, first):

@@ -63,14 +63,18 @@ class Line:
         return int(np.sum(self.parts, where=self.parts > 1))
 
     def first_slots(self) -> np.ndarray:
-        """Of each worker, the slot of its first piece of a token that is split."""
+        """Of each worker, the slot of its first piece of a token that is split; then -1.
+
+        Without that XLA finds a rule in the constant, and computes it in every call.
+        """
         parts = self.parts
         bases = np.cumsum(np.where(parts > 1, parts, 0)) - np.where(parts > 1, parts, 0)
         start = np.arange(self.workers) * self.share
         token = start // self.blocks
         before = start // self.share - token * self.blocks // self.share  # pieces of that token
         later = np.append(bases, self.slots)[token + 1]
-        return np.where(parts[token] > 1, bases[token] + before, later).astype(np.int32)
+        found = np.where(parts[token] > 1, bases[token] + before, later)
+        return np.append(found, -1).astype(np.int32)
 
     def merges(self) -> np.ndarray:
         """``WorkPlan.merges`` of dense decode: first slot, parts, 0 and token of what is split."""

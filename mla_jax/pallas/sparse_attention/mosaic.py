@@ -92,13 +92,12 @@ def sparse_decode(
     del out_dtype, value  # that of the queries; all that the kernel knows
     kept = [scope for scope in scopes if scope[1].shape[1]]
     found = [_scope(cache, slots.shape[1]) for cache, slots, _ in kept]
-    layers = [jnp.zeros((), jnp.int32) if layer is None else layer for *_, layer in kept]
     return _attend(
         q,
         tuple(slots for _, slots, _ in kept),
         tuple(pages for pages, _ in found),
         tuple(scope for _, scope in found),
-        layers,
+        tuple(layer for *_, layer in kept),
         scale=scale,
         tuning=tuning,
         sinks=sinks,
@@ -126,7 +125,7 @@ def sparse_prefill(
         page=1,
         page_bytes=width * rows.dtype.itemsize,
         pages=count,
-        layers=1,
+        layers=0,
         width=width,
         keys=indices.shape[1],
     )
@@ -136,7 +135,7 @@ def sparse_prefill(
         (indices,) if there else (),
         (rows,) if there else (),
         (scope,) if there else (),
-        [jnp.zeros((), jnp.int32)],
+        (None,),
         scale=scale,
         tuning=tuning,
         sinks=sinks,
@@ -157,7 +156,7 @@ def _scope(cache: LatentCache | RecordCache, keys: int) -> tuple[Array, rows_sm9
         page=cache.page,
         page_bytes=page_bytes,
         pages=cache.num_pages,
-        layers=cache.layers or 1,
+        layers=cache.layers or 0,
         width=width,
         keys=keys,
     )
@@ -169,7 +168,7 @@ def _attend(
     lists: tuple[Int[Array, "tokens _"], ...],
     pages: tuple[Array, ...],
     scopes: tuple[rows_sm90.Scope, ...],
-    layers: list[Array],
+    layers: tuple[Array | None, ...],
     *,
     scale: float,
     tuning: Tuning,
@@ -197,13 +196,15 @@ def _attend(
     if sinks is not None and not line.split:  # each token is finished by one thread block
         more = round_up(padded, mosaic_sm90.ROWS) - heads
         of_heads, behind = (jnp.pad(sinks.astype(jnp.float32), (0, more)),), None
-    q = jnp.pad(q, ((0, 0), (0, padded - heads), (0, 0))).reshape(tokens * padded, width)
     ends = (0, mosaic_sm90.VALUE, width)[: 2 + (width > mosaic_sm90.VALUE)]
-    queries = tuple(q[:, a:b] for a, b in itertools.pairwise(ends))  # as they were before ``ops``
+    queries = tuple(  # as they were before ``ops`` joined them: slices first, and XLA sees that
+        jnp.pad(q[..., a:b], ((0, 0), (0, padded - heads), (0, 0))).reshape(tokens * padded, b - a)
+        for a, b in itertools.pairwise(ends)
+    )
     out, lse, part, part_lse = mosaic_sm90.attend(
         queries,
-        jnp.stack(layers),
-        jnp.asarray(line.first_slots()),
+        tuple(x.reshape(1) for x in layers if x is not None),
+        (jnp.asarray(line.first_slots()),) if line.split else (),
         lists,
         pages,
         of_heads,

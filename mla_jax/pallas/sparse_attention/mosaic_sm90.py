@@ -83,8 +83,8 @@ def scratch(dtype, width: int) -> dict:
 @lib.lowered_once("scopes", "line", "heads", "scale", "early_launch", "interpret")
 def attend(
     queries: tuple[jax.Array, ...],
-    layers: jax.Array,
-    first_slots: jax.Array,
+    layers: tuple[jax.Array, ...],
+    first_slots: tuple[jax.Array, ...],
     lists: tuple[jax.Array, ...],
     pages: tuple[jax.Array, ...],
     sinks: tuple[jax.Array, ...],
@@ -100,10 +100,11 @@ def attend(
     same ``[slots * tiles * 64, 512]``, base-2 ``[slots, tiles, 64]`` of the other pieces.
 
     Queries are ``[tokens * heads, 512]`` and, of columns behind the value, ``[tokens * heads,
-    64]``; ``heads`` is a multiple of 8. ``layers`` are numbers, one of each cache; ``pages`` are
-    the caches, all layers of each, ``[pages, bytes]`` of records and ``[rows, width]`` of elements.
-    ``sinks`` are none, or one array of as many as there are rows of tiles, if no token has several
-    pieces. Rows of tokens in several pieces are left as they were allocated.
+    64]``; ``heads`` is a multiple of 8. ``layers`` are numbers, ``[1]`` of each stack among the
+    caches; ``first_slots`` is that of the line, if anything is split. ``pages`` are the caches, all
+    layers of each, ``[pages, bytes]`` of records and ``[rows, width]`` of elements. ``sinks`` are
+    none, or one array of as many as there are rows of tiles, if no token has several pieces. Rows
+    of tokens in several pieces are left as they were allocated.
     """
     count, width, dtype = queries[0].shape[0], sum(q.shape[1] for q in queries), queries[0].dtype
     tiles = -(-heads // ROWS)
@@ -138,7 +139,7 @@ def attend(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
     )
-    return kernel(*queries, layers, first_slots, *lists, *pages, *sinks)
+    return kernel(*queries, *layers, *first_slots, *lists, *pages, *sinks)
 
 
 def _body(
@@ -148,10 +149,15 @@ def _body(
     q_rope=None,
 ):  # fmt: skip
     wg, worker, tile = (lax.axis_index(n) for n in ("wg", "worker", "tile"))
-    queries, (layers_g, slots_g, *refs) = refs[:operands], refs[operands:]
-    n = len(scopes)
-    lists, pages, sinks = refs[:n], refs[n : 2 * n], refs[2 * n : -4]
-    out_g, lse_g, part_g, part_lse_g = refs[-4:]
+    n, rest = len(scopes), list(refs)
+    queries = [rest.pop(0) for _ in range(operands)]
+    layers = [
+        jnp.clip(rest.pop(0)[0], 0, scope.layers - 1) if scope.layers else I32(0)
+        for scope in scopes
+    ]
+    first_slot = rest.pop(0)[worker] if line.split else I32(-1)
+    lists, pages, sinks = rest[:n], rest[n : 2 * n], rest[2 * n : -4]
+    out_g, lse_g, part_g, part_lse_g = rest[-4:]
     tiles = part_lse_g.shape[1]
     live = min(1 << (heads - 1).bit_length(), ROWS)  # of a tile, at most
     step_of_rows = math.gcd(heads, ROWS)
@@ -180,7 +186,7 @@ def _body(
             piece(token, g, jnp.where(whole, -1, part))
             return g + blocks, part + jnp.where(whole, 0, 1)
 
-        lax.fori_loop(first_token, last_token + 1, turn, (I32(0), slots_g[worker]))
+        lax.fori_loop(first_token, last_token + 1, turn, (I32(0), first_slot))
 
     def ring(g):
         return lax.rem(g, I32(SLOTS))
@@ -334,7 +340,7 @@ def _body(
             scopes=scopes,
             lists=lists,
             pages=pages,
-            layers=[jnp.clip(layers_g[i], 0, scope.layers - 1) for i, scope in enumerate(scopes)],
+            layers=layers,
             start=start,
             stop=stop,
             keys=(left, right),

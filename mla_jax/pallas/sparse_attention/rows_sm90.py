@@ -43,7 +43,7 @@ class Scope:
     page: int  # rows
     page_bytes: int
     pages: int  # of each layer
-    layers: int
+    layers: int  # of a stack; 0: the cache of one layer
     width: int  # elements of a row
     keys: int  # entries of each token's list
 
