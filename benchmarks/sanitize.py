@@ -2,7 +2,8 @@
 
 Each case is compared with the reference. Those of decode and prefill run on the CPU: under a
 sanitizer XLA compiles them for a GPU so slowly that its alarm goes off, and the process with it.
-Parts: decode, quantised (decode over e4m3), prefill, cache, stack (a layer of a stacked cache).
+Parts: decode, quantised (decode over e4m3), prefill, cache, stack (a layer of a stacked cache),
+sparse.
 """
 
 import functools
@@ -13,9 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import decode
-from mla_jax.cache import LatentCache
+from mla_jax.cache import LatentCache, RecordCache, SparseScope
 from mla_jax.metadata.mla import DecodeMetadata, PrefillMetadata
-from mla_jax.ops import gather_latent, mla_decode, mla_prefill, write_latent
+from mla_jax.ops import (
+    gather_latent,
+    mla_decode,
+    mla_prefill,
+    mla_sparse_decode,
+    write_latent,
+    write_rows,
+)
 
 DECODE = (  # requests, queries, heads, keys: pieces of one block and of several, idle tiles, chains
     (3, 1, 16, 700),
@@ -134,6 +142,47 @@ def _stack(backend, layer, cache, x, q, slots, table, lens, starts):
     return cache.pages, rows, state.out, state.lse
 
 
+def run_sparse() -> None:
+    """Lists with holes over caches of three formats, one or two; tokens whole and in pieces."""
+    rng = np.random.default_rng(0)
+    for form, rank, heads, tokens, more in (
+        ("ds_mla", RANK, 128, 2, 0),
+        ("ds_mla", RANK, 16, 140, 0),
+        ("bf16", RANK, 64, 3, 0),
+        ("v4", 448, 64, 3, 100),
+    ):
+        row, places = rank + ROPE, rng.permutation(64)
+        with on_host():
+            x = jnp.asarray(rng.standard_normal((64, row)), jnp.bfloat16)
+            given = (x[:, :rank], x[:, rank:]), jnp.asarray(places, jnp.int32)
+            caches = [write_rows(_empty(form, rank, page), *given) for page in (16, 2)]
+            slots = [jnp.asarray(rng.integers(-20, 64, (tokens, n)), jnp.int32) for n in (150, 100)]
+            q = jnp.asarray(rng.standard_normal((tokens, heads, row)), jnp.bfloat16)
+        found = []
+        for backend, device in (("mosaic", jax.devices()[0]), ("xla", jax.devices("cpu")[0])):
+            run = jax.jit(functools.partial(_sparse, backend, rank, bool(more)))
+            state = run(*jax.device_put((q, caches, slots), device))
+            found.append(np.asarray(state.out).astype(np.float32))
+        worst = float(np.abs(found[0] - found[1]).max())
+        print(f"sparse over {form}, {heads} heads: largest difference {worst:.1e}", flush=True)
+        assert worst < 0.05, worst
+
+
+def _empty(form: str, rank: int, page: int):
+    facts = {"num_pages": 64 // page, "page": page, "format": form}
+    if form == "bf16":
+        return LatentCache.alloc(**facts, rank=rank, rope=ROPE)
+    return RecordCache.alloc(**facts)
+
+
+def _sparse(backend, rank, two, q, caches, slots):
+    extra = SparseScope(cache=caches[1], slots=slots[1], lengths=None, layer=None)
+    return mla_sparse_decode(
+        q[..., :rank], q[..., rank:], caches[0], slots[0],
+        scale=0.07, value=512, extra=extra if two else None, backend=backend,
+    )  # fmt: skip
+
+
 def main() -> None:
     """The parts that are named, or all."""
     quantised = functools.partial(run_decode, QUANTISED, "fp8_e4m3")
@@ -143,6 +192,7 @@ def main() -> None:
         "prefill": run_prefill,
         "cache": run_cache,
         "stack": run_stack,
+        "sparse": run_sparse,
     }
     for part in sys.argv[1:] or parts:
         parts[part]()

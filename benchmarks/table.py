@@ -127,6 +127,8 @@ SPARSE: Columns = {
     "peer span": ("peer_span_us", 1),
     "ratio": ("ratio", 2),
     "ratio span": ("ratio_span", 2),
+    "triton µs": ("triton_us", 1),
+    "its ratio": ("ratio_triton", 2),
     "floor µs": ("floor_us", 1),
     "recall": ("recall", 4),
     "workspace, bytes": ("workspace_bytes", 0),
@@ -189,6 +191,15 @@ SUITES = {
     "sparse_decode": Suite(
         "Sparse decode over 2,048 slots a token, beside FlashMLA's. Case names: requests, queries "
         "of each, heads, format of the cache.",
+        SPARSE,
+    ),
+    "sparse_prefill": Suite(
+        "Sparse prefill over gathered rows, beside FlashMLA's. Case names: tokens x rows, heads.",
+        SPARSE,
+    ),
+    "v4_decode": Suite(
+        "V4's decode over a window and compressed rows of a second cache, beside FlashMLA's. Case "
+        "names: requests, heads, rows of both, rows in a page of the second cache.",
         SPARSE,
     ),
     "indexer": Suite(

@@ -170,14 +170,14 @@ def mla_sparse_decode(
     scopes = [(cache, _first(slots, lengths), number(layer))]
     if extra is not None:
         scopes += [(extra.cache, _first(extra.slots, extra.lengths), number(extra.layer))]
-    state = choose(problem, backend)(
+    return choose(problem, backend)(
         jnp.concatenate([q_latent, q_rope], axis=-1),
         tuple(scopes),
         scale=float(scale),
         value=problem["value"],
         out_dtype=problem["out"],
+        sinks=sinks,
     )
-    return _with_sinks(state, sinks)
 
 
 def mla_sparse_prefill(
@@ -198,15 +198,15 @@ def mla_sparse_prefill(
     problem = problems.sparse_prefill(
         q_latent, q_rope, rows, indices, **facts, lengths=lengths, sinks=sinks
     )
-    state = choose(problem, backend)(
+    return choose(problem, backend)(
         jnp.concatenate([q_latent, q_rope], axis=-1),
         rows,
         _first(indices, lengths),
         scale=float(scale),
         value=problem["value"],
         out_dtype=problem["out"],
+        sinks=sinks,
     )
-    return _with_sinks(state, sinks)
 
 
 def append_window(
@@ -253,10 +253,6 @@ def pool_states(
     """
     problem = problems.pool_states(values, gates, there, gain, angles, eps=eps)
     return choose(problem, backend)(values, gates, there, gain, *angles, eps=float(eps))
-
-
-def _with_sinks(state: AttnState, sinks: Float[Array, "heads"] | None) -> AttnState:
-    return state if sinks is None else choose(problems.sinks(state, sinks), None)(state, sinks)
 
 
 def _first(lists: Int[Array, "tokens keys"], lengths: Array | None) -> Int[Array, "tokens keys"]:

@@ -1,4 +1,4 @@
-"""A tiny V3.2 and a tiny V4 on eight devices against one, in a process of its own; prints findings as JSON."""
+"""Tiny V3.2, GLM-5 and V4 on eight devices against one, in a process of its own: JSON."""
 
 import json
 

@@ -21,10 +21,10 @@ def blocks(name: str) -> list[str]:
 
 
 README = blocks("README.md")
-PAGES = {"metadata": 1, "sharding": 2, "starting": 1, "families": 1}
+PAGES = {"metadata": 1, "sharding": 2, "starting": 1, "families": 1, "deepseek_v4": 1}
 """Pages of docs/ with examples, and how many."""
 
-COMPILE = {("starting", 0), ("sharding", 0)}
+COMPILE = {("starting", 0), ("sharding", 0), ("deepseek_v4", 0)}
 """Examples that compile several programs."""
 
 TINY = ModelConfig(

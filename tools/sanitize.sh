@@ -1,6 +1,6 @@
 #!/bin/sh
 # tools/sanitize.sh ARGUMENTS: a python run under compute-sanitizer, memory accesses, then races.
-#   tools/sanitize.sh -m benchmarks.sanitize [decode] [quantised] [prefill] [cache] [stack]
+#   tools/sanitize.sh -m benchmarks.sanitize [decode] [quantised] [prefill] [cache] [stack] [sparse]
 # TOOLS names fewer of the two.
 # Every array is an allocation of its own, so that a step over its end is an error.
 PATH=$PATH:/usr/local/cuda/bin

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 __all__ = [
     "NUMBER", "SCALAR", "address", "any_lane", "any_of", "asm", "constant", "number", "strided",
-    "wide", "words",
+    "unpacked", "wide", "words",
 ]  # fmt: skip
 
 SCALAR = plgpu.Layout.WGMMA
@@ -64,20 +64,27 @@ def number(x: Any) -> Any:
     return mgpu.FragmentedArray.splat(x, (), is_signed=True)
 
 
-def strided(found: Any, count: int, *, vector: int) -> Any:
-    """A struct of ``count`` words of 32 bits as an array in ``WG_STRIDED``."""
-    import numpy as np
+def unpacked(found: Any, count: int, bits: int = 32) -> list[Any]:
+    """The numbers of a struct of them, as ``asm`` gives it."""
     from jax._src.lib.mlir import ir
     from jax._src.lib.mlir.dialects import llvm
+
+    kind = ir.IntegerType.get_signless(bits)
+    return [llvm.extractvalue(kind, found, [i]) for i in range(count)]
+
+
+def strided(words: Sequence[Any], *, vector: int) -> Any:
+    """A thread's words of 32 bits as an array in ``WG_STRIDED``."""
+    import numpy as np
+    from jax._src.lib.mlir import ir
     from jax._src.lib.mlir.dialects import vector as vectors
 
-    i32 = ir.IntegerType.get_signless(32)
-    words = [llvm.extractvalue(i32, found, [i]) for i in range(count)]
-    kind = ir.VectorType.get((vector,), i32)
+    kind = ir.VectorType.get((vector,), ir.IntegerType.get_signless(32))
     registers = [
-        vectors.from_elements(kind, words[i : i + vector]) for i in range(0, count, vector)
+        vectors.from_elements(kind, list(words[i : i + vector]))
+        for i in range(0, len(words), vector)
     ]
-    layout = mgpu.WGStridedFragLayout((128 * count,), vec_size=vector)
+    layout = mgpu.WGStridedFragLayout((128 * len(words),), vec_size=vector)
     return mgpu.FragmentedArray(
         _registers=np.asarray(registers, dtype=object), _layout=layout, _is_signed=True
     )

@@ -478,6 +478,7 @@ def sparse_prefill(
         keys=size["keys"],
         tokens=size["tokens"],
         rows=bound["rows"],
+        rows_dtype=str(rows.dtype),
     )
 
 

@@ -15,7 +15,7 @@ from mla_jax.pallas.topk import triton as topk
 from tests.cases import V3
 from tests.pallas import test_topk
 from tests.pallas.interpreted import call
-from tests.pallas.test_sparse_attention import SCALE, drawn
+from tests.pallas.test_sparse_attention import SCALE, V4, drawn
 
 DIMS = MLADims(heads=16, rank=128, nope=8, rope=64, v=8, q_rank=None)
 
@@ -40,9 +40,10 @@ def test_sparse_decode(tokens, heads, keys, missing, rng):
     same_result(d, DIMS.rank)
 
 
-def same_result(d, rank):
-    given = jnp.asarray(d.q), ((d.cache, jnp.asarray(d.slots), None),)
-    facts = {"scale": SCALE, "value": rank, "out_dtype": jnp.float16}
+def same_result(d, value, extra=None):
+    scopes = [(x.cache, jnp.asarray(x.slots), None) for x in (d, extra) if x is not None]
+    given = jnp.asarray(d.q), tuple(scopes)
+    facts = {"scale": SCALE, "value": value, "out_dtype": jnp.float16}
     got, want = triton.sparse_decode(*given, **facts), xla.sparse_decode(*given, **facts)
     for a, b in ((got.out, want.out), (got.lse, want.lse)):
         a, b = (np.asarray(x, np.float32) for x in (a, b))
@@ -60,6 +61,28 @@ def test_sparse_decode_of_records(tokens, heads, keys, missing, rng):
     )  # fmt: skip
     d.slots[0, -1] = 2**30
     same_result(d, V3.rank)
+
+
+@pytest.mark.parametrize(
+    ("dims", "form"), [(DIMS, "fp16"), (V4, "fp16"), (V3, "ds_mla"), (V4, "v4")]
+)
+@pytest.mark.parametrize("programs", [1, 264])
+def test_two_caches(dims, form, programs, rng, monkeypatch):
+    """Pages and lengths of lists differ; lists whole and in pieces."""
+    monkeypatch.setattr(triton, "PROGRAMS", programs)
+    facts = {"dims": dims, "heads": 5, "tokens": 2, "form": form, "dtype": "float16"}
+    d = drawn(rng, **facts, keys=40, page=4, pages=20)
+    more = drawn(rng, **facts, keys=100, page=3, pages=40, missing=0.6)
+    d.slots[0, -1] = 2**30
+    more.slots[0, 60:] = -1
+    same_result(d, dims.row if dims == V4 else dims.rank, more)
+
+
+@pytest.mark.parametrize("page", [2, 64])
+def test_sparse_decode_of_v4_records(page, rng):
+    facts = {"dims": V4, "heads": 20, "tokens": 2, "form": "v4", "dtype": "float16"}
+    d = drawn(rng, **facts, keys=70, page=page, pages=20, missing=0.4)
+    same_result(d, V4.row)
 
 
 @pytest.mark.parametrize("kind", test_topk.KINDS)

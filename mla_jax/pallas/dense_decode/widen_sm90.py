@@ -76,7 +76,7 @@ def take(unit, *, simulate: bool):
         text, kind = _block(_take()), f"struct<({', '.join(['i32'] * count)})>"
         constraints = "=r," * count + "r,~{memory}"
         found = inline.asm(text, [mgpu.utils.memref_ptr(place)], constraints, result=kind)
-        return inline.strided(found, count, vector=4)
+        return inline.strided(inline.unpacked(found, count), vector=4)
 
     return issue(unit)
 

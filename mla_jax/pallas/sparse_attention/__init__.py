@@ -1,7 +1,7 @@
 """Attention of each token over its own list of rows: in the cache, or gathered."""
 
 from mla_jax.pallas.registry import Backend
-from mla_jax.pallas.sparse_attention import triton, xla
+from mla_jax.pallas.sparse_attention import mosaic, triton, xla
 
 BACKENDS = (
     Backend(
@@ -11,5 +11,22 @@ BACKENDS = (
         requirement=triton.REQUIREMENT,
     ),
     Backend(op="mla_sparse_decode", name="xla", run=xla.sparse_decode),
+    # Behind xla, which takes everything: not yet run on a GPU, so never an automatic choice.
+    Backend(
+        op="mla_sparse_decode",
+        name="mosaic",
+        run=mosaic.sparse_decode,
+        requirement=mosaic.DECODE,
+        tuning=mosaic.Tuning,
+        tune=mosaic.tune,
+    ),
     Backend(op="mla_sparse_prefill", name="xla", run=xla.sparse_prefill),
+    Backend(
+        op="mla_sparse_prefill",
+        name="mosaic",
+        run=mosaic.sparse_prefill,
+        requirement=mosaic.PREFILL,
+        tuning=mosaic.Tuning,
+        tune=mosaic.tune,
+    ),
 )

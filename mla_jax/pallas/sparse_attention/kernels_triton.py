@@ -1,8 +1,9 @@
 """The Triton programs of sparse decode; ``triton.py`` says how they are launched.
 
-A program is a block of heads of one token over one piece of its list. ``SIZES`` are tokens, heads,
-rank, rope and keys of a list; ``CACHE`` layers, slots of each and elements (or bytes) of a row;
-``TILE`` heads of a block, keys of a turn and keys of a piece.
+A program is a block of heads of one token over one piece of its list, and of its list in a second
+cache. ``SIZES`` are tokens, heads, columns of the value and those behind them; ``NEAR`` and ``FAR``
+the two caches: layers, slots of each, elements (or bytes) of a row, keys of a list, keys of a piece
+(0: no such cache), rows and bytes of a page; ``TILE`` heads of a block and keys of a turn.
 
 Imported only where Triton is there: by ``triton.py``, when it runs.
 """
@@ -19,7 +20,7 @@ Imported only where Triton is there: by ``triton.py``, when it runs.
 
 from mla_jax.pallas.triton_lib import jit, tl
 
-__all__ = ["attend", "attend_records"]
+__all__ = ["attend", "attend_records", "attend_v4"]
 
 
 @jit
@@ -40,27 +41,33 @@ def _columns(q, head, token, first, COUNT: tl.constexpr, SIZES: tl.constexpr):
 
 
 @jit
-def _end(row, begin, SIZES: tl.constexpr, CACHE: tl.constexpr, TILE: tl.constexpr):
+def _end(row, begin, CACHE: tl.constexpr, TILE: tl.constexpr):
     """Behind the last row of a piece: lists end in -1 where a token sees few keys."""
     k = tl.arange(0, TILE[1])
     end = begin
-    for i in range(begin, tl.minimum(begin + TILE[2], SIZES[4]), TILE[1]):
-        slot = tl.load(row + i + k, mask=i + k < SIZES[4], other=-1)
+    for i in range(begin, tl.minimum(begin + CACHE[4], CACHE[3]), TILE[1]):
+        slot = tl.load(row + i + k, mask=i + k < CACHE[3], other=-1)
         found = (slot >= 0) & (slot < CACHE[1])
         end = tl.maximum(end, tl.max(tl.where(found, i + k + 1, 0)))
     return end
 
 
 @jit
-def _rows(row, i, end, layer, CACHE: tl.constexpr, TILE: tl.constexpr):
-    """Where the rows of a turn begin in the cache, and which of them there are."""
+def _slots(row, i, end, layer, CACHE: tl.constexpr, TILE: tl.constexpr):
+    """The rows of a turn, 0 where there is none; which of them there are; the layer."""
     k = tl.arange(0, TILE[1])
     slot = tl.load(row + i + k, mask=i + k < end, other=-1)
     there = (layer >= 0) & (layer < CACHE[0])
     slot = tl.where(there, slot, -1)
     inside = (slot >= 0) & (slot < CACHE[1])
-    first = tl.where(there, layer, 0).to(tl.int64) * CACHE[1]
-    return (first + tl.where(inside, slot, 0)) * CACHE[2], inside
+    return tl.where(inside, slot, 0), inside, tl.where(there, layer, 0).to(tl.int64)
+
+
+@jit
+def _rows(row, i, end, layer, CACHE: tl.constexpr, TILE: tl.constexpr):
+    """Where the rows of a turn begin in the cache, and which of them there are."""
+    slot, inside, layer = _slots(row, i, end, layer, CACHE, TILE)
+    return (layer * CACHE[1] + slot) * CACHE[2], inside
 
 
 @jit
@@ -90,34 +97,119 @@ def _store(
 
 
 @jit
-def attend(
-    q, pages, slots, number, out, lse,
+def _over_elements(
+    q_latent, q_rope, pages, slots, number, token, piece, top, total, acc,
     SIZES: tl.constexpr, CACHE: tl.constexpr, TILE: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Over rows of elements of the queries' dtype."""
-    RANK: tl.constexpr = SIZES[2]
-    ROPE: tl.constexpr = SIZES[3]
-    FEW: tl.constexpr = TILE[0]
-    head, token, piece = _place(SIZES, TILE)
+    """All turns over one cache; ``q_rope`` counts only if there are columns behind the value."""
     layer = tl.load(number)
-    q_latent = _columns(q, head, token, 0, RANK, SIZES)
-    q_rope = _columns(q, head, token, RANK, ROPE, SIZES)
-    row = slots + token.to(tl.int64) * SIZES[4]
-    begin = piece * TILE[2]
-    end = _end(row, begin, SIZES, CACHE, TILE)
-    c = tl.arange(0, RANK)[None, :]
-    r = RANK + tl.arange(0, ROPE)[None, :]
-    top = tl.full((FEW,), float("-inf"), tl.float32)
-    total = tl.zeros((FEW,), tl.float32)
-    acc = tl.zeros((FEW, RANK), tl.float32)
+    row = slots + token.to(tl.int64) * CACHE[3]
+    begin = piece * CACHE[4]
+    end = _end(row, begin, CACHE, TILE)
+    c = tl.arange(0, SIZES[2])[None, :]
     for i in range(begin, end, TILE[1]):
         at, inside = _rows(row, i, end, layer, CACHE, TILE)
         latent = tl.load(pages + at[:, None] + c, mask=inside[:, None], other=0.0)
-        rope = tl.load(pages + at[:, None] + r, mask=inside[:, None], other=0.0)
-        s = tl.dot(q_rope, rope.T, acc=tl.dot(q_latent, latent.T))
+        s = tl.dot(q_latent, latent.T)
+        if SIZES[3] > 0:
+            r = SIZES[2] + tl.arange(0, SIZES[3])[None, :]
+            rope = tl.load(pages + at[:, None] + r, mask=inside[:, None], other=0.0)
+            s = tl.dot(q_rope, rope.T, acc=s)
         p, shrink, top, total = _softmax(s, inside, top, total, SCALE)
         acc = tl.dot(p.to(latent.dtype), latent, acc=acc * shrink[:, None])
-    _store(out, lse, acc, 0, top, total, head, token, piece, RANK, SIZES)
+    return top, total, acc
+
+
+@jit
+def attend(
+    q, pages, slots, number, more_pages, more_slots, more_number, out, lse,
+    SIZES: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr, TILE: tl.constexpr,
+    SCALE: tl.constexpr,
+):  # fmt: skip
+    """Over rows of elements of the queries' dtype."""
+    VALUE: tl.constexpr = SIZES[2]
+    FEW: tl.constexpr = TILE[0]
+    head, token, piece = _place(SIZES, TILE)
+    q_latent = _columns(q, head, token, 0, VALUE, SIZES)
+    q_rope = q_latent
+    if SIZES[3] > 0:
+        q_rope = _columns(q, head, token, VALUE, SIZES[3], SIZES)
+    top = tl.full((FEW,), float("-inf"), tl.float32)
+    total = tl.zeros((FEW,), tl.float32)
+    acc = tl.zeros((FEW, VALUE), tl.float32)
+    top, total, acc = _over_elements(
+        q_latent, q_rope, pages, slots, number, token, piece, top, total, acc,
+        SIZES, NEAR, TILE, SCALE,
+    )  # fmt: skip
+    if FAR[4] > 0:
+        top, total, acc = _over_elements(
+            q_latent, q_rope, more_pages, more_slots, more_number, token, piece, top, total, acc,
+            SIZES, FAR, TILE, SCALE,
+        )  # fmt: skip
+    _store(out, lse, acc, 0, top, total, head, token, piece, VALUE, SIZES)
+
+
+@jit
+def _v4_keys(pages, slot, inside, layer, like, CACHE: tl.constexpr):
+    """Keys of 584-byte records: 448 codes with a scale for every 64, and 64 elements of bf16."""
+    page = (slot // CACHE[5]).to(tl.int64)
+    begin = (layer * (CACHE[1] // CACHE[5]) + page) * CACHE[6]
+    offset = slot % CACHE[5]
+    at = (begin + offset * 576)[:, None]
+    c = tl.arange(0, 512)[None, :]
+    coded = inside[:, None] & (c < 448)
+    byte = tl.load(pages + at + c, mask=coded, other=0)
+    x = tl.load(
+        pages + (begin + CACHE[5] * 576 + offset * 8)[:, None] + c // 64, mask=coded, other=127
+    ).to(tl.int32)
+    # 2^(x - 127): 0 is subnormal, 255 no number
+    bits = tl.where(x == 0, 0x400000, tl.where(x == 255, 0x7FC00000, x << 23))
+    values = byte.to(tl.float8e4nv, bitcast=True).to(tl.float32) * bits.to(tl.float32, bitcast=True)
+    elements = (pages + at + 448 + 2 * (c - 448)).to(tl.pointer_type(tl.bfloat16))
+    rotary = tl.load(elements, mask=inside[:, None] & (c >= 448), other=0.0)
+    return tl.where(c < 448, values, rotary.to(tl.float32)).to(like.dtype)
+
+
+@jit
+def _over_v4(
+    q_row, pages, slots, number, token, piece, top, total, acc,
+    CACHE: tl.constexpr, TILE: tl.constexpr, SCALE: tl.constexpr,
+):  # fmt: skip
+    """All turns over one cache."""
+    layer = tl.load(number)
+    row = slots + token.to(tl.int64) * CACHE[3]
+    begin = piece * CACHE[4]
+    end = _end(row, begin, CACHE, TILE)
+    for i in range(begin, end, TILE[1]):
+        slot, inside, of_layer = _slots(row, i, end, layer, CACHE, TILE)
+        keys = _v4_keys(pages, slot, inside, of_layer, q_row, CACHE)
+        p, shrink, top, total = _softmax(tl.dot(q_row, keys.T), inside, top, total, SCALE)
+        acc = tl.dot(p.to(keys.dtype), keys, acc=acc * shrink[:, None])
+    return top, total, acc
+
+
+@jit
+def attend_v4(
+    q, pages, slots, number, more_pages, more_slots, more_number, out, lse,
+    SIZES: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr, TILE: tl.constexpr,
+    SCALE: tl.constexpr,
+):  # fmt: skip
+    """Over 584-byte records, whose values are whole rows."""
+    FEW: tl.constexpr = TILE[0]
+    head, token, piece = _place(SIZES, TILE)
+    q_row = _columns(q, head, token, 0, 512, SIZES)
+    top = tl.full((FEW,), float("-inf"), tl.float32)
+    total = tl.zeros((FEW,), tl.float32)
+    acc = tl.zeros((FEW, 512), tl.float32)
+    top, total, acc = _over_v4(
+        q_row, pages, slots, number, token, piece, top, total, acc, NEAR, TILE, SCALE
+    )
+    if FAR[4] > 0:
+        top, total, acc = _over_v4(
+            q_row, more_pages, more_slots, more_number, token, piece, top, total, acc,
+            FAR, TILE, SCALE,
+        )  # fmt: skip
+    _store(out, lse, acc, 0, top, total, head, token, piece, 512, SIZES)
 
 
 @jit
@@ -125,7 +217,7 @@ def _codes(pages, at, inside, first, like):
     """128 codes of each record, from its byte ``first`` on."""
     c = first + tl.arange(0, 128)[None, :]
     byte = tl.load(pages + at[:, None] + c, mask=inside[:, None], other=0)
-    return byte.to(tl.float8e4nv, bitcast=True).to(like.dtype.element_ty)
+    return byte.to(tl.float8e4nv, bitcast=True).to(like.dtype)
 
 
 @jit
@@ -136,45 +228,29 @@ def _scale(pages, at, inside, group):
 
 
 @jit
-def attend_records(
-    q, pages, slots, number, out, lse,
-    SIZES: tl.constexpr, CACHE: tl.constexpr, TILE: tl.constexpr, SCALE: tl.constexpr,
+def _over_records(
+    q0, q1, q2, q3, q_rope, pages, slots, number, token, piece,
+    top, total, acc0, acc1, acc2, acc3,
+    CACHE: tl.constexpr, TILE: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Over 656-byte records: 512 codes, 4 scales, 64 rotary elements in bf16.
-
-    Codes are multiplied as they are. A group's scale goes to its part of the scores, and to the
-    probabilities that its values are multiplied with: exact for powers of two.
-    """
-    FEW: tl.constexpr = TILE[0]
-    head, token, piece = _place(SIZES, TILE)
+    """All turns over one cache."""
     layer = tl.load(number)
-    q0 = _columns(q, head, token, 0, 128, SIZES)
-    q1 = _columns(q, head, token, 128, 128, SIZES)
-    q2 = _columns(q, head, token, 256, 128, SIZES)
-    q3 = _columns(q, head, token, 384, 128, SIZES)
-    q_rope = _columns(q, head, token, 512, 64, SIZES)
-    row = slots + token.to(tl.int64) * SIZES[4]
-    begin = piece * TILE[2]
-    end = _end(row, begin, SIZES, CACHE, TILE)
+    row = slots + token.to(tl.int64) * CACHE[3]
+    begin = piece * CACHE[4]
+    end = _end(row, begin, CACHE, TILE)
     r = tl.arange(0, 64)[None, :]
-    top = tl.full((FEW,), float("-inf"), tl.float32)
-    total = tl.zeros((FEW,), tl.float32)
-    acc0 = tl.zeros((FEW, 128), tl.float32)
-    acc1 = tl.zeros((FEW, 128), tl.float32)
-    acc2 = tl.zeros((FEW, 128), tl.float32)
-    acc3 = tl.zeros((FEW, 128), tl.float32)
     for i in range(begin, end, TILE[1]):
         at, inside = _rows(row, i, end, layer, CACHE, TILE)
-        c0 = _codes(pages, at, inside, 0, q)
-        c1 = _codes(pages, at, inside, 128, q)
-        c2 = _codes(pages, at, inside, 256, q)
-        c3 = _codes(pages, at, inside, 384, q)
+        c0 = _codes(pages, at, inside, 0, q0)
+        c1 = _codes(pages, at, inside, 128, q0)
+        c2 = _codes(pages, at, inside, 256, q0)
+        c3 = _codes(pages, at, inside, 384, q0)
         f0 = _scale(pages, at, inside, 0)[None, :]
         f1 = _scale(pages, at, inside, 1)[None, :]
         f2 = _scale(pages, at, inside, 2)[None, :]
         f3 = _scale(pages, at, inside, 3)[None, :]
         ropes = (pages + at[:, None] + 528 + 2 * r).to(tl.pointer_type(tl.bfloat16))
-        rope = tl.load(ropes, mask=inside[:, None], other=0.0).to(q.dtype.element_ty)
+        rope = tl.load(ropes, mask=inside[:, None], other=0.0).to(q0.dtype)
         s = tl.dot(q0, c0.T) * f0 + tl.dot(q1, c1.T) * f1
         s += tl.dot(q2, c2.T) * f2 + tl.dot(q3, c3.T) * f3
         s = tl.dot(q_rope, rope.T, acc=s)
@@ -184,6 +260,42 @@ def attend_records(
         acc1 = tl.dot((p * f1).to(c1.dtype), c1, acc=acc1 * less)
         acc2 = tl.dot((p * f2).to(c2.dtype), c2, acc=acc2 * less)
         acc3 = tl.dot((p * f3).to(c3.dtype), c3, acc=acc3 * less)
+    return top, total, acc0, acc1, acc2, acc3
+
+
+@jit
+def attend_records(
+    q, pages, slots, number, more_pages, more_slots, more_number, out, lse,
+    SIZES: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr, TILE: tl.constexpr,
+    SCALE: tl.constexpr,
+):  # fmt: skip
+    """Over 656-byte records: 512 codes, 4 scales, 64 rotary elements in bf16.
+
+    Codes are multiplied as they are. A group's scale goes to its part of the scores, and to the
+    probabilities that its values are multiplied with: exact for powers of two.
+    """
+    FEW: tl.constexpr = TILE[0]
+    head, token, piece = _place(SIZES, TILE)
+    q0 = _columns(q, head, token, 0, 128, SIZES)
+    q1 = _columns(q, head, token, 128, 128, SIZES)
+    q2 = _columns(q, head, token, 256, 128, SIZES)
+    q3 = _columns(q, head, token, 384, 128, SIZES)
+    q_rope = _columns(q, head, token, 512, 64, SIZES)
+    top = tl.full((FEW,), float("-inf"), tl.float32)
+    total = tl.zeros((FEW,), tl.float32)
+    acc0 = tl.zeros((FEW, 128), tl.float32)
+    acc1 = tl.zeros((FEW, 128), tl.float32)
+    acc2 = tl.zeros((FEW, 128), tl.float32)
+    acc3 = tl.zeros((FEW, 128), tl.float32)
+    top, total, acc0, acc1, acc2, acc3 = _over_records(
+        q0, q1, q2, q3, q_rope, pages, slots, number, token, piece,
+        top, total, acc0, acc1, acc2, acc3, NEAR, TILE, SCALE,
+    )  # fmt: skip
+    if FAR[4] > 0:
+        top, total, acc0, acc1, acc2, acc3 = _over_records(
+            q0, q1, q2, q3, q_rope, more_pages, more_slots, more_number, token, piece,
+            top, total, acc0, acc1, acc2, acc3, FAR, TILE, SCALE,
+        )  # fmt: skip
     _store(out, lse, acc0, 0, top, total, head, token, piece, 128, SIZES)
     _store(out, lse, acc1, 128, top, total, head, token, piece, 128, SIZES)
     _store(out, lse, acc2, 256, top, total, head, token, piece, 128, SIZES)

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from mla_jax.cache import LatentCache, RecordCache
 from mla_jax.pallas.merge.ref import merge_attn_states
 from mla_jax.pallas.registry import OneOf, Requirement, Within
+from mla_jax.pallas.sparse_attention.xla import with_sinks
 from mla_jax.types import Array, AttnState, Float, Int, cdiv, power_of_two, round_up
 
 __all__ = ["REQUIREMENT", "sparse_decode"]
@@ -21,14 +22,21 @@ __all__ = ["REQUIREMENT", "sparse_decode"]
 REQUIREMENT = Requirement(
     sm=Within(low=89),  # e4m3 is converted from there on
     features={
-        "dtype+cache": OneOf("bfloat16+bf16", "float16+fp16", "bfloat16+ds_mla"),
-        "rank": OneOf(128, 256, 512),
-        "rope": OneOf(64),
-        "value+rank": OneOf("128+128", "256+256", "512+512"),
-        "extra": OneOf(False),
+        "dtype+cache+extra_cache": OneOf(
+            "bfloat16+bf16+None",
+            "bfloat16+bf16+bf16",
+            "float16+fp16+None",
+            "float16+fp16+fp16",
+            "bfloat16+ds_mla+None",
+            "bfloat16+ds_mla+ds_mla",
+            "bfloat16+v4+None",
+            "bfloat16+v4+v4",
+        ),
+        "rank+rope+value": OneOf("128+64+128", "256+64+256", "512+64+512", "448+64+512"),
     },
     packages=("triton",),
 )
+"""``extra_cache=None``: one scope."""
 
 HEADS, KEYS = 64, 64
 """Of a program, at most: heads, and keys of a turn."""
@@ -44,29 +52,36 @@ def sparse_decode(
     scale: float,
     value: int,
     out_dtype: DTypeLike,
+    sinks: Float[Array, "heads"] | None = None,
 ) -> AttnState:
-    """``xla.sparse_decode`` over one scope."""
+    """``xla.sparse_decode``."""
     from mla_jax.pallas import triton_lib
     from mla_jax.pallas.sparse_attention import kernels_triton as kernels
 
-    ((cache, slots, layer),) = scopes
-    (tokens, heads, row), keys = q.shape, slots.shape[1]
-    if not (tokens and keys):
+    scopes = tuple(scope for scope in scopes if scope[1].shape[1])
+    tokens, heads, row = q.shape
+    if not (tokens and scopes):
         lse = jnp.full((tokens, heads), -jnp.inf, jnp.float32)
         return AttnState(out=jnp.zeros((tokens, heads, value), out_dtype), lse=lse)
-    records = isinstance(cache, RecordCache)
-    few, step = min(HEADS, max(power_of_two(heads), 16)), 32 if records else KEYS
+    form = scopes[0][0].format.name
+    step = 32 if form in ("ds_mla", "v4") else KEYS
+    few = min(HEADS, max(power_of_two(heads), 16))
     programs = tokens * cdiv(heads, few)
+    keys = max(slots.shape[1] for _, slots, _ in scopes)
     pieces = max(1, min(cdiv(keys, 2 * step), PROGRAMS // programs))
-    piece = round_up(cdiv(keys, pieces), step)
-    pieces = cdiv(keys, piece)
+    sizes = [_sizes(cache, slots.shape[1], pieces, step) for cache, slots, _ in scopes]
+    pieces = max(cdiv(keys, piece) for *_, keys, piece, _, _ in sizes)
+    operands = [
+        x
+        for cache, slots, layer in (*scopes, *scopes)[:2]  # of one scope: twice the same
+        for x in (cache.pages, slots, jnp.zeros((), jnp.int32) if layer is None else layer)
+    ]
     partial = jnp.float32 if pieces > 1 else out_dtype
+    programs_of = {"ds_mla": kernels.attend_records, "v4": kernels.attend_v4}
     out, lse = triton_lib.call(
-        kernels.attend_records if records else kernels.attend,
+        programs_of.get(form, kernels.attend),
         q,
-        cache.pages,
-        slots,
-        jnp.zeros((), jnp.int32) if layer is None else layer,
+        *operands,
         out=(
             jax.ShapeDtypeStruct((pieces, tokens, heads, value), partial),
             jax.ShapeDtypeStruct((pieces, tokens, heads), jnp.float32),
@@ -74,16 +89,24 @@ def sparse_decode(
         grid=programs * pieces,
         warps=8 if few == HEADS else 4,
         stages=2,
-        SIZES=(tokens, heads, value, row - value, keys),
-        CACHE=(
-            cache.layers or 1,
-            cache.num_slots,
-            cache.format.row_bytes if isinstance(cache, RecordCache) else row,
-        ),
-        TILE=(few, step, piece),
+        SIZES=(tokens, heads, value, row - value),
+        NEAR=sizes[0],
+        FAR=sizes[1] if len(sizes) > 1 else (0,) * 7,
+        TILE=(few, step),
         SCALE=float(scale),
     )
     if pieces == 1:
-        return AttnState(out=out[0], lse=lse[0])
+        return with_sinks(AttnState(out=out[0], lse=lse[0]), sinks)
     parts = (AttnState(out=out[i], lse=lse[i]) for i in range(pieces))
-    return merge_attn_states(*parts, out_dtype=out_dtype)
+    return with_sinks(merge_attn_states(*parts, out_dtype=out_dtype), sinks)
+
+
+def _sizes(
+    cache: LatentCache | RecordCache, keys: int, pieces: int, step: int
+) -> tuple[int, int, int, int, int, int, int]:
+    """A cache as the programs know it: its list is cut into so many pieces at most."""
+    piece = round_up(cdiv(keys, pieces), step)
+    records = isinstance(cache, RecordCache)
+    row = cache.format.row_bytes if records else cache.pages.shape[-1]
+    size = cache.format.page_bytes(cache.page) if records else cache.page * row
+    return cache.layers or 1, cache.num_slots, row, keys, piece, cache.page, size

@@ -12,10 +12,11 @@ from jax.typing import DTypeLike
 
 from mla_jax.cache import LatentCache, RecordCache
 from mla_jax.pallas.cache_io.records import gather_rows
+from mla_jax.pallas.merge.ref import apply_sinks
 from mla_jax.pallas.sparse_attention.ref import attend
 from mla_jax.types import Array, AttnState, Bool, Float, Int
 
-__all__ = ["WORKSPACE", "sparse_decode", "sparse_prefill"]
+__all__ = ["WORKSPACE", "sparse_decode", "sparse_prefill", "with_sinks"]
 
 WORKSPACE = 1 << 24
 """Float32 elements of gathered rows: 64 MiB."""
@@ -28,10 +29,11 @@ def sparse_decode(
     scale: float,
     value: int,
     out_dtype: DTypeLike,
+    sinks: Float[Array, "heads"] | None = None,
 ) -> AttnState:
     """``ref.attend`` over the slots of every scope, ``(cache, slots, layer)``, in one softmax.
 
-    A slot outside of its cache is no row.
+    A slot outside of its cache is no row. ``sinks`` as in ``merge.ref.apply_sinks``.
     """
 
     def read(slots: tuple[Array, ...]) -> tuple[Array, Array]:
@@ -46,7 +48,8 @@ def sparse_decode(
         return jnp.concatenate(parts, axis=-2), jnp.concatenate(inside, axis=-1)
 
     slots = tuple(slots for _, slots, _ in scopes)
-    return _attend(q, slots, read, scale=scale, value=value, out_dtype=out_dtype)
+    state = _attend(q, slots, read, scale=scale, value=value, out_dtype=out_dtype)
+    return with_sinks(state, sinks)
 
 
 def sparse_prefill(
@@ -57,6 +60,7 @@ def sparse_prefill(
     scale: float,
     value: int,
     out_dtype: DTypeLike,
+    sinks: Float[Array, "heads"] | None = None,
 ) -> AttnState:
     """``ref.attend`` over gathered rows; an index outside of them is none."""
     count = rows.shape[0]
@@ -67,7 +71,13 @@ def sparse_prefill(
         found = rows.at[jnp.where(inside, at, count)].get(mode="fill", fill_value=0)
         return found, inside
 
-    return _attend(q, (indices,), read, scale=scale, value=value, out_dtype=out_dtype)
+    state = _attend(q, (indices,), read, scale=scale, value=value, out_dtype=out_dtype)
+    return with_sinks(state, sinks)
+
+
+def with_sinks(state: AttnState, sinks: Float[Array, "heads"] | None) -> AttnState:
+    """``apply_sinks``, if there are any."""
+    return state if sinks is None else apply_sinks(state, sinks)
 
 
 def _attend(
