@@ -158,17 +158,12 @@ class V4Attention(nnx.Module):
         names = f"states_{self.ratio}", "index_keys"
         open_name = f"open_{self.ratio}"
         rows = jnp.concatenate([p.rows(x, meta.positions) for p in pools], axis=-1)
-        at = {"layer": number}
-        waited = ops.gather_rows(caches[open_name], groups.kept, dtype=jnp.float32, **at)
+        waited = ops.gather_rows(caches[open_name], groups.kept, dtype=jnp.float32, layer=number)
         here = (groups.tokens >= 0)[..., None]
         parts = jnp.where(here, rows[jnp.maximum(groups.tokens, 0)], waited)
         rows, parts = lax.optimization_barrier((rows, parts))  # read before it is overwritten
-        writing = ops.named("write_rows", backend)
-        found = {
-            open_name: ops.write_rows(
-                caches[open_name], (rows,), groups.keep, backend=writing, **at
-            )
-        }
+        at: dict[str, Any] = {"layer": number, "backend": ops.named("write_rows", backend)}
+        found = {open_name: ops.write_rows(caches[open_name], (rows,), groups.keep, **at)}
         begin = 0
         for pool, name in zip(pools, names, strict=False):
             mine = parts[..., begin : begin + pool.width]
@@ -177,7 +172,7 @@ class V4Attention(nnx.Module):
             slots = meta.common.slots[name][jnp.maximum(groups.ends, 0)]
             slots = jnp.where(groups.ends >= 0, slots, -1)
             values = _split(states.astype(x.dtype), caches[name])
-            found[name] = ops.write_rows(caches[name], values, slots, backend=writing, **at)
+            found[name] = ops.write_rows(caches[name], values, slots, **at)
         return found
 
     def _project(
@@ -296,7 +291,7 @@ class _Scopes(NamedTuple):
         sink: Float[Array, "heads"],
     ) -> Float[Array, "tokens heads dim"]:
         """``out`` with the rows of prefills, chunk by chunk of gathered rows."""
-        config, windows, common = self.attention.config, self.meta.windows, self.meta.common
+        config, windows = self.attention.config, self.meta.windows
         name = layer_type(self.attention.ratio, _ratios(config))
         chunks, count = windows.chunks_of(name)
         first_token = windows.counts[2]  # tokens of the decodes
@@ -337,7 +332,6 @@ class _Scopes(NamedTuple):
             place = jnp.where(real, token, len(out))
             return out.at[place].set(found.out, mode="drop")
 
-        del common
         return lax.fori_loop(0, count, one_chunk, out)
 
     def _workspace(self, chunk: "_Chunk", rows: int, dtype: jnp.dtype) -> Float[Array, "rows dim"]:

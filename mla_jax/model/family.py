@@ -336,39 +336,38 @@ def _v32_builder(config: ModelConfig, serving: Serving) -> V32MetadataBuilder:
 def _v4_groups(config: V4Config, serving: Serving) -> tuple[CacheGroup, ...]:
     """Window of all layers; states, index keys and open groups of those that have them.
 
-    A page of states covers as many tokens as ``ratio`` pages of the window at most, and at least
-    as many as one row. Records hold rows and index keys where 8 bits are asked for; what waits in
+    A page of states covers as many tokens as ``overlapping`` pages of the window, or one state's
+    where that is more. Rows and index keys are records where 8 bits are asked for; what waits in
     open groups is float32.
     """
     page, near, far = serving.page, config.overlapping, config.disjoint
     fours, others = config.layers_of(near), config.layers_of(far)
-    row = {"rank": config.dim - config.rope_dim, "rope": config.rope_dim}
-    key = {"rank": config.index_dim}
+    rest, rope, key = config.dim - config.rope_dim, config.rope_dim, config.index_dim
     form = {"row": serving.cache_format, "key": serving.cache_format}
     if ELEMENT_FORMATS[serving.cache_format].quantised:
-        _check_widths(serving, ("v4", "index_key"), (*row.values(), *key.values()))
-        form, row, key = {"row": "v4", "key": "index_key"}, {}, {}
-    row["format"], key["format"] = form["row"], form["key"]
-    groups = [
-        CacheGroup(name="window", layers=config.layers, page=page, window=config.window, **row)
-    ]
-    if fours:
-        groups.append(CacheGroup(name=f"states_{near}", layers=fours, page=page, ratio=near, **row))
-    if others:
-        rows = max(1, near * page // far)
-        groups.append(CacheGroup(name=f"states_{far}", layers=others, page=rows, ratio=far, **row))
-    waits = {"ring": True, "format": "fp32"}
-    if fours:
-        groups.append(CacheGroup(name="index_keys", layers=fours, page=page, ratio=near, **key))
-        width = 4 * (config.dim + config.index_dim)  # two halves, of a value and of a gate
-        groups.append(
-            CacheGroup(name=f"open_{near}", layers=fours, page=2 * near, rank=width, **waits)
-        )
-    if others:
-        groups.append(
-            CacheGroup(name=f"open_{far}", layers=others, page=far, rank=2 * config.dim, **waits)
-        )
-    return tuple(groups)
+        form = {"row": "v4", "key": "index_key"}
+        _check_widths(serving, tuple(form.values()), (rest, rope, key))
+        rest = rope = key = 0
+    window = CacheGroup(
+        name="window",
+        layers=config.layers,
+        page=page,
+        rank=rest,
+        rope=rope,
+        format=form["row"],
+        window=config.window,
+    )
+    states = replace(window, name=f"states_{near}", layers=fours, ratio=near, window=None)
+    rows = max(1, near * page // far)
+    every = replace(states, name=f"states_{far}", layers=others, ratio=far, page=rows)
+    keys = replace(states, name="index_keys", rank=key, rope=0, format=form["key"])
+    width = 4 * (config.dim + config.index_dim)  # two halves, of a value and of a gate
+    opened = CacheGroup(
+        name=f"open_{near}", layers=fours, page=2 * near, rank=width, format="fp32", ring=True
+    )
+    waiting = replace(opened, name=f"open_{far}", layers=others, page=far, rank=2 * config.dim)
+    groups = window, states, every, keys, opened, waiting
+    return tuple(group for group in groups if group.layers)
 
 
 def _v4_builder(config: V4Config, serving: Serving) -> V4MetadataBuilder:
@@ -402,8 +401,8 @@ def _check_widths(serving: Serving, records: Sequence[str], given: Sequence[int]
         names = [f.name for f in fields]
         hint = "Another cache_format stores any widths."
         what = f"cache_format {serving.cache_format}: widths"
-        both = (dict(zip(names, x, strict=True)) for x in (given, stored))
-        raise EngineError(what, *both, hint)
+        have, want = (dict(zip(names, x, strict=True)) for x in (given, stored))
+        raise EngineError(what, have, want, hint)
 
 
 def _sparse_ladder(serving: Serving) -> StepLadder:

@@ -88,7 +88,7 @@ def weight_table_v4(config: V4Config, *, layout: str = "published") -> tuple[Wei
         for name, path, axes in _FUSED if modules else ():
             rows.append((f"model.layers.{i}.mlp.experts.{name}", path, axes, place))
     if layout == "saved":
-        rows = [(_saved(name), *rest) for name, *rest in rows]
+        rows = [(_saved(name), path, axes, place) for name, path, axes, place in rows]
     return tuple(make_weight(name, path, axes, sizes, place) for name, path, axes, place in rows)
 
 
