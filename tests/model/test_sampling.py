@@ -6,16 +6,21 @@ import pytest
 from mla_jax.errors import EngineError
 from mla_jax.model.sampling import SamplingBatch, SamplingParams, sample
 
-draw = jax.jit(sample)
+
+
+@jax.jit
+def draw(logits, batch):
+    found = sample(logits, batch)
+    return found.token, found.logprob
+
 
 
 def batch(n: int, **columns) -> SamplingBatch:
     """``n`` rows; a scalar is the value of every row."""
-    dtypes = {"temperature": "f4", "top_k": "i4", "top_p": "f4", "seed": "u4", "position": "i4"}
-    values = {"temperature": 0, "top_k": 0, "top_p": 1, "seed": 0, "position": 0} | columns
-    return SamplingBatch(
-        **{k: jnp.asarray(np.broadcast_to(v, (n,)).astype(dtypes[k])) for k, v in values.items()}
-    )
+    made = SamplingBatch.nothing(n)
+    for name, value in columns.items():
+        getattr(made, name)[:] = value
+    return jax.tree.map(jnp.asarray, made)
 
 
 def normal(*shape: int, seed: int = 0) -> jnp.ndarray:
