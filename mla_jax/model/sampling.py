@@ -1,6 +1,8 @@
 """From logits to tokens: greedy, temperature, top-k, top-p, min-p, each request with its own seed.
 
-Penalties and logit bias come first (``token_history``). Every row draws with ``fold_in(key(seed), position)``, so a token depends on the request's own
+Penalties and logit bias come first (``token_history``).
+
+Every row draws with ``fold_in(key(seed), position)``, so a token depends on the request's own
 logits, seed and position and on nothing else in the batch.
 """
 
@@ -14,7 +16,7 @@ import numpy as np
 
 from mla_jax.checks import is_int, is_real
 from mla_jax.errors import EngineError
-from mla_jax.model.token_history import Fed, Scores, TokenHistory, adjusted, raw_logits
+from mla_jax.model.token_history import Adjustments, Fed, Scores, TokenHistory, adjusted, raw_logits
 from mla_jax.types import Array, Bool, Float, Int, UInt
 
 __all__ = ["MOST_LOGPROBS", "Sampled", "SamplingBatch", "SamplingParams", "sample"]
@@ -111,7 +113,7 @@ def _checked_stop(stop: Any) -> tuple[str, ...]:
     """Strings in a tuple, from one string or several."""
     listed = isinstance(stop, Iterable) and not isinstance(stop, bytes | Mapping)
     _require(listed, "stop", stop, "a string, or strings in a tuple")
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    stops: tuple[Any, ...] = (stop,) if isinstance(stop, str) else tuple(stop)
     for text in stops:
         _require(isinstance(text, str) and text != "", "stop", text, "a string that is not empty")
     return stops
@@ -134,11 +136,7 @@ class SamplingBatch:
     seed: UInt[Array | np.ndarray, "requests"]  # uint32
     position: Int[Array | np.ndarray, "requests"]  # absolute position of the token to be drawn
     min_p: Float[Array | np.ndarray, "requests"]  # float32; 0 = off
-    repetition: Float[Array | np.ndarray, "requests"]  # float32; 1 = off
-    presence: Float[Array | np.ndarray, "requests"]  # float32; 0 = off
-    frequency: Float[Array | np.ndarray, "requests"]  # float32; 0 = off
-    row: Int[Array | np.ndarray, "requests"]  # of the token history; -1 = no penalty, no bias
-    prompt_len: Int[Array | np.ndarray, "requests"]  # read where there is a row
+    adjust: Adjustments
     logprobs: Int[Array | np.ndarray, "requests"]  # likeliest tokens to be told
 
     @classmethod
@@ -151,16 +149,15 @@ class SamplingBatch:
             seed=np.zeros(requests, np.uint32),
             position=np.zeros(requests, np.int32),
             min_p=np.zeros(requests, np.float32),
-            repetition=np.ones(requests, np.float32),
-            presence=np.zeros(requests, np.float32),
-            frequency=np.zeros(requests, np.float32),
-            row=np.full(requests, -1, np.int32),
-            prompt_len=np.zeros(requests, np.int32),
+            adjust=Adjustments.nothing(requests),
             logprobs=np.zeros(requests, np.int32),
         )
 
     def fill(self, wishes: Sequence[SamplingParams]) -> None:
-        """Write what the first requests ask for into arrays of ``nothing``; but for ``row``."""
+        """Write what the first requests ask for into arrays of ``nothing``.
+
+        All but ``adjust.row`` and ``adjust.prompt_len``.
+        """
         n = len(wishes)
         self.temperature[:n] = [wish.temperature for wish in wishes]
         self.top_k[:n] = [wish.top_k for wish in wishes]
@@ -170,9 +167,9 @@ class SamplingBatch:
             if wish.min_p or wish.logprobs:
                 self.min_p[i], self.logprobs[i] = wish.min_p, wish.logprobs
             if wish.needs_history:
-                self.repetition[i] = wish.repetition_penalty
-                self.presence[i] = wish.presence_penalty
-                self.frequency[i] = wish.frequency_penalty
+                self.adjust.repetition[i] = wish.repetition_penalty
+                self.adjust.presence[i] = wish.presence_penalty
+                self.adjust.frequency[i] = wish.frequency_penalty
 
 
 @jax.tree_util.register_dataclass
@@ -207,10 +204,10 @@ def sample(
     total = scores.top + jnp.log(jnp.exp(scores.logits - scores.top[:, None]).sum(axis=-1))
     best, best_logits = _likeliest(scores.logits, jnp.asarray(batch.logprobs))
     if history is not None and fed is not None:
-        scores, history = adjusted(scores, batch, history, fed)
+        scores, history = adjusted(scores, batch.adjust, history, fed)
     token = _drawn(scores, batch)
     if history is not None:
-        chosen = raw_logits(scores, batch, history, token)
+        chosen = raw_logits(scores, batch.adjust, history, token)
     else:
         chosen = jnp.take_along_axis(scores.logits, token[:, None], axis=-1)[:, 0]
     return Sampled(
@@ -238,7 +235,7 @@ def _drawn(scores: Scores, batch: SamplingBatch) -> Int[Array, "requests"]:
 def _likeliest(
     logits: Float[Array, "requests vocab"], wanted: Int[Array, "requests"]
 ) -> tuple[Int[Array, "most requests"], Float[Array, "most requests"]]:
-    """The most wanted likeliest tokens and their logits; a pass for each, none if none is wanted."""
+    """Tokens of the largest logits, and these: as many as any row wants, a pass for each."""
     n = len(logits)
     rows = _Rows(logits, jnp.zeros(n, jnp.float32), jnp.ones(n, jnp.float32))
     state = (

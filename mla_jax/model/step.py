@@ -10,6 +10,7 @@ the tokens that the step before it drew, on the device, before the host has read
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +167,7 @@ class Step:
         self._staging = Staging(self.placement)
         largest = (rung.common_bucket.requests for rung in builder.rungs())
         self._slots = max(largest) if most_requests is None else most_requests
-        self.history = HistoryStore(self._slots, vocab or 0, self.placement)
+        self._vocab = vocab or 0
         self._programs: dict[Layout, Callable[..., tuple[Array, Any]]] = {}
         self._store, self._facts = None, ()
         if store is not None:
@@ -206,15 +207,26 @@ class Step:
         """What a step takes that takes no token of the step before."""
         return jax.device_put(np.zeros(self._slots, np.int32), self.placement.everywhere)
 
+    @cached_property
+    def _no_history(self) -> HistoryStore:
+        """Of whoever asks for no penalty; its arrays have the shapes of every other."""
+        return self.new_history()
+
+    def new_history(self) -> HistoryStore:
+        """Room for the tokens of as many requests as a step can have."""
+        return HistoryStore(self._slots, self._vocab, self.placement)
+
     def run(
         self,
         caches: Mapping[str, Any],
         given: StepBatch | Packed,
         tokens: Int[Array, "slots"] | None = None,
+        history: HistoryStore | None = None,
     ) -> tuple[StepOutput, dict[str, Any]]:
         """One step; ``caches`` are donated. ``given`` is of the host, packed or not.
 
         ``tokens`` are those of the step before, of which a batch takes what it has as ``drawn_by``.
+        ``history`` is changed in place; it is needed where a request has a penalty or a bias.
         A rung that was not compiled before is compiled now. The call returns before the step is
         done.
         """
@@ -223,10 +235,11 @@ class Step:
         if program is None:
             program = self.compile(packed.layout, caches)
         tokens = self.no_tokens() if tokens is None else tokens
-        arguments = self.leaves, self.derived, caches, self.history.now, tokens
+        history = self._no_history if history is None else history
+        arguments = self.leaves, self.derived, caches, history.now, tokens
         words = np.asarray(packed.words)
         found = self._staging.run(lambda words: program(*arguments, words), words)
-        tokens, (out, new_caches, self.history.now) = found
+        tokens, (out, new_caches, history.now) = found
         return replace(out, tokens=tokens), new_caches
 
     def compile(self, layout: Layout, caches: Mapping[str, Any]) -> Callable[..., Any]:
@@ -238,7 +251,7 @@ class Step:
             return found
         words = jax.ShapeDtypeStruct((layout.size,), np.int32, sharding=self._staging.sharding)
         tokens = jax.ShapeDtypeStruct((self._slots,), np.int32, sharding=self.placement.everywhere)
-        carried = self.leaves, self.derived, dict(caches), self.history.now
+        carried = self.leaves, self.derived, dict(caches), self._no_history.now
         arguments = *jax.tree.map(_spec, carried), tokens, words
         facts = (
             *self._facts,
@@ -345,7 +358,8 @@ class Step:
         )
         logits = model.logits(hidden[jnp.maximum(query_starts[1:] - 1, 0)])
         fed = Fed(ids=ids, positions=common.positions, requests=common.requests, real=common.real)
-        found = sample(logits, batch.sampling, *((history, fed) if self.history.vocab else ()))
+        seen = history if self._vocab else None
+        found = sample(logits, batch.sampling, seen, fed)
         token_ids = found.token
         bits = (found.logprob[None], found.best_logprob)
         bits = [lax.bitcast_convert_type(x, jnp.int32) for x in bits]

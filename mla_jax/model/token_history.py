@@ -10,20 +10,50 @@ A step without such requests skips all of this, and leaves the arrays where they
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 
+from mla_jax.model.sharding import divides
 from mla_jax.placement import Placement
 from mla_jax.types import Array, Bool, Float, Int
 
-if TYPE_CHECKING:
-    from mla_jax.model.sampling import SamplingBatch
+__all__ = [
+    "Adjustments",
+    "Fed",
+    "HistoryStore",
+    "Scores",
+    "TokenHistory",
+    "adjusted",
+    "raw_logits",
+]
 
-__all__ = ["Fed", "HistoryStore", "Scores", "TokenHistory", "adjusted"]
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Adjustments:
+    """What a step's requests ask of their logits; nothing on padding."""
+
+    row: Int[Array | np.ndarray, "requests"]  # of the history; -1 = no penalty, no bias
+    prompt_len: Int[Array | np.ndarray, "requests"]  # this and the others count where there is one
+    repetition: Float[Array | np.ndarray, "requests"]  # float32; 1 = off
+    presence: Float[Array | np.ndarray, "requests"]  # float32; 0 = off
+    frequency: Float[Array | np.ndarray, "requests"]  # float32; 0 = off
+
+    @classmethod
+    def nothing(cls, requests: int) -> "Adjustments":
+        """Padding only, in numpy."""
+        return cls(
+            row=np.full(requests, -1, np.int32),
+            prompt_len=np.zeros(requests, np.int32),
+            repetition=np.ones(requests, np.float32),
+            presence=np.zeros(requests, np.float32),
+            frequency=np.zeros(requests, np.float32),
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -71,32 +101,38 @@ class Scores:
 
 
 class HistoryStore:
-    """The history of an engine's requests, which each step takes and gives back."""
+    """The history of an engine's requests, which each step takes and gives back.
+
+    Over several devices each holds its part of the vocabulary, as it does of the logits.
+    """
 
     def __init__(self, rows: int, vocab: int, placement: Placement):
         self.rows, self.vocab, self._placement = rows, vocab, placement
-        everywhere = placement.everywhere
-        self._begin = jax.jit(_begun, donate_argnums=(0,), out_shardings=everywhere)
+        split = divides(placement, vocab)
+        self._sharding = placement.divided(1) if split else placement.everywhere
         self.reset()
 
     def reset(self) -> None:
         """Forget everything: also what an interrupted step took and did not give back."""
         zeros = TokenHistory.zeros(self.rows, self.vocab)
-        self.now: TokenHistory = jax.device_put(zeros, self._placement.everywhere)
+        self.now: TokenHistory = jax.device_put(zeros, self._sharding)
 
     def begin(self, row: int, bias: tuple[tuple[int, float], ...]) -> None:
         """A request begins at its first token; row ``rows`` is nobody's (to compile this)."""
         dense = np.zeros(self.vocab, np.float32)
         for token, value in bias:
             dense[token] = value
-        put = partial(jax.device_put, device=self._placement.everywhere)
+        given = jax.device_put((np.asarray(row, np.int32), dense), self._placement.everywhere)
         with self._placement.working():
-            self.now = self._begin(self.now, put(np.asarray(row, np.int32)), put(dense))
+            self.now = _beginning(self._sharding)(self.now, *given)
 
 
-def _begun(
-    history: TokenHistory, row: Int[Array, ""], bias: Float[Array, "vocab"]
-) -> TokenHistory:
+@cache
+def _beginning(sharding: Sharding) -> Any:
+    return jax.jit(_begun, donate_argnums=(0,), out_shardings=sharding)
+
+
+def _begun(history: TokenHistory, row: Int[Array, ""], bias: Float[Array, "vocab"]) -> TokenHistory:
     return replace(
         history,
         counts=history.counts.at[row].set(0, mode="drop"),
@@ -105,7 +141,7 @@ def _begun(
 
 
 def adjusted(
-    scores: Scores, batch: "SamplingBatch", history: TokenHistory, fed: Fed
+    scores: Scores, asked: Adjustments, history: TokenHistory, fed: Fed
 ) -> tuple[Scores, TokenHistory]:
     """Scores with bias and penalties, and the history with the tokens that this step feeds.
 
@@ -114,19 +150,19 @@ def adjusted(
     it (Hugging Face, vLLM); ``frequency * n`` is subtracted, and ``presence`` if ``n > 0`` (OpenAI,
     vLLM). Requests without a row keep their logits bit for bit.
     """
-    row = jnp.asarray(batch.row)
+    row = jnp.asarray(asked.row)
 
     def change(scores: Scores, history: TokenHistory) -> tuple[Scores, TokenHistory]:
-        counts = _counted(history.counts, batch, fed)
+        counts = _counted(history.counts, asked, fed)
         mine, some = jnp.maximum(row, 0), (row >= 0)[:, None]
         raw = scores.logits
         x = raw + history.bias[mine]
         drawn, seen = counts[mine] >> 1, counts[mine] > 0
-        by = jnp.asarray(batch.repetition)[:, None]
+        by = jnp.asarray(asked.repetition)[:, None]
         x = jnp.where(seen, jnp.where(x > 0, x / by, x * by), x)
-        x = x - jnp.asarray(batch.frequency)[:, None] * drawn.astype(jnp.float32)
-        x = x - jnp.where(drawn > 0, jnp.asarray(batch.presence)[:, None], 0)
-        kept = history.raw.at[_or_none(row, row >= 0, history)].set(raw, mode="drop")
+        x = x - jnp.asarray(asked.frequency)[:, None] * drawn.astype(jnp.float32)
+        x = x - jnp.where(drawn > 0, jnp.asarray(asked.presence)[:, None], 0)
+        kept = history.raw.at[jnp.where(row < 0, len(counts), row)].set(raw, mode="drop")
         return Scores.of(jnp.where(some, x, raw)), replace(history, counts=counts, raw=kept)
 
     def changed(state: tuple[Array, Scores, TokenHistory]) -> tuple[Array, Scores, TokenHistory]:
@@ -138,29 +174,22 @@ def adjusted(
 
 
 def raw_logits(
-    scores: Scores, batch: "SamplingBatch", history: TokenHistory, tokens: Int[Array, "requests"]
+    scores: Scores, asked: Adjustments, history: TokenHistory, tokens: Int[Array, "requests"]
 ) -> Float[Array, "requests"]:
     """Logits of one token of each request, as they were before ``adjusted``."""
-    row = jnp.asarray(batch.row)
+    row = jnp.asarray(asked.row)
     here = jnp.take_along_axis(scores.logits, tokens[:, None], axis=-1)[:, 0]
     return jnp.where(row >= 0, history.raw[jnp.maximum(row, 0), tokens], here)
 
 
 def _counted(
-    counts: Int[Array, "rows vocab"], batch: "SamplingBatch", fed: Fed
+    counts: Int[Array, "rows vocab"], asked: Adjustments, fed: Fed
 ) -> Int[Array, "rows vocab"]:
     """With the fed tokens; those of a prompt come before those that were drawn."""
-    row = jnp.asarray(batch.row)[fed.requests]
+    row = jnp.asarray(asked.row)[fed.requests]
     mine = fed.real & (row >= 0)
-    asked = fed.positions < jnp.asarray(batch.prompt_len)[fed.requests]
-    prompt = jnp.where(mine & asked, row, len(counts))
-    drawn = jnp.where(mine & ~asked, row, len(counts))
+    given = fed.positions < jnp.asarray(asked.prompt_len)[fed.requests]
+    prompt = jnp.where(mine & given, row, len(counts))
+    drawn = jnp.where(mine & ~given, row, len(counts))
     counts = counts.at[prompt, fed.ids].max(1, mode="drop")
     return counts.at[drawn, fed.ids].add(2, mode="drop")
-
-
-def _or_none(
-    row: Int[Array, "requests"], real: Bool[Array, "requests"], history: TokenHistory
-) -> Int[Array, "requests"]:
-    """Rows to write; those that are none lie behind the last."""
-    return jnp.where(real, row, len(history.counts))

@@ -7,12 +7,10 @@ from mla_jax.errors import EngineError
 from mla_jax.model.sampling import SamplingBatch, SamplingParams, sample
 
 
-
 @jax.jit
 def draw(logits, batch):
     found = sample(logits, batch)
     return found.token, found.logprob
-
 
 
 def batch(n: int, **columns) -> SamplingBatch:
