@@ -157,9 +157,7 @@ def generate(
     chat: Annotated[
         bool, typer.Option("--chat", help="Texts are what a user says, by the chat template.")
     ] = False,
-    system: Annotated[
-        str | None, typer.Option(help="The system's message; implies --chat.")
-    ] = None,
+    system: Annotated[str | None, typer.Option(help="System message; implies --chat.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(help=f"{_ADVISED} 16.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos")] = False,
     stop_ids: Annotated[str, typer.Option(help="More tokens that end a request.")] = "",

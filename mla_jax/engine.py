@@ -27,8 +27,9 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
+from mla_jax.chat_template import is_chat
 from mla_jax.checks import checked_size
-from mla_jax.errors import EngineError
+from mla_jax.errors import EngineError, shown
 from mla_jax.generation_config import GenerationDefaults
 from mla_jax.history_rows import HistoryRows
 from mla_jax.hub import folder_of
@@ -379,7 +380,9 @@ class Engine:
         text = self.text
         if text is None:
             checked_prompt(prompt, "encode")
-            raise EngineError("encode", "token ids", "a text, or a list of messages")
+        if text is None or not (isinstance(prompt, str) or is_chat(prompt)):
+            given = f"{shown(prompt)} ({type(prompt).__name__})"
+            raise EngineError("encode", given, "a text, or a list of messages")
         if isinstance(prompt, str):
             if chat:
                 raise EngineError("encode: a text", f"with {', '.join(chat)}", "these for a chat")
