@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from mla_jax.chat_template import ChatTemplate, is_chat, special_tokens
+from mla_jax.chat_template import ChatTemplate, is_chat
 from mla_jax.detokenize import TextSoFar
 from mla_jax.errors import EngineError
-from mla_jax.hf_keys import load_json
 from mla_jax.model.sampling import SamplingParams
 from mla_jax.scheduler import checked_ids
 from mla_jax.tokenizer import TextTokenizer
@@ -30,15 +29,13 @@ class TextProcessor:
     template: ChatTemplate | None
     vocab: int  # of the model: ids beyond it are refused
     family: str
-    before: tuple[int, ...] | None = None  # tokens that every text begins with; None: the
-    behind: tuple[int, ...] = ()  # tokenizer.json says it. And those that it ends with
 
     @classmethod
     def open(cls, folder: Path, *, vocab: int, family: str) -> "TextProcessor | None":
         """Of a folder; None if it has no tokenizer.json or ``tokenizers`` is not installed.
 
-        As transformers does, ``add_bos_token`` and ``add_eos_token`` of tokenizer_config.json
-        decide, where they are there, which tokens a plain text begins and ends with.
+        As in transformers 5, tokenizer.json says which tokens a plain text begins and ends with;
+        ``add_bos_token`` of tokenizer_config.json is not read.
 
         Raises:
             EngineError: a tokenizer or a template that cannot be used.
@@ -47,23 +44,8 @@ class TextProcessor:
         tokenizer = TextTokenizer.open(folder)
         if tokenizer is None:
             return None
-        path = folder / "tokenizer_config.json"
-        config = load_json(path) if path.is_file() else {}
-        config = config if isinstance(config, Mapping) else {}
-        named, ends = special_tokens(folder), {}
-        for kind in ("bos", "eos"):
-            wanted = config.get(f"add_{kind}_token") is True and f"{kind}_token" in named
-            id = tokenizer.id_of(named[f"{kind}_token"]) if wanted else None
-            ends[kind] = () if id is None else (id,)
-        explicit = "add_bos_token" in config or "add_eos_token" in config
-        return cls(
-            tokenizer=tokenizer,
-            template=ChatTemplate.open(folder),
-            vocab=vocab,
-            family=family,
-            before=ends["bos"] if explicit else None,
-            behind=ends["eos"],
-        )
+        template = ChatTemplate.open(folder)
+        return cls(tokenizer=tokenizer, template=template, vocab=vocab, family=family)
 
     def ids(self, prompt: Any, where: str = "prompt") -> list[int]:
         """Token ids of a text or of a chat, the model's answer opened.
@@ -75,10 +57,7 @@ class TextProcessor:
 
     def encode(self, text: str, where: str = "text", *, special_tokens: bool = True) -> list[int]:
         """Token ids of a text; ``special_tokens``: with those that every text begins with."""
-        own = special_tokens and self.before is None
-        ids = self.tokenizer.encode(text, where=where, special_tokens=own)
-        if special_tokens and self.before is not None:
-            ids = [*self.before, *ids, *self.behind]
+        ids = self.tokenizer.encode(text, where=where, special_tokens=special_tokens)
         return checked_ids(ids, vocab=self.vocab, where=f"{where}: tokenizer.json")
 
     def chat(

@@ -71,10 +71,6 @@ class TextTokenizer:
             more = {} if special_tokens else {"add_special_tokens": False}
             return self._native.encode(text, **more).ids
 
-    def id_of(self, token: str) -> int | None:
-        """The id of one token, written as the file writes it; None if there is none."""
-        return self._native.token_to_id(token)
-
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids.
 

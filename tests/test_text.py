@@ -30,13 +30,18 @@ def byte_vocab() -> list[str]:
     return pieces + [a + b for a in LETTERS[:7] for b in LETTERS[:7]][: 64 - len(pieces)]
 
 
-def write_tokenizer(folder, **config) -> None:
+def write_tokenizer(folder, *, bos: bool = False, **config) -> None:
+    """``bos``: every text begins with <s>."""
     vocab = {piece: i for i, piece in enumerate(byte_vocab())}
     merges = [(p[0], p[1]) for p in vocab if len(p) == 2 and p.isalpha()]
     made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges))
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()
     made.add_special_tokens(["<s>", "</s>"])
+    if bos:
+        made.post_processor = tokenizers.processors.TemplateProcessing(
+            single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 0)]
+        )
     made.save(str(folder / "tokenizer.json"))
     config = {"bos_token": "<s>", "eos_token": "</s>"} | config
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
@@ -51,7 +56,7 @@ def folder(tmp_path_factory):
     template = "{{ bos_token }}{% for m in messages %}{{ m.content }} {% endfor %}"
     template += "{% if tools %}{{ tools[0].name }}{% endif %}"
     template += "{% if add_generation_prompt %}c{% endif %}"
-    write_tokenizer(root, chat_template=template, add_bos_token=True)
+    write_tokenizer(root, bos=True, chat_template=template)
     (root / "generation_config.json").write_text(json.dumps(ADVICE))
     return root
 
@@ -220,9 +225,7 @@ def test_without_a_tokenizer_text_is_refused_in_words(another):
 def test_what_encode_takes(engine):
     with pytest.raises(EngineError, match="encode: a text: given with tools; allowed: these for"):
         engine.encode("ab", tools=[])
-    with pytest.raises(
-        EngineError, match=r"encode: given .*a text, or a list of messages"
-    ):
+    with pytest.raises(EngineError, match=r"encode: given .*a text, or a list of messages"):
         engine.encode([1, 2])
 
 
