@@ -75,6 +75,7 @@ class TokenHistory:
         )
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Fed:
     """The tokens that a step feeds."""
