@@ -114,6 +114,12 @@ def test_a_stop_string_over_three_tokens_is_never_told():
     assert pieces[-2] == "STOb"  # told when it is clear that it is none
 
 
+def test_the_first_of_several_stop_strings_in_a_token_counts():
+    (id,) = BYTES.encode("ab").ids
+    assert told(BYTES, [id], ("b", "a")) == ([""], True)
+    assert told(BYTES, [id], ("b", "x")) == (["a"], True)
+
+
 def test_pushing_again_changes_nothing():
     """A step that was interrupted is drawn again: its token is pushed onto the same text."""
     text = TextSoFar(decode=lambda ids: BYTES.decode(list(ids)))
