@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,6 +24,8 @@ from mla_jax.checks import is_real
 from mla_jax.config import IndexerConfig, MLADims, ModelConfig
 from mla_jax.engine import Engine, WarmUp
 from mla_jax.errors import EngineError, MLAError
+from mla_jax.generation_config import GenerationDefaults
+from mla_jax.hub import folder_of
 from mla_jax.metadata.mla import DecodeMetadata, PrefillMetadata
 from mla_jax.model.family import Serving, family_of
 from mla_jax.model.memory import plan_memory
@@ -30,9 +33,9 @@ from mla_jax.model.prefill_crossover import PrefillCrossover
 from mla_jax.model.sampling import SamplingParams
 from mla_jax.model.weight_table import num_params
 from mla_jax.pallas.device import DeviceInfo
-from mla_jax.prompts import Prompt, Reader, ids_of
-from mla_jax.scheduler import Completion, Event
-from mla_jax.tokenizer import TextTokenizer
+from mla_jax.prompts import Prompt, Reader, bias_of, ids_of
+from mla_jax.scheduler import Completion
+from mla_jax.text import TextProcessor
 from mla_jax.types import cdiv
 from mla_jax.version import __version__
 
@@ -66,6 +69,7 @@ _USAGE: type[Exception] = typer.BadParameter.__bases__[0]
 _CACHE_OF_DTYPE = {"float32": "fp32", "bfloat16": "bf16"}
 
 # Not ``type`` statements: the help of an option shows the choices of a plain Literal only.
+Model = Annotated[str, typer.Argument(help="A folder, or a hub id (owner/name).")]
 Dtype = Literal["float32", "bfloat16"]
 CacheDtype = Literal["auto", "bf16", "fp16", "fp32", "fp8_e4m3"]
 IgnoreKey = Annotated[
@@ -136,21 +140,39 @@ def options(
     """Multi-head latent attention for JAX."""
 
 
+_ADVISED = "Default: as generation_config.json advises, or else"
+
+
 @app.command()
 def generate(
-    model_dir: Path,
+    model: Model,
     prompt_ids: Annotated[str | None, typer.Option(help="Token ids, as 1,2,3.")] = None,
     prompt: Annotated[str | None, typer.Option(help="Text; needs tokenizer.json.")] = None,
     prompts_file: Annotated[
         Path | None,
-        typer.Option(help='One {"prompt_ids": [...]} or {"prompt": "..."} a line.'),
+        typer.Option(
+            help='One {"prompt_ids": [...]}, {"prompt": "..."} or {"messages": [...]} a line.'
+        ),
     ] = None,
-    max_new_tokens: int = 16,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Texts are what a user says, by the chat template.")
+    ] = False,
+    system: Annotated[str | None, typer.Option(help="System message; implies --chat.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help=f"{_ADVISED} 16.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos")] = False,
     stop_ids: Annotated[str, typer.Option(help="More tokens that end a request.")] = "",
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Text that ends a request; may be given again.")
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(help=f"{_ADVISED} 0, the likeliest.")] = None,
+    top_k: Annotated[int | None, typer.Option(help=f"{_ADVISED} 0, all.")] = None,
+    top_p: Annotated[float | None, typer.Option(help=f"{_ADVISED} 1, all.")] = None,
+    min_p: Annotated[float | None, typer.Option(help=f"{_ADVISED} 0, all.")] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help=f"{_ADVISED} 1, none.")] = None,
+    presence_penalty: Annotated[float, typer.Option(help="-2 to 2.")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="-2 to 2.")] = 0.0,
+    logit_bias: Annotated[str, typer.Option(help="TOKEN:BIAS, as 12:1.5,7:-100.")] = "",
+    logprobs: Annotated[int, typer.Option(help="Print so many likeliest tokens at each.")] = 0,
     seed: int = 0,
     dtype: DtypeOption = "bfloat16",
     cache_dtype: CacheOption = "auto",
@@ -166,23 +188,42 @@ def generate(
     ignore_key: IgnoreKey = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a request.")] = False,
 ) -> None:
-    """Serve prompts together and print what the model says, in the order of the prompts."""
+    """Serve prompts together and print each answer when it is finished, by the prompt's number.
+
+    After Ctrl-C what the others have so far is printed too.
+    """
+    model_dir = folder_of(model)
     config = ModelConfig.from_hf(model_dir, ignore_keys=ignore_key or ())
-    params = SamplingParams(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
+    defaults = GenerationDefaults.open(model_dir)
+    advised = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "max_new_tokens": max_new_tokens,
+    }
+    params = replace(
+        defaults.params,
+        **{name: value for name, value in advised.items() if value is not None},
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logit_bias=bias_of(logit_bias, vocab=config.vocab, where="--logit-bias"),
+        logprobs=logprobs,
         seed=seed,
-        max_new_tokens=max_new_tokens,
+        stop=stop or (),
         stop_token_ids=tuple(ids_of(stop_ids, vocab=config.vocab, where="--stop-ids")),
         ignore_eos=ignore_eos,
     )
     _keep_compilations(cache)
-    tokenizer = TextTokenizer.open(model_dir)
-    read = Reader(vocab=config.vocab, tokenizer=tokenizer)
+    text = TextProcessor.open(model_dir, vocab=config.vocab, family=config.family)
+    if stop and text is None:
+        allowed = "none, because the model has no tokenizer"
+        raise EngineError("--stop", stop, allowed, "--stop-ids needs none.")
+    read = Reader(vocab=config.vocab, text=text, chat=chat, system=system)
     prompts = read.prompts(ids=prompt_ids, text=prompt, file=prompts_file)
     limit = config.max_positions if max_model_len is None else max_model_len
-    rows = [_rows(p, max_new_tokens, limit) for p in prompts]
+    rows = [_rows(p, params.max_new_tokens, limit) for p in prompts]
     if programs is None:  # else the settings as they are, for other runs to find its programs
         max_requests = min(max_requests, len(prompts))
     if num_pages is None and programs is not None:
@@ -204,14 +245,15 @@ def generate(
         ignore_keys=ignore_key or (),
         devices=_devices(devices),
         programs=programs,
+        text=text,
+        defaults=defaults,
     )
-    for i, completion in enumerate(_serve(engine, [p.ids for p in prompts], params)):
-        _print_completion(i, completion, tokenizer, as_json=as_json)
+    _serve(engine, [p.ids for p in prompts], params, as_json=as_json)
 
 
 @app.command()
 def warm(
-    model_dir: Path,
+    model: Model,
     programs: Annotated[
         Path, typer.Option(help="Where the programs go. Yours alone: whoever reads them runs them.")
     ],
@@ -228,6 +270,7 @@ def warm(
     ignore_key: IgnoreKey = None,
 ) -> None:
     """Compile every program of these settings; ``generate --programs`` with the same finds them."""
+    model_dir = folder_of(model)
     config = ModelConfig.from_hf(model_dir, ignore_keys=ignore_key or ())
     _keep_compilations(cache)
     limit = config.max_positions if max_model_len is None else max_model_len
@@ -302,49 +345,68 @@ def _load(folder: Path, *, dtype: str, **settings: Any) -> Engine:
         return Engine.from_pretrained(folder, dtype=jnp.dtype(dtype), progress=report, **settings)
 
 
-def _serve(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> list[Completion]:
+def _serve(
+    engine: Engine, prompts: list[list[int]], params: SamplingParams, *, as_json: bool
+) -> None:
+    """Print every completion as it comes, under a bar where somebody watches."""
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    # Into a file or a pipe it is printed at once; on a terminal the bar makes room for it.
+    watched = sys.stdout.isatty()
+    with Progress(*columns, console=Console(stderr=True), redirect_stdout=watched) as bar:
         task = bar.add_task("requests", total=len(prompts))
 
-        def report(event: Event) -> None:
-            if event.completion is not None:
-                bar.advance(task)
+        def step() -> None:
+            for event in engine.step():
+                if event.completion is not None:
+                    _print_completion(int(event.id), event.completion, engine, as_json=as_json)
+                    bar.advance(task)
 
-        completions = engine.generate(prompts, params, on_progress=report)
+        for i, prompt in enumerate(prompts):
+            engine.add(prompt, params, id=str(i))
+        try:
+            while engine.stats().live:
+                step()
+        except KeyboardInterrupt:
+            for i in range(len(prompts)):
+                engine.cancel(str(i))
+            step()
+            raise
     s = engine.stats()
     print(
         f"{s.new_tokens} tokens in {s.steps} steps, {s.compiles} programs, "
         f"{s.pages_peak} of {s.pages} pages at most, {s.preemptions} preemptions",
         file=sys.stderr,
     )
-    return completions
 
 
-def _print_completion(
-    i: int, c: Completion, tokenizer: TextTokenizer | None, *, as_json: bool
-) -> None:
-    text = None
-    try:
-        text = tokenizer and tokenizer.decode(c.token_ids)
-    except EngineError as error:  # the ids were paid for: they are printed
-        _warn(f"request {i}: {error}")
+def _print_completion(i: int, c: Completion, engine: Engine, *, as_json: bool) -> None:
+    if c.text is None and engine.text is not None:
+        try:
+            engine.text.decode(c.token_ids)
+        except EngineError as error:  # the ids were paid for: they are printed
+            _warn(f"request {i}: {error}")
     if not as_json:
         ids = ",".join(map(str, c.token_ids))
-        print(f"[{i}] {c.finish_reason}: {ids if text is None else text}")
+        print(f"[{i}] {c.finish_reason}: {ids if c.text is None else c.text}", flush=True)
+        for token, logprob, best in zip(c.token_ids, c.logprobs, c.top_logprobs, strict=False):
+            others = "  ".join(f"{id}: {value:.3f}" for id, value in best)
+            print(f"    {token}: {logprob:.3f} of {others}", flush=True)
         return
-    line = {
+    line: dict[str, Any] = {
+        "index": i,
         "prompt_ids": c.prompt_ids,
         "token_ids": c.token_ids,
         "logprobs": c.logprobs,
         "finish_reason": c.finish_reason,
     }
-    print(json.dumps(line if text is None else line | {"text": text}, allow_nan=False))
+    line |= {} if c.text is None else {"text": c.text}
+    line |= {"top_logprobs": c.top_logprobs} if c.top_logprobs else {}
+    print(json.dumps(line, allow_nan=False), flush=True)
 
 
 @app.command()
 def inspect(
-    model_dir: Path,
+    model: Model,
     dtype: Dtype = "bfloat16",
     memory: Annotated[float, typer.Option(help="GiB of the device to plan for.")] = 80.0,
     ignore_key: IgnoreKey = None,
@@ -357,7 +419,8 @@ def inspect(
     if not (is_real(memory) and 0 < memory <= _MOST_GIB):
         allowed = f"GiB above 0, at most {_MOST_GIB:,.0f}"
         raise EngineError("--memory", memory, allowed, "A GPU of 80 GB has about 79.")
-    facts = _facts(ModelConfig.from_hf(model_dir, ignore_keys=ignore_key or ()), dtype, memory)
+    folder = folder_of(model, weights=False)
+    facts = _facts(ModelConfig.from_hf(folder, ignore_keys=ignore_key or ()), dtype, memory)
     if as_json:
         print(json.dumps(facts))
         return

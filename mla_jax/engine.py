@@ -14,7 +14,7 @@ import itertools
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,9 +27,19 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
+from mla_jax.chat_template import is_chat
 from mla_jax.checks import checked_size
-from mla_jax.errors import EngineError
-from mla_jax.inputs import check_cache_fits, checked_params, checked_prompts, checked_wishes
+from mla_jax.errors import EngineError, shown
+from mla_jax.generation_config import GenerationDefaults
+from mla_jax.history_rows import HistoryRows
+from mla_jax.hub import folder_of
+from mla_jax.inputs import (
+    check_cache_fits,
+    checked_params,
+    checked_prompt,
+    checked_prompts,
+    checked_wishes,
+)
 from mla_jax.metadata.buckets import MLALadder
 from mla_jax.metadata.common import HostBatch
 from mla_jax.metadata.packed import pack
@@ -40,9 +50,22 @@ from mla_jax.model.step import Step, StepBatch, StepOutput, drawn_by, empty_batc
 from mla_jax.model.weights import Progress, checked_config, keeps_fp8, load, place
 from mla_jax.pages import PageGroup, PagePool
 from mla_jax.placement import Placement
-from mla_jax.scheduler import Completion, Event, Outcome, Plan, Scheduler
+from mla_jax.scheduler import (
+    Completion,
+    Event,
+    Likeliest,
+    Outcome,
+    Plan,
+    Request,
+    Scheduler,
+    Work,
+)
+from mla_jax.text import TextProcessor
 
-__all__ = ["Engine", "Stats", "WarmUp", "load_model"]
+__all__ = ["Engine", "Prompt", "Stats", "WarmUp", "load_model"]
+
+type Prompt = Sequence[int] | str | Sequence[Mapping[str, Any]]
+"""Token ids, a text, or the messages of a chat."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,12 +106,14 @@ class WarmUp:
 def load_model(
     folder: str | Path, *, dtype: DTypeLike = jnp.bfloat16, progress: Progress | None = None
 ) -> tuple[Any, Any]:
-    """The model of a Hugging Face folder, and its configuration.
+    """The model of a Hugging Face folder or hub id, and its configuration.
 
     Raises:
         ConfigError: config.json has a key that this library does not implement.
+        EngineError: a hub id that cannot be downloaded.
         WeightsError: the safetensors do not hold that model.
     """
+    folder = folder_of(folder)
     config = checked_config(folder)
     family, here = family_of(config.family), Placement.of(None)
     return _read_model(folder, config, family, here, dtype=dtype, progress=progress), config
@@ -143,6 +168,10 @@ class Engine:
             JAX's default device. Over several, weights are divided (``model.sharding``).
         programs: a folder that keeps compiled programs from one process to the next; it must be
             yours, for loading a program runs it. None keeps none.
+        text: the model's tokenizer and chat template; None: prompts are token ids, and
+            completions have no text.
+        defaults: sampling of requests that give no ``params``, and the model's end tokens; None:
+            greedy, and the configuration's end tokens.
     """
 
     def __init__(
@@ -166,7 +195,11 @@ class Engine:
         family: Family | None = None,
         devices: Any = None,
         programs: str | Path | None = None,
+        text: TextProcessor | None = None,
+        defaults: GenerationDefaults | None = None,
     ):
+        defaults = GenerationDefaults() if defaults is None else defaults
+        self.text, self.default_params = text, defaults.params
         self.config, self.want_logits = config, want_logits
         self.family = family_of(config.family) if family is None else family
         self.placement = Placement.of(devices)
@@ -199,7 +232,7 @@ class Engine:
             max_prefill_tokens=prefill_chunk,
             max_model_len=serving.max_model_len,
             vocab=config.vocab,
-            eos=config.eos,
+            eos=config.eos if defaults.eos is None else defaults.eos,
         )
         self._check_largest_step(serving)
         check_cache_fits(self.groups, self._pages, self.placement.device)
@@ -212,7 +245,10 @@ class Engine:
             backend=backend,
             want_logits=want_logits,
             store=None if programs is None else (programs, (self.family.name, config, serving)),
+            vocab=config.vocab,
         )
+        self._history = self._step.new_history()  # of requests with a penalty or a bias
+        self._history_rows: HistoryRows[Request] = HistoryRows(self._history.rows)
         self._most_flights = 2 if run_ahead else 1
         self._flights: deque[_Flight] = deque()  # steps sent and not read, the oldest first
         self._tokens = self._step.no_tokens()  # of the last step that was sent, on the device
@@ -239,6 +275,9 @@ class Engine:
     ) -> "Engine":
         """An engine for a Hugging Face folder; ``settings`` are those of the constructor.
 
+        ``folder`` may be a hub id (``"deepseek-ai/DeepSeek-V2-Lite"``) where ``huggingface_hub``
+        is installed. The folder's tokenizer, chat template and generation_config.json are used
+        where they are there and ``text`` and ``defaults`` are not given.
         ``ignore_keys`` names keys of config.json to pass over, as in ``ModelConfig.from_hf``.
         ``fp8_weights``: whether e4m3 weights stay e4m3 on the device, which halves what they take
         and what a step reads; False widens them to ``dtype``. None: they stay on one GPU with a
@@ -246,9 +285,17 @@ class Engine:
 
         Raises:
             ConfigError: config.json has a key that this library does not implement.
+            EngineError: a hub id that cannot be downloaded, or a tokenizer, template or
+                generation_config.json that cannot be used.
             WeightsError: the safetensors do not hold that model.
         """
+        folder = folder_of(folder)
         config = checked_config(folder, ignore_keys=ignore_keys)
+        facts = {"vocab": config.vocab, "family": config.family}
+        if "text" not in settings:
+            settings["text"] = TextProcessor.open(folder, **facts)
+        if "defaults" not in settings:
+            settings["defaults"] = GenerationDefaults.open(folder)
         settings["devices"] = placement = Placement.of(settings.get("devices"))
         family = settings.get("family") or family_of(config.family)
         fp8 = _keep_fp8(folder, config, family, placement, jnp.dtype(dtype), fp8_weights)
@@ -279,6 +326,8 @@ class Engine:
         rungs = self.builder.rungs()
         caches = self._caches
         names = [group.name for group in self.groups]
+
+        self._history.begin(self._history.rows, ())  # of no request: its program is made
 
         def ready(decision: Any) -> Any:
             self._step.compile(pack(empty_batch(decision, names)).layout, caches)
@@ -313,9 +362,36 @@ class Engine:
         lines.append(f"{len(rungs)} rungs, a program each:")
         return "\n".join([*lines, *(f"  {rung.bucket}" for rung in rungs)])
 
+    def encode(
+        self,
+        prompt: str | Sequence[Mapping[str, Any]],
+        *,
+        special_tokens: bool = True,
+        **chat: Any,
+    ) -> list[int]:
+        """Token ids of a text, or of a list of messages by the model's chat template.
+
+        ``special_tokens``: whether a text begins with the tokens that every text begins with.
+        ``chat``: ``tools``, ``add_generation_prompt``, and whatever else the template reads.
+
+        Raises:
+            EngineError: the model has no tokenizer, or no template, or they refuse it.
+        """
+        text = self.text
+        if text is None:
+            checked_prompt(prompt, "encode")
+        if text is None or not (isinstance(prompt, str) or is_chat(prompt)):
+            given = f"{shown(prompt)} ({type(prompt).__name__})"
+            raise EngineError("encode", given, "a text, or a list of messages")
+        if isinstance(prompt, str):
+            if chat:
+                raise EngineError("encode: a text", f"with {', '.join(chat)}", "these for a chat")
+            return text.encode(prompt, special_tokens=special_tokens)
+        return text.chat(prompt, **chat)
+
     def add(
         self,
-        prompt_ids: Sequence[int],
+        prompt: Prompt,
         params: SamplingParams | None = None,
         *,
         id: str | None = None,
@@ -325,9 +401,16 @@ class Engine:
         Raises:
             EngineError: it could never be served. The engine is as it was.
         """
-        params = checked_params(params)
+        params = checked_params(params, self.default_params)
+        name = "request" if id is None else f"request {id}"
+        ids = checked_prompt(prompt, f"{name}: prompt", self.text and self.text.ids)
+        if params.stop and self.text is None:
+            allowed = "none, because the engine has no tokenizer"
+            raise EngineError(f"{name}: stop", params.stop, allowed, "stop_token_ids need none.")
+        text = None if self.text is None else self.text.begin(params)
         with self._whole():
-            return self.scheduler.add(self._new_id() if id is None else id, prompt_ids, params).id
+            id = self._new_id() if id is None else id
+            return self.scheduler.add(id, ids, params, text).id
 
     def _new_id(self) -> str:
         taken = self.scheduler, self._claimed
@@ -353,23 +436,25 @@ class Engine:
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         on_progress: Callable[[Event], None] | None = None,
     ) -> list[Completion]:
         """Serve all prompts together; completions in the order of the prompts.
 
-        ``params`` is one for all or one each; ``on_progress`` sees every event of these prompts.
-        If one of them is refused, or the call is interrupted, none of them stays behind.
+        A prompt is token ids, a text, or a list of messages (a chat).
+        ``params`` is one for all or one each, ``default_params`` in place of None;
+        ``on_progress`` sees every event of these prompts. If one of them is refused, or the call
+        is interrupted, none of them stays behind.
         """
-        prompts = checked_prompts(prompts)
-        each = checked_wishes(params, len(prompts))
+        given = checked_prompts(prompts, self.text and self.text.ids)
+        each = checked_wishes(params, len(given), self.default_params)
         ids: list[str] = []
         inbox: list[Event] = []
         done: dict[str, Completion] = {}
         try:
-            for prompt, wish in zip(prompts, each, strict=True):
+            for prompt, wish in zip(given, each, strict=True):
                 self._claim(prompt, wish, inbox, ids)
             while len(done) < len(ids):
                 self._advance()
@@ -384,18 +469,17 @@ class Engine:
             self._drop()
         return [done[id] for id in ids]
 
-    def stream(
-        self, prompt_ids: Sequence[int], params: SamplingParams | None = None
-    ) -> Iterator[Event]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Event]:
         """Yield a request's events as they come; the last one carries the completion.
 
+        Where there is a tokenizer, the ``text`` of all events makes that of the completion.
         The request is queued when the first event is asked for, and cancelled when the iterator
         is closed early. Other live requests advance with it.
         """
         inbox: list[Event] = []
         ids: list[str] = []
         try:
-            self._claim(prompt_ids, checked_params(params), inbox, ids)
+            self._claim(prompt, checked_params(params, self.default_params), inbox, ids)
             while True:
                 self._advance()
                 while inbox:
@@ -469,7 +553,7 @@ class Engine:
         host = HostBatch.of(lens[:, 0], lens[:, 1])
         decision = self.builder.decide(host)
         batch = self._batch(plan, host, decision)
-        out, self._caches = self._step.run(self._caches, batch, self._tokens)
+        out, self._caches = self._step.run(self._caches, batch, self._tokens, self._history)
         self._tokens = out.tokens
         self.scheduler.launch(plan)
         self._flights.append(_Flight(plan, out))
@@ -489,7 +573,7 @@ class Engine:
                 self._keep_logits(plan, jax.device_get(out.logits))
                 found = token_ids[:n].tolist(), logprobs[:n].tolist()
                 self._flights.popleft()
-                self._conclude(self.scheduler.outcomes(plan, *found))
+                self._conclude(self.scheduler.outcomes(plan, *found, _likeliest(plan, out)))
                 return
             self._flights.popleft()
 
@@ -515,6 +599,8 @@ class Engine:
         self._outcomes = ()
         self._flights.clear()
         self._tokens = self._step.no_tokens()
+        self._history.reset()
+        self._history_rows = HistoryRows(self._history.rows)
         self._recoveries += 1
         self._alloc()
 
@@ -535,11 +621,11 @@ class Engine:
                 pages = w.request.pages[g][:width]
                 table[i, : len(pages)] = pages
         sampling = batch.sampling
-        wishes = [w.request.params for w in work]
-        sampling.temperature[: len(work)] = [wish.temperature for wish in wishes]
-        sampling.top_k[: len(work)] = [wish.top_k for wish in wishes]
-        sampling.top_p[: len(work)] = [wish.top_p for wish in wishes]
-        sampling.seed[: len(work)] = [wish.seed for wish in wishes]
+        sampling.fill([w.request.params for w in work])
+        for i, w in enumerate(work):
+            if w.request.params.needs_history:
+                sampling.adjust.row[i] = self._row(w)
+                sampling.adjust.prompt_len[i] = w.request.prompt_len
         return replace(
             batch,
             query_starts=starts,
@@ -547,6 +633,13 @@ class Engine:
             num_requests=np.asarray(count, np.int32),
             sampling=replace(sampling, position=lens),
         )
+
+    def _row(self, work: Work) -> int:
+        """Of the token history; begun with the request's first token, also when it comes again."""
+        row = self._history_rows.of(work.request, self.scheduler.running)
+        if work.start == 0:
+            self._history.begin(row, work.request.params.logit_bias)
+        return row
 
     def _keep_logits(self, plan: Plan, logits: np.ndarray | None) -> None:
         """Rows of the requests that draw, each at its place: a repeated step writes it again."""
@@ -558,7 +651,7 @@ class Engine:
                 rows[work.start + work.length - work.request.prompt_len :] = [logits[i]]
 
     def _claim(
-        self, prompt: Sequence[int], params: SamplingParams, inbox: list[Event], ids: list[str]
+        self, prompt: Prompt, params: SamplingParams, inbox: list[Event], ids: list[str]
     ) -> None:
         id = self._new_id()
         ids.append(id)
@@ -621,6 +714,18 @@ class _Flight:
 
     plan: Plan
     out: StepOutput
+
+
+def _likeliest(plan: Plan, out: StepOutput) -> list[Likeliest] | None:
+    """What each request of a step asks to be told; None: none of them does."""
+    counts = [w.request.params.logprobs for w in plan.work]
+    if not any(counts):
+        return None
+    ids, logprobs = out.likeliest()
+    return [
+        tuple(zip(ids[:n, i].tolist(), logprobs[:n, i].tolist(), strict=True))
+        for i, n in enumerate(counts)
+    ]
 
 
 class _Whole:

@@ -1,10 +1,11 @@
 """Prompts, wishes and settings as an engine is given them, checked before anything is done."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
+from mla_jax.chat_template import is_chat
 from mla_jax.errors import EngineError, shown
 from mla_jax.model.sampling import SamplingParams
 
@@ -15,6 +16,11 @@ __all__ = [
     "checked_prompts",
     "checked_wishes",
 ]
+
+_NEEDS_TOKENIZER = (
+    "Text becomes token ids through the model's tokenizer: tokenizer.json, mla-jax[hf]."
+)
+_PROMPTS = "token ids, a text, or a list of messages"
 
 
 def check_cache_fits(groups: Sequence[Any], num_pages: Sequence[int], device: Any) -> None:
@@ -45,34 +51,53 @@ def _memory_of(device: Any) -> int | None:
     return limit
 
 
-def checked_prompts(prompts: Any) -> Sequence[Sequence[int]]:
-    """Prompts for ``Engine.generate``: a sequence of sequences.
+def checked_prompts(
+    prompts: Any, encode: Callable[[Any, str], list[int]] | None = None
+) -> list[Sequence[int]]:
+    """Prompts for ``Engine.generate``, each as ids: see ``checked_prompt``.
 
     Raises:
-        EngineError: it is none, or one of them is none. What is in them is not looked at.
+        EngineError: no sequence of prompts, or one of them is none.
     """
     if not _is_sequence(prompts):
-        hint = "Text becomes token ids through the model's tokenizer." if _is_text(prompts) else ""
+        hint = ""
+        if _is_text(prompts):
+            hint = _NEEDS_TOKENIZER if encode is None else "A single prompt is written [text]."
         raise EngineError("generate: prompts", _kind(prompts), "a sequence of prompts", hint)
-    for i, prompt in enumerate(prompts):
-        checked_prompt(prompt, where=f"generate: prompt {i}", whole=prompts)
-    return prompts
+    where = "generate: prompt"
+    return [checked_prompt(p, f"{where} {i}", encode, prompts) for i, p in enumerate(prompts)]
 
 
-def checked_prompt(prompt: Any, *, where: str, whole: Any = None) -> Sequence[int]:
-    """A prompt: a sequence; its ids are checked against the vocabulary by the scheduler."""
-    if _is_sequence(prompt):
+def checked_prompt(
+    prompt: Any,
+    where: str,
+    encode: Callable[[Any, str], list[int]] | None = None,
+    whole: Any = None,
+) -> Sequence[int]:
+    """A prompt as a sequence of ids, which the scheduler compares with the vocabulary.
+
+    ``encode`` makes ids of a text or a chat; None: the engine has no tokenizer.
+    """
+    chat = is_chat(prompt)
+    if encode is not None and (chat or isinstance(prompt, str)):
+        return encode(prompt, where)
+    if _is_sequence(prompt) and not chat:
         return prompt
-    hint = "Text becomes token ids through the model's tokenizer." if _is_text(prompt) else ""
-    if whole is not None and not hint:
+    hint = _NEEDS_TOKENIZER if chat or _is_text(prompt) else ""
+    if whole is not None and isinstance(prompt, Mapping):
+        hint = "A single chat is written [[{message}, …]]."
+    elif whole is not None and not hint:
         hint = f"A single prompt is written [{shown(whole)}]."
-    raise EngineError(where, _kind(prompt), "a sequence of token ids", hint)
+    allowed = "a sequence of token ids"
+    raise EngineError(where, _kind(prompt), allowed if encode is None else _PROMPTS, hint)
 
 
-def checked_params(params: Any, *, where: str = "params") -> SamplingParams:
+def checked_params(
+    params: Any, default: SamplingParams, *, where: str = "params"
+) -> SamplingParams:
     """What one request asks for; ``None`` asks for the defaults."""
     if params is None:
-        return SamplingParams()
+        return default
     if isinstance(params, SamplingParams):
         return params
     hint = ""
@@ -82,17 +107,18 @@ def checked_params(params: Any, *, where: str = "params") -> SamplingParams:
     raise EngineError(where, _kind(params), "a SamplingParams, or None: the defaults", hint)
 
 
-def checked_wishes(params: Any, prompts: int) -> list[SamplingParams]:
-    """One wish for every prompt, from one for all or one each.
+def checked_wishes(params: Any, prompts: int, default: SamplingParams) -> list[SamplingParams]:
+    """One wish for every prompt, from one for all or one each; ``default`` in place of None.
 
     Raises:
         EngineError: neither, or not as many as prompts.
     """
     if not _is_sequence(params):
-        return [checked_params(params, where="generate: params")] * prompts
+        return [checked_params(params, default, where="generate: params")] * prompts
     if len(params) != prompts:
         raise EngineError("generate: params", len(params), f"one, or {prompts}, one each")
-    return [checked_params(p, where=f"generate: params {i}") for i, p in enumerate(params)]
+    where = "generate: params"
+    return [checked_params(p, default, where=f"{where} {i}") for i, p in enumerate(params)]
 
 
 def _is_text(value: object) -> bool:

@@ -1,14 +1,17 @@
-"""Prompts as people give them: token ids, text, or a file with one JSON object a line."""
+"""Prompts as people give them: token ids, text, chats, or a file with one JSON object a line."""
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from mla_jax.chat_template import is_chat
 from mla_jax.errors import EngineError, listed
 from mla_jax.scheduler import checked_ids
-from mla_jax.tokenizer import TextTokenizer
+from mla_jax.text import TextProcessor
 
-__all__ = ["Prompt", "Reader", "ids_of"]
+__all__ = ["Prompt", "Reader", "bias_of", "ids_of"]
 
 _MAX_BYTES = 2**30  # of a prompts file
 
@@ -25,6 +28,22 @@ def ids_of(text: str, *, vocab: int, where: str) -> list[int]:
     return checked_ids([_number(word) for word in words], vocab=vocab, where=where)
 
 
+def bias_of(text: str, *, vocab: int, where: str) -> dict[int, float]:
+    """``"12:1.5, 7:-100"`` as a bias for each token; an empty text has none."""
+    found: dict[int, float] = {}
+    for pair in text.split(",") if text.strip() else []:
+        id, colon, value = pair.partition(":")
+        try:
+            bias = float(value)
+        except ValueError:
+            bias = None
+        if not colon or bias is None:
+            raise EngineError(where, repr(pair), "TOKEN:BIAS, as in 12:1.5,7:-100")
+        (token,) = ids_of(id, vocab=vocab, where=where) or [-1]
+        found[token] = bias
+    return found
+
+
 def _number(word: str) -> int | str:
     try:
         return int(word)
@@ -37,7 +56,9 @@ class Reader:
     """Reads prompts for one model."""
 
     vocab: int
-    tokenizer: TextTokenizer | None  # None = the model has none
+    text: TextProcessor | None  # None = the model has no tokenizer
+    chat: bool = False  # texts are what a user says, and go through the chat template
+    system: str | None = None  # and begin with this message
 
     def prompts(
         self, *, ids: str | None = None, text: str | None = None, file: Path | None = None
@@ -78,7 +99,7 @@ class Reader:
         return prompts
 
     def _line(self, line: str, where: str) -> Prompt:
-        shape = '{"prompt_ids": [integers]} or {"prompt": "text"}'
+        shape = '{"prompt_ids": [integers]}, {"prompt": "text"} or {"messages": [{…}, …]}'
         try:
             data = json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -89,16 +110,22 @@ class Reader:
                 return Prompt(where=where, ids=checked_ids(ids, vocab=self.vocab, where=where))
             case {"prompt": str(text), **rest} if not rest:
                 return Prompt(where=where, ids=self._encoded(text, where))
+            case {"messages": messages, **rest} if not rest and is_chat(messages):
+                return Prompt(where=where, ids=self._encoded(messages, where))
         given = f"keys {listed(list(data))}" if isinstance(data, dict) else type(data).__name__
         raise EngineError(where, given, shape)
 
-    def _encoded(self, text: str, where: str) -> list[int]:
-        if self.tokenizer is None:
+    def _encoded(self, text: str | Sequence[Mapping[str, Any]], where: str) -> list[int]:
+        if self.text is None:
             raise EngineError(
                 where,
                 "text",
                 "token ids, because there is no tokenizer",
                 "Text needs tokenizer.json in the folder and pip install 'mla-jax[hf]'.",
             )
-        ids = self.tokenizer.encode(text, where=where)
-        return checked_ids(ids, vocab=self.vocab, where=f"{where}: tokenizer.json")
+        if not isinstance(text, str):
+            return self.text.chat(text, where)
+        if not (self.chat or self.system is not None):
+            return self.text.encode(text, where)
+        first = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return self.text.chat([*first, {"role": "user", "content": text}], where)

@@ -19,12 +19,13 @@ import math
 import operator
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from mla_jax.checks import checked_size
+from mla_jax.detokenize import TextSoFar
 from mla_jax.errors import EngineError, shown
 from mla_jax.inputs import checked_prompt
 from mla_jax.model.sampling import SamplingParams
@@ -43,6 +44,10 @@ __all__ = [
 ]
 
 
+type Likeliest = tuple[tuple[int, float], ...]
+"""The likeliest tokens in place of one: ids and log-probabilities, the likeliest first."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Completion:
     """A request that has ended, and why."""
@@ -53,6 +58,8 @@ class Completion:
     logprobs: tuple[float, ...]  # of each token under softmax(logits): unfiltered, temperature 1
     finish_reason: str  # stop | length | cancelled | error (the model gave logits not finite)
     logits: np.ndarray | None = None  # [tokens, vocab] float32 when the engine keeps them
+    text: str | None = None  # without a stop string or stop token; None: there is no tokenizer
+    top_logprobs: tuple[Likeliest, ...] = ()  # of each token, if the request asks for some
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +70,8 @@ class Event:
     token_id: int | None  # None when it ended without one
     logprob: float  # NaN without a token
     completion: Completion | None = None  # when it ended
+    text: str = ""  # what is new of the text: whole characters that no stop string can take back
+    top_logprobs: Likeliest = ()
 
 
 @dataclass(eq=False, kw_only=True)
@@ -75,6 +84,9 @@ class Request:
     params: SamplingParams
     stops: frozenset[int]  # tokens that end it
     logprobs: list[float] = field(default_factory=list)  # of the generated tokens
+    likeliest: list[Likeliest] = field(default_factory=list)  # in place of each
+    pieces: list[str] = field(default_factory=list)  # of the text, told with each
+    text: TextSoFar | None = None  # after the generated tokens; None: it has none
     pages: tuple[array, ...]  # of each cache group: int32, in token order; 0 = returned
     computed: int = 0  # leading tokens whose rows are in the cache, or will be: see ``launch``
     length: int = field(init=False)  # tokens, those that steps in flight draw included
@@ -140,6 +152,7 @@ class Outcome:
     logprob: float
     reason: str | None  # why the request ends with this step; None: it goes on
     event: Event | None  # None: nothing to tell
+    text: TextSoFar | None = None  # after the token
 
 
 def checked_ids(ids: Sequence[Any], *, vocab: int, where: str) -> list[int]:
@@ -203,8 +216,14 @@ class Scheduler:
         """Whether a request of this id lives."""
         return id in self._live
 
-    def add(self, id: str, prompt: Sequence[int], params: SamplingParams) -> Request:
-        """Queue a request.
+    def add(
+        self,
+        id: str,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        text: TextSoFar | None = None,
+    ) -> Request:
+        """Queue a request; ``text`` is what is told of its text before its first token.
 
         Raises:
             EngineError: it could never be served, even alone. Nothing is kept of it.
@@ -218,6 +237,7 @@ class Scheduler:
             params=params,
             pages=self._no_pages(),
             stops=stops if params.ignore_eos else stops | self.eos,
+            text=text,
         )
         self.waiting.append(request)
         self._live[id] = request
@@ -227,10 +247,13 @@ class Scheduler:
         """The prompt as a list of its own, once it is known to be servable."""
         if id in self:
             raise EngineError("request id", repr(id), "an id that no live request has")
-        checked_prompt(prompt, where=f"request {id}: prompt")
+        checked_prompt(prompt, f"request {id}: prompt")
         if len(prompt) == 0:
             raise EngineError(f"request {id}: prompt", "no tokens", "1 token or more")
         tokens = checked_ids(prompt, vocab=self.vocab, where=f"request {id}: prompt")
+        if params.logit_bias and params.logit_bias[-1][0] >= self.vocab:
+            given = params.logit_bias[-1][0]
+            raise EngineError(f"request {id}: logit_bias", given, f"tokens below {self.vocab}")
         new = params.max_new_tokens
         if len(prompt) + new > self.max_model_len:
             raise EngineError(
@@ -418,16 +441,21 @@ class Scheduler:
         return [o.event for o in outcomes if o.event is not None]
 
     def outcomes(
-        self, plan: Plan, tokens: Sequence[int], logprobs: Sequence[float]
+        self,
+        plan: Plan,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        likeliest: Sequence[Likeliest] | None = None,
     ) -> list[Outcome]:
         """What a launched step did to each request, nothing changed yet.
 
         Requests cancelled meanwhile are passed over. A log-probability that is not finite ends
-        its request with ``error``.
+        its request with ``error``. ``likeliest``: of each work, if any asks for them.
         """
+        told = [()] * len(plan.work) if likeliest is None else likeliest
         return [
-            _outcome(work, token, logprob)
-            for work, token, logprob in zip(plan.work, tokens, logprobs, strict=True)
+            _outcome(work, token, logprob, best)
+            for work, token, logprob, best in zip(plan.work, tokens, logprobs, told, strict=True)
             if work.request.finish_reason is None
         ]
 
@@ -473,48 +501,61 @@ class Scheduler:
 
 
 def _record(outcome: Outcome) -> None:
-    """The token and its log-probability at their places."""
+    """The token and what is told of it at their places."""
     if outcome.token is not None:
+        assert outcome.event is not None, "a token is told"
         work, request = outcome.work, outcome.work.request
-        request.tokens[work.start + work.length :] = [outcome.token]
-        request.logprobs[work.start + work.length - request.prompt_len :] = [outcome.logprob]
+        at = work.start + work.length - request.prompt_len
+        request.tokens[request.prompt_len + at :] = [outcome.token]
+        request.logprobs[at:] = [outcome.logprob]
+        request.likeliest[at:] = [outcome.event.top_logprobs]
+        request.pieces[at:] = [outcome.event.text]
+        request.text = outcome.text
 
 
-def _outcome(work: Work, token: int, logprob: float) -> Outcome:
+def _outcome(work: Work, token: int, logprob: float, likeliest: Likeliest) -> Outcome:
     request = work.request
     if not work.samples:
         return Outcome(work, None, math.nan, None, None)
     if not math.isfinite(logprob):
         return Outcome(work, None, math.nan, "error", _last_event(request, "error"))
-    reason = None
+    text, piece, reason = request.text, "", None
     if token in request.stops:
         reason = "stop"
     elif request.generated + 1 == request.params.max_new_tokens:
         reason = "length"
-    if reason is None:
-        event = Event(id=request.id, token_id=token, logprob=logprob)
-    else:
-        event = _last_event(request, reason, (token,), (logprob,))
-    return Outcome(work, token, logprob, reason, event)
+    if text is not None and token not in request.stops:  # a stop token is no text
+        text, piece, found = text.push(token)
+        if found:
+            reason = "stop"
+        elif text.broken and text.stops:  # it cannot be seen where it ends
+            reason = "error"
+    told = Event(id=request.id, token_id=token, logprob=logprob, text=piece, top_logprobs=likeliest)
+    if reason is not None:
+        told = _last_event(request, reason, told, text)
+    return Outcome(work, token, logprob, reason, told, text)
 
 
 def _last_event(
-    request: Request, reason: str, tokens: tuple[int, ...] = (), logprobs: tuple[float, ...] = ()
+    request: Request, reason: str, token: Event | None = None, text: TextSoFar | None = None
 ) -> Event:
-    """The event that carries the completion; ``tokens``: drawn by the step that ends it."""
+    """The event that carries the completion; ``token``: what the step that ends it drew."""
+    text = request.text if token is None else text
+    told = token or Event(id=request.id, token_id=None, logprob=math.nan)
+    if text is not None:
+        told = replace(told, text=told.text + text.rest())
+    ids = () if told.token_id is None else (told.token_id,)
+    asked = request.params.logprobs > 0
     completion = Completion(
         id=request.id,
         prompt_ids=tuple(request.tokens[: request.prompt_len]),
-        token_ids=(*request.tokens[request.prompt_len :], *tokens),
-        logprobs=(*request.logprobs, *logprobs),
+        token_ids=(*request.tokens[request.prompt_len :], *ids),
+        logprobs=(*request.logprobs, *([told.logprob] if ids else [])),
         finish_reason=reason,
+        text=None if text is None or text.broken else "".join((*request.pieces, told.text)),
+        top_logprobs=(*request.likeliest, *([told.top_logprobs] if ids else [])) if asked else (),
     )
-    return Event(
-        id=request.id,
-        token_id=tokens[0] if tokens else None,
-        logprob=logprobs[0] if logprobs else math.nan,
-        completion=completion,
-    )
+    return replace(told, completion=completion)
 
 
 def _chunk(request: Request, length: int) -> Work:

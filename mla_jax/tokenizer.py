@@ -61,14 +61,15 @@ class TextTokenizer:
             native.no_padding()
         return cls(path, native)
 
-    def encode(self, text: str, *, where: str) -> list[int]:
-        """Token ids of ``text``, all of it.
+    def encode(self, text: str, *, where: str, special_tokens: bool = True) -> list[int]:
+        """Token ids of ``text``, all of it; with those that its file puts around every text.
 
         Raises:
             EngineError: the tokenizer has no ids for it; ``where`` names the text.
         """
         with _words(where, f"{shown(repr(text))}, which {self._path} cannot encode", _ITS):
-            return self._native.encode(text).ids
+            more = {} if special_tokens else {"add_special_tokens": False}
+            return self._native.encode(text, **more).ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids.

@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 import time
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from mla_jax import cli, demo
 from mla_jax.cache import ELEMENT_FORMATS
 from mla_jax.engine import Engine, WarmUp
 from mla_jax.errors import EngineError
+from mla_jax.generation_config import GenerationDefaults
 from mla_jax.model.deepseek_v3 import DeepseekV3
 from mla_jax.model.prefill_crossover import PathRate, PrefillCrossover
 from mla_jax.model.step import Step
@@ -27,7 +29,7 @@ CONFIG = tiny.config(layers=1, sparse_layers=(False,), moe=None)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A checkpoint of one dense layer with a tokenizer of the words w0 … w63."""
+    """A checkpoint of one dense layer with a tokenizer of the words w0 … w63 and a template."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     root = tmp_path_factory.mktemp("model")
@@ -37,6 +39,8 @@ def folder(tmp_path_factory):
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.save(str(root / "tokenizer.json"))
+    template = "{% for m in messages %}w1 {{ m.content }} {% endfor %}w2"
+    (root / "chat_template.jinja").write_text(template)
     return root
 
 
@@ -74,7 +78,7 @@ def settings(monkeypatch):
     return ask
 
 
-def test_generate_prints_one_json_line_per_request_in_order(run, folder, tmp_path):
+def test_generate_prints_one_json_line_per_request(run, folder, tmp_path):
     file = tmp_path / "prompts.jsonl"
     given = [{"prompt_ids": list(range(1, 20))}, {"prompt": "w7 w8"}, {"prompt_ids": [3]}]
     file.write_text("\n".join(map(json.dumps, given)) + "\n\n")
@@ -83,18 +87,145 @@ def test_generate_prints_one_json_line_per_request_in_order(run, folder, tmp_pat
     assert code == 0
     lines = [json.loads(line) for line in out.splitlines()]
     assert [x["prompt_ids"] for x in lines] == [list(range(1, 20)), [7, 8], [3]]
+    assert [x["index"] for x in lines] == [0, 1, 2]
     for x in lines:
-        assert set(x) == {"prompt_ids", "token_ids", "logprobs", "finish_reason", "text"}
+        names = {"index", "prompt_ids", "token_ids", "logprobs", "finish_reason", "text"}
+        assert set(x) == names
         assert x["finish_reason"] == "length"
         assert len(x["token_ids"]) == len(x["logprobs"]) == 4
         assert x["text"] == " ".join(f"w{i}" for i in x["token_ids"])
     assert "12 tokens in" in err
 
 
+QUICK = ("--dtype", "float32", "--ignore-eos", "--page-size", 8)
+
+
+def test_answers_are_printed_as_they_finish(run, folder, tmp_path, monkeypatch):
+    """One prompt at a time: the first answer is out before the second prompt is computed."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt_ids": [1]}\n{"prompt_ids": [2]}\n')
+    printed, inner, step = [], cli._print_completion, Step.run
+
+    def note(i, completion, *args, **kwargs):
+        printed.append(i)
+        inner(i, completion, *args, **kwargs)
+
+    seen = []
+
+    def watch(*args, **kwargs):
+        seen.append(list(printed))
+        return step(*args, **kwargs)
+
+    monkeypatch.setattr(cli, "_print_completion", note)
+    monkeypatch.setattr(Step, "run", watch)
+    args = ("--prompts-file", file, "--max-new-tokens", 6, "--max-requests", 1)
+    code, out, _ = run("generate", folder, *args, *QUICK)
+    assert code == 0
+    assert [line[:3] for line in out.splitlines()] == ["[0]", "[1]"]
+    assert seen[0] == [] and seen[-1] == [0]
+
+
+@pytest.mark.parametrize("moment", ["sent", "concluded"])
+def test_an_interruption_loses_no_answer(run, folder, tmp_path, monkeypatch, moment):
+    """Neither the one that is finished nor what the other has so far."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt_ids": [1]}\n{"prompt_ids": [2]}\n')
+    args = ("--prompts-file", file, "--max-new-tokens", 6, "--max-requests", 1, *QUICK, "--json")
+    _, whole, _ = run("generate", folder, *args)
+    owner, name = {"sent": (Step, "run"), "concluded": (Engine, "_conclude")}[moment]
+    inner, count = getattr(owner, name), 0
+
+    def interrupt(*args, **kwargs):
+        nonlocal count
+        count += 1
+        found = inner(*args, **kwargs)
+        if count == 9:
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(owner, name, interrupt)
+    code, out, err = run("generate", folder, *args)
+    assert code == 130
+    assert "Traceback" not in err
+    first, second = map(json.loads, out.splitlines())
+    want = list(map(json.loads, whole.splitlines()))
+    assert first == want[0]
+    assert second["finish_reason"] == "cancelled"
+    told = second["token_ids"]
+    assert told and told == want[1]["token_ids"][: len(told)]
+
+
+def test_chats_of_options_and_files(folder, tmp_path, monkeypatch):
+    file = tmp_path / "prompts.jsonl"
+    messages = [{"role": "user", "content": "w5"}, {"role": "assistant", "content": "w6"}]
+    file.write_text(json.dumps({"messages": messages}) + '\n{"prompt": "w7"}\n')
+    monkeypatch.setattr(cli, "_load", lambda *_, **__: None)
+    monkeypatch.setattr(cli, "_serve", lambda engine, prompts, *_, **__: read.extend(prompts))
+
+    def prompts(*args):
+        read.clear()
+        with pytest.raises(SystemExit):
+            cli.main(["generate", *map(str, (folder, *args))])
+        return list(read)
+
+    read: list[list[int]] = []
+    assert prompts("--prompt", "w9") == [[9]]
+    assert prompts("--prompt", "w9", "--chat") == [[1, 9, 2]]
+    assert prompts("--prompt", "w9", "--system", "w8") == [[1, 8, 1, 9, 2]]
+    assert prompts("--prompts-file", file) == [[1, 5, 1, 6, 2], [7]]
+    assert prompts("--prompts-file", file, "--chat") == [[1, 5, 1, 6, 2], [1, 7, 2]]
+
+
+def test_options_of_sampling(run, folder):
+    ask = ("generate", folder, "--prompt-ids", "1", *QUICK, "--max-new-tokens", 6)
+    bias = ("--logit-bias", "5:100,6:99.5", "--frequency-penalty", "1", "--logprobs", "2")
+    code, out, _ = run(*ask, *bias, "--json")
+    line = json.loads(out)
+    assert (code, set(line["token_ids"])) == (0, {5, 6})
+    assert [len(best) for best in line["top_logprobs"]] == [2] * 6
+    code, out, _ = run(*ask, *bias, "--stop", "w6 w5", "--stop", "w99")
+    answer, *tokens = out.splitlines()
+    assert code == 0
+    assert answer.startswith("[0] stop: ") and "w6" not in answer
+    assert len(tokens) == answer.count("w5") + 2  # the two that say w6 w5
+
+
+def test_generation_config_is_the_default_and_options_come_first(settings, copy, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        cli.SamplingParams, "__post_init__", lambda params: seen.append(params), raising=True
+    )
+    to = copy()
+    advice = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "max_new_tokens": 3}
+    (to / "generation_config.json").write_text(json.dumps(advice))
+    settings("generate", to, "--prompt-ids", "1")
+    assert (seen[-1].temperature, seen[-1].top_p, seen[-1].max_new_tokens) == (0.6, 0.95, 3)
+    settings("generate", to, "--prompt-ids", "1", "--temperature", 0, "--max-new-tokens", 5)
+    assert (seen[-1].temperature, seen[-1].top_p, seen[-1].max_new_tokens) == (0, 0.95, 5)
+
+
+@pytest.mark.parametrize("command", ["generate", "inspect", "warm"])
+def test_a_hub_id_is_taken_or_refused_in_words(run, folder, monkeypatch, tmp_path, command):
+    monkeypatch.chdir(tmp_path)
+    more = {"generate": ("--prompt-ids", "1"), "warm": ("--programs", "p")}.get(command, ())
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    code, out, err = run(command, "owner/name", *more)
+    assert (code, out) == (2, "")
+    assert "model owner/name: given no folder owner/name here" in err
+    assert "pip install 'mla-jax[hf]'" in err
+    stub = ModuleType("huggingface_hub")
+    stub.snapshot_download = lambda *_, **__: str(folder)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", stub)
+    if command == "inspect":
+        assert run("inspect", "owner/name")[0] == 0
+
+
 def test_settings_follow_the_prompts_unless_given(settings, folder):
     args = ("generate", folder, "--prompt-ids", "1, 2,3", "--max-new-tokens", 6)
     small = settings(*args, "--page-size", 4)
     assert small.pop("progress")
+    assert small.pop("text").vocab == 64
+    assert small.pop("defaults") == GenerationDefaults()
     assert small == {
         "dtype": jnp.dtype("bfloat16"),
         "cache_format": "bf16",
@@ -201,6 +332,17 @@ def test_more_devices_than_there_are_are_refused(run, folder):
         (("--prompt-ids", "1", "--prefill-chunk", "0"), "prefill_chunk: given 0"),
         (("--prompt-ids", "1", "--temperature", "-1"), "temperature: given -1.0"),
         (("--prompt-ids", "1", "--stop-ids", "70"), "--stop-ids: token 0: given 70"),
+        (("--prompt-ids", "1", "--min-p", "2"), "min_p: given 2.0; allowed: 0 to 1"),
+        (("--prompt-ids", "1", "--repetition-penalty", "0"), "repetition_penalty: given 0.0"),
+        (("--prompt-ids", "1", "--presence-penalty", "3"), "presence_penalty: given 3.0"),
+        (("--prompt-ids", "1", "--logprobs", "21"), "logprobs: given 21; allowed: 0 to 20"),
+        (("--prompt-ids", "1", "--stop", ""), "stop: given ''; allowed: a string that is not"),
+        (
+            ("--prompt-ids", "1", "--logit-bias", "1"),
+            "--logit-bias: given '1'; allowed: TOKEN",
+        ),
+        (("--prompt-ids", "1", "--logit-bias", "64:1"), "--logit-bias: token 0: given 64"),
+        (("--prompt-ids", "1", "--logit-bias", "1:nan"), "logit_bias: given '1: nan'"),
         (("--prompt-ids", "1", "--dtype", "int8"), "'int8' is not one of 'float32', 'bfloat16'"),
         (("--prompt-ids", "1", "--cache-dtype", "int8"), "'--cache-dtype'"),
         (("--prompts-file", "/nowhere.jsonl"), "/nowhere.jsonl"),

@@ -10,7 +10,8 @@ import pytest
 
 from mla_jax.config import MLADims, ModelConfig, RopeConfig
 from mla_jax.model import weights
-from mla_jax.model.weight_table import expected_shapes
+from mla_jax.model.presets import PRESETS
+from mla_jax.model.weight_table import expected_shapes, num_params
 from tests import imports
 
 
@@ -21,10 +22,10 @@ def blocks(name: str) -> list[str]:
 
 
 README = blocks("README.md")
-PAGES = {"metadata": 1, "sharding": 2, "starting": 1, "families": 1, "deepseek_v4": 1}
+PAGES = {"metadata": 1, "sharding": 2, "starting": 1, "families": 1, "deepseek_v4": 1, "serving": 1}
 """Pages of docs/ with examples, and how many."""
 
-COMPILE = {("starting", 0), ("sharding", 0), ("deepseek_v4", 0)}
+COMPILE = {("starting", 0), ("sharding", 0), ("deepseek_v4", 0), ("serving", 0)}
 """Examples that compile several programs."""
 
 TINY = ModelConfig(
@@ -63,6 +64,26 @@ def test_readme_examples_run(source, tmp_path, monkeypatch, capsys):
     weights.save(tmp_path / "DeepSeek-V2-Lite", TINY, leaves)
     monkeypatch.chdir(tmp_path)
     check_prints(source, capsys)
+
+
+def test_the_readme_says_how_large_models_are():
+    """Weights in 16 bits, of the presets; a card of 80 GB holds those below its size."""
+    readme = (imports.ROOT / "README.md").read_text()
+    rows = re.findall(r"^\| (.+?) \| ([\d,.]+) \| (yes|no)[^|]*\|$", readme, re.MULTILINE)
+    found = {name: (float(size.replace(",", "")), fits) for name, size, fits in rows}
+    presets = {
+        "Youtu (2B)": "YOUTU_2B",
+        "V2-Lite": "V2_LITE",
+        "GLM-4.7-Flash": "GLM_4_7_FLASH",
+        "V2": "V2",
+        "V3, R1, V3.2": "V3",
+        "Kimi-K2": "KIMI_K2",
+    }
+    assert set(presets) <= set(found)
+    for name, preset in presets.items():
+        size = 2 * num_params(PRESETS[preset]) / 1e9
+        assert found[name][0] == pytest.approx(size, rel=1e-3, abs=0.5 if size > 99 else 0.05), name
+        assert found[name][1] == ("yes" if size < 80 else "no"), name
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ GRAPH = imports.graph()
 PYPROJECT = tomllib.loads((imports.ROOT / "pyproject.toml").read_text())["project"]
 CORE = {Requirement(line).name for line in PYPROJECT["dependencies"]}
 OPTIONAL = {  # package → the only modules that may import it
-    "huggingface_hub": {"cli"},
+    "huggingface_hub": {"hub"},
+    "jinja2": {"chat_template"},
     "rich": {"cli", "demo", "model/progress"},
     "tokenizers": {"tokenizer"},
     "triton": {"pallas/triton_lib"},

@@ -56,7 +56,8 @@ def test_a_wrong_token_and_a_lost_page_are_found(engine, single):
     release, lost = pool.release, []
 
     def lose(pages):
-        first = [] if lost else list(pages[:1])
+        pages = list(pages)
+        first = [] if lost else pages[:1]
         lost.extend(first)
         release(pages[len(first) :])
 

@@ -20,7 +20,7 @@ from mla_jax.engine import Engine
 from mla_jax.metadata.buckets import Ladder, MLALadder, default_steps
 from mla_jax.model.deepseek_v3 import DeepseekV3
 from mla_jax.model.sampling import SamplingParams
-from mla_jax.scheduler import Completion
+from mla_jax.scheduler import Completion, Likeliest
 from tests.model import tiny, v4
 
 CONFIG = ModelConfig(
@@ -114,8 +114,23 @@ class Ask:
 
 
 def asks(count: int, *, seed: int) -> list[Ask]:
-    """Random ones: one token or many, greedy or drawn, with stop tokens or without."""
-    rng = random.Random(seed)
+    """Random ones: one token or many, greedy or drawn, with stop tokens or without.
+
+    One in three changes its logits by what it has said, and is told the likeliest tokens.
+    """
+    rng, extra = random.Random(seed), random.Random(-1 - seed)
+
+    def changes() -> dict[str, Any]:
+        if extra.random() < 2 / 3:
+            return {}
+        return {
+            "min_p": extra.choice([0.0, 0.1]),
+            "repetition_penalty": extra.choice([1.0, 1.3]),
+            "presence_penalty": extra.choice([0.0, 0.5]),
+            "frequency_penalty": extra.choice([0.0, 0.7]),
+            "logit_bias": {extra.randrange(64): extra.uniform(-3, 3) for _ in range(3)},
+            "logprobs": extra.choice([0, 2, 5]),
+        }
 
     def ask() -> Ask:
         length = rng.choice([1, 2, 3, 4, 5, 8, 9, rng.randint(1, 16), rng.randint(1, 28)])
@@ -127,6 +142,7 @@ def asks(count: int, *, seed: int) -> list[Ask]:
             seed=rng.randrange(2**32),
             ignore_eos=rng.random() < 0.7,
             stop_token_ids=tuple(rng.sample(range(64), rng.choice([0, 0, 3]))),
+            **changes(),
         )
         return Ask(tuple(rng.randrange(64) for _ in range(length)), params)
 
@@ -249,4 +265,9 @@ def _right(got: Completion | None, want: Completion, given: list[int], cancelled
     if got.finish_reason == "cancelled":
         return cancelled and got.token_ids == want.token_ids[: len(got.token_ids)]
     same = got.finish_reason == want.finish_reason and got.token_ids == want.token_ids
+    same &= _ids(got.top_logprobs) == _ids(want.top_logprobs)
     return same and got.prompt_ids == want.prompt_ids
+
+
+def _ids(likeliest: tuple[Likeliest, ...]) -> list[list[int]]:
+    return [[id for id, _ in one] for one in likeliest]

@@ -1,11 +1,14 @@
-"""From logits to tokens: greedy, temperature, top-k and top-p, each request with its own seed.
+"""From logits to tokens: greedy, temperature, top-k, top-p, min-p, each request with its own seed.
+
+Penalties and logit bias come first (``token_history``).
 
 Every row draws with ``fold_in(key(seed), position)``, so a token depends on the request's own
 logits, seed and position and on nothing else in the batch.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,16 +16,27 @@ import numpy as np
 
 from mla_jax.checks import is_int, is_real
 from mla_jax.errors import EngineError
+from mla_jax.model.token_history import Adjustments, Fed, Scores, TokenHistory, adjusted, raw_logits
 from mla_jax.types import Array, Bool, Float, Int, UInt
 
-__all__ = ["SamplingBatch", "SamplingParams", "sample"]
+__all__ = ["MOST_LOGPROBS", "Sampled", "SamplingBatch", "SamplingParams", "sample"]
 
 _COLDEST = 1e-4
+
+MOST_LOGPROBS = 20
+"""Likeliest tokens that a request may ask to be told at each of its tokens (OpenAI's limit)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """What one request asks of its tokens. Checks itself.
+
+    In the order in which they work: ``logit_bias`` is added; ``repetition_penalty`` divides
+    positive logits and multiplies negative ones of tokens in the prompt or the answer (Hugging
+    Face, vLLM); ``frequency_penalty`` is subtracted once for each time that a token was drawn,
+    ``presence_penalty`` once if it was (OpenAI, vLLM); ``temperature``, ``top_k``, ``top_p`` and
+    ``min_p`` (Hugging Face's order) leave those to draw from. Log-probabilities are of the model's
+    own logits, before all of this.
 
     Raises:
         EngineError: a value outside its range, named.
@@ -31,10 +45,17 @@ class SamplingParams:
     temperature: float = 0.0  # 0 = the likeliest token
     top_k: int = 0  # draw among the k likeliest; 0 = all
     top_p: float = 1.0  # … and among the fewest that hold this mass; 1 = all
+    min_p: float = 0.0  # … and those at least this times as likely as the likeliest; 0 = all
+    repetition_penalty: float = 1.0  # above 0; 1 = none
+    presence_penalty: float = 0.0  # -2 to 2; 0 = none
+    frequency_penalty: float = 0.0  # -2 to 2; 0 = none
+    logit_bias: tuple[tuple[int, float], ...] = ()  # or {token id: -100 to 100}
     seed: int = 0  # 32 bits
     max_new_tokens: int = 16
     stop_token_ids: tuple[int, ...] = ()  # end the request, and are its last token
     ignore_eos: bool = False  # the model's own end tokens do not stop; stop_token_ids still do
+    stop: tuple[str, ...] = ()  # or one string: end the request, whose text ends before it
+    logprobs: int = 0  # so many likeliest tokens are told beside each token; at most 20
 
     def __post_init__(self):
         t, p = self.temperature, self.top_p
@@ -53,6 +74,49 @@ class SamplingParams:
             _require(is_int(token) and token >= 0, "stop_token_ids", token, "0 or more")
         _require(isinstance(self.ignore_eos, bool | np.bool_), "ignore_eos", self.ignore_eos,
                  "True or False")  # fmt: skip
+        m, r = self.min_p, self.repetition_penalty
+        _require(is_real(m) and 0 <= m <= 1, "min_p", m, "0 to 1")
+        _require(is_real(r) and 0 < r <= 1e6, "repetition_penalty", r, "above 0 (1 = none)")
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _require(is_real(value) and -2 <= value <= 2, name, value, "-2 to 2")
+        object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+        object.__setattr__(self, "stop", _checked_stop(self.stop))
+        n = self.logprobs
+        _require(is_int(n) and 0 <= n <= MOST_LOGPROBS, "logprobs", n, f"0 to {MOST_LOGPROBS}")
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether logits are changed before anything else (``token_history``)."""
+        return (
+            self.repetition_penalty != 1
+            or self.presence_penalty != 0
+            or self.frequency_penalty != 0
+            or len(self.logit_bias) > 0
+        )
+
+
+def _checked_bias(bias: Any) -> tuple[tuple[int, float], ...]:
+    """Pairs in the order of their ids, from a mapping or from pairs."""
+    allowed = "{token id: a number from -100 to 100}"
+    try:
+        pairs = dict(bias)
+    except (TypeError, ValueError):
+        raise EngineError("SamplingParams: logit_bias", repr(bias), allowed) from None
+    for token, value in pairs.items():
+        ok = is_int(token) and 0 <= token < 2**31 and is_real(value) and -100 <= value <= 100
+        _require(ok, "logit_bias", f"{token!r}: {value!r}", allowed)
+    return tuple(sorted((int(token), float(value)) for token, value in pairs.items()))
+
+
+def _checked_stop(stop: Any) -> tuple[str, ...]:
+    """Strings in a tuple, from one string or several."""
+    listed = isinstance(stop, Iterable) and not isinstance(stop, bytes | Mapping)
+    _require(listed, "stop", stop, "a string, or strings in a tuple")
+    stops: tuple[Any, ...] = (stop,) if isinstance(stop, str) else tuple(stop)
+    for text in stops:
+        _require(isinstance(text, str) and text != "", "stop", text, "a string that is not empty")
+    return stops
 
 
 def _require(ok: bool, name: str, given: object, allowed: str) -> None:
@@ -71,6 +135,9 @@ class SamplingBatch:
     top_p: Float[Array | np.ndarray, "requests"]  # float32; 1 = off
     seed: UInt[Array | np.ndarray, "requests"]  # uint32
     position: Int[Array | np.ndarray, "requests"]  # absolute position of the token to be drawn
+    min_p: Float[Array | np.ndarray, "requests"]  # float32; 0 = off
+    adjust: Adjustments
+    logprobs: Int[Array | np.ndarray, "requests"]  # likeliest tokens to be told
 
     @classmethod
     def nothing(cls, requests: int) -> "SamplingBatch":
@@ -81,34 +148,119 @@ class SamplingBatch:
             top_p=np.ones(requests, np.float32),
             seed=np.zeros(requests, np.uint32),
             position=np.zeros(requests, np.int32),
+            min_p=np.zeros(requests, np.float32),
+            adjust=Adjustments.nothing(requests),
+            logprobs=np.zeros(requests, np.int32),
         )
+
+    def fill(self, wishes: Sequence[SamplingParams]) -> None:
+        """Write what the first requests ask for into arrays of ``nothing``.
+
+        All but ``adjust.row`` and ``adjust.prompt_len``.
+        """
+        n = len(wishes)
+        self.temperature[:n] = [wish.temperature for wish in wishes]
+        self.top_k[:n] = [wish.top_k for wish in wishes]
+        self.top_p[:n] = [wish.top_p for wish in wishes]
+        self.seed[:n] = [wish.seed for wish in wishes]
+        for i, wish in enumerate(wishes):
+            if wish.min_p or wish.logprobs:
+                self.min_p[i], self.logprobs[i] = wish.min_p, wish.logprobs
+            if wish.needs_history:
+                self.adjust.repetition[i] = wish.repetition_penalty
+                self.adjust.presence[i] = wish.presence_penalty
+                self.adjust.frequency[i] = wish.frequency_penalty
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """What a step draws for each request."""
+
+    token: Int[Array, "requests"]
+    logprob: Float[Array, "requests"]  # of the token; NaN when the logits are
+    best: Int[Array, "most requests"]  # likeliest tokens, the likeliest first; 0 if not asked
+    best_logprob: Float[Array, "most requests"]
+    history: TokenHistory | None
 
 
 def sample(
-    logits: Float[Array, "requests vocab"], batch: SamplingBatch
-) -> tuple[Int[Array, "requests"], Float[Array, "requests"]]:
-    """``(token, log softmax(logits)[token])`` of each request, int32 and float32.
+    logits: Float[Array, "requests vocab"],
+    batch: SamplingBatch,
+    history: TokenHistory | None = None,
+    fed: Fed | None = None,
+) -> Sampled:
+    """A token of each request, its log-probability and those of the likeliest.
 
-    The log-probability is the model's own: no temperature, no filter. It is NaN when the
-    logits are. Temperature divides first, then top-k cuts, then top-p cuts what top-k left; equal
-    logits rank by id, the lower one first. Nothing is sorted: what a filter leaves are all tokens
-    above an edge, which is found bit by bit. Loops and branches are not nested: XLA's CUDA graphs
-    hold them so, and the host need not wait for the device to know which way it goes.
+    Log-probabilities are the model's own, ``log softmax(logits)``: no temperature, penalty or
+    filter. What ``history`` and ``fed`` are needed for, ``token_history`` says; without them no
+    request may have a row. Temperature divides first, then top-k cuts, then top-p cuts what top-k
+    left, then min-p; equal logits rank by id, the lower one first. Nothing is sorted: what a
+    filter leaves are all tokens above an edge, which is found bit by bit. Loops and branches are
+    not nested: XLA's CUDA graphs hold them so, and the host need not wait for the device to know
+    which way it goes.
     """
-    logits = logits.astype(jnp.float32)
-    top = logits.max(axis=-1)
-    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    scores = Scores.of(logits.astype(jnp.float32))
+    total = scores.top + jnp.log(jnp.exp(scores.logits - scores.top[:, None]).sum(axis=-1))
+    best, best_logits = _likeliest(scores.logits, jnp.asarray(batch.logprobs))
+    if history is not None and fed is not None:
+        # Whoever reads the logits as they are does so before they are changed in place.
+        scores, total, best_logits = jax.lax.optimization_barrier((scores, total, best_logits))
+        scores, history = adjusted(scores, batch.adjust, history, fed)
+    token = _drawn(scores, batch)
+    if history is not None:
+        chosen = raw_logits(scores, batch.adjust, history, token)
+    else:
+        chosen = jnp.take_along_axis(scores.logits, token[:, None], axis=-1)[:, 0]
+    return Sampled(
+        token=token,
+        logprob=chosen - total,
+        best=best,
+        best_logprob=best_logits - total,
+        history=history,
+    )
+
+
+def _drawn(scores: Scores, batch: SamplingBatch) -> Int[Array, "requests"]:
     warm = batch.temperature > 0
-    rows = _Rows(logits, top, jnp.where(warm, batch.temperature, 1.0))
+    rows = _Rows(scores.logits, scores.top, jnp.where(warm, batch.temperature, 1.0))
     edges = _edges(rows, jnp.where(warm, batch.top_k, 0), jnp.where(warm, batch.top_p, 1.0))
     seed, position = jnp.asarray(batch.seed), jnp.asarray(batch.position)
-    token = jax.lax.cond(
+    min_p = jnp.asarray(batch.min_p)
+    return jax.lax.cond(
         warm.any(),
-        lambda: jnp.where(warm, _draw(rows, *edges, seed, position), best),
-        lambda: best,
+        lambda: jnp.where(warm, _draw(rows, *edges, min_p, seed, position), scores.best),
+        lambda: scores.best,
     )
-    chosen = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
-    return token, chosen - top - jnp.log(jnp.exp(logits - top[:, None]).sum(axis=-1))
+
+
+def _likeliest(
+    logits: Float[Array, "requests vocab"], wanted: Int[Array, "requests"]
+) -> tuple[Int[Array, "most requests"], Float[Array, "most requests"]]:
+    """Tokens of the largest logits, and these: as many as any row wants, a pass for each."""
+    n = len(logits)
+    rows = _Rows(logits, jnp.zeros(n, jnp.float32), jnp.ones(n, jnp.float32))
+    state = (
+        jnp.zeros((), jnp.int32),
+        jnp.full(n, 2**32 - 1, jnp.uint32),  # place in the order of the last one that was found
+        jnp.full(n, -1, jnp.int32),  # and its id
+        jnp.zeros((MOST_LOGPROBS, n), jnp.int32),
+        jnp.zeros((MOST_LOGPROBS, n), jnp.float32),
+    )
+
+    def find(state: tuple[Array, ...]) -> tuple[Array, ...]:
+        i, order, id, found, values = state
+        here, ids = rows.order(), jnp.arange(logits.shape[1], dtype=jnp.int32)
+        order, id = order[:, None], id[:, None]
+        behind = (here < order) | ((here == order) & (ids > id))
+        here = jnp.where(behind, here, 0)
+        best = jnp.argmax(here, axis=-1).astype(jnp.int32)
+        value = jnp.take_along_axis(logits, best[:, None], axis=-1)[:, 0]
+        place = jnp.take_along_axis(here, best[:, None], axis=-1)[:, 0]
+        return i + 1, place, best, found.at[i].set(best), values.at[i].set(value)
+
+    most = wanted.max()
+    return jax.lax.while_loop(lambda state: state[0] < most, find, state)[3:]  # pyright: ignore
 
 
 @dataclass(frozen=True)
@@ -143,6 +295,7 @@ def _draw(
     rows: _Rows,
     edge: UInt[Array, "requests"],
     last: UInt[Array, "requests"],
+    min_p: Float[Array, "requests"],
     seed: UInt[Array, "requests"],
     position: Int[Array, "requests"],
 ) -> Int[Array, "requests"]:
@@ -154,6 +307,7 @@ def _draw(
 
     order, edge, last = rows.order(), edge[:, None], last[:, None]
     kept = (order > edge) | ((order == edge) & (_lower_first(rows) >= last))
+    kept &= rows.mass() >= min_p[:, None]  # the likeliest has mass 1
     z = jnp.where(kept, rows.scaled(rows.logits), -jnp.inf) + jax.vmap(noise)(seed, position)
     return jnp.argmax(z, axis=-1).astype(jnp.int32)
 

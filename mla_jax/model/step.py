@@ -1,5 +1,7 @@
 """The one compiled function of serving: (weights, caches, batch, tokens) -> (tokens, caches).
 
+It also carries the history of tokens that penalties read (``token_history``).
+
 One program per rung: the static half of a batch's decision. The module is split once at load; a
 program takes flat leaves, because flattening a module on every token costs milliseconds of host
 time. Metadata is built inside the program, by the builder that decided the batch. A step can take
@@ -8,6 +10,7 @@ the tokens that the step before it drew, on the device, before the host has read
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from mla_jax.metadata.staging import Staging, received
 from mla_jax.model.program_store import ProgramStore, source_of
 from mla_jax.model.sampling import SamplingBatch, sample
 from mla_jax.model.sharding import sharding_of
+from mla_jax.model.token_history import Fed, HistoryStore, TokenHistory
 from mla_jax.placement import Placement
 from mla_jax.types import Array, Float, Int
 
@@ -112,7 +116,7 @@ def empty_batch(decision: Any, groups: Sequence[str]) -> StepBatch:
 class StepOutput:
     """One sampled token per request; rows of unfinished prompts and padding mean nothing."""
 
-    drawn: Int[Array, "2 requests"]  # token ids; bits of their log-probabilities
+    drawn: Int[Array, "rows requests"]  # ids; bits of log-probabilities; the same of the likeliest
     tokens: Int[Array, "slots"] | None  # the same ids on the device, for the next step
     logits: Float[Array, "requests vocab"] | None  # only when asked for
 
@@ -122,8 +126,13 @@ class StepOutput:
         On a GPU the program itself leaves them in the host's memory: asking for two results
         afterwards takes as long again as a short step (0.8 ms).
         """
-        token_ids, bits = np.asarray(self.drawn)
+        token_ids, bits = np.asarray(self.drawn)[:2]
         return token_ids, bits.view(np.float32)
+
+    def likeliest(self) -> tuple[Int[np.ndarray, "most _"], Float[np.ndarray, "most _"]]:
+        """The likeliest tokens, as many as a request of the step wanted, and log-probabilities."""
+        ids, bits = np.split(np.asarray(self.drawn)[2:], 2)
+        return ids, bits.view(np.float32)
 
 
 class Step:
@@ -138,6 +147,7 @@ class Step:
         want_logits: programs also return float32 logits.
         store: a folder of compiled programs, with what the model follows from.
         most_requests: of one step; those of the builder's largest rung by default.
+        vocab: tokens that penalties and logit bias can change; None: no request may ask for them.
     """
 
     def __init__(
@@ -150,12 +160,14 @@ class Step:
         want_logits: bool = False,
         store: tuple[str | Path, Sequence[object]] | None = None,
         most_requests: int | None = None,
+        vocab: int | None = None,
     ):
         self.placement = Placement.of(placement)
         self.builder, self.want_logits, self._backend = builder, want_logits, backend
         self._staging = Staging(self.placement)
         largest = (rung.common_bucket.requests for rung in builder.rungs())
         self._slots = max(largest) if most_requests is None else most_requests
+        self._vocab = vocab or 0
         self._programs: dict[Layout, Callable[..., tuple[Array, Any]]] = {}
         self._store, self._facts = None, ()
         if store is not None:
@@ -195,15 +207,26 @@ class Step:
         """What a step takes that takes no token of the step before."""
         return jax.device_put(np.zeros(self._slots, np.int32), self.placement.everywhere)
 
+    @cached_property
+    def _no_history(self) -> HistoryStore:
+        """Of whoever asks for no penalty; its arrays have the shapes of every other."""
+        return self.new_history()
+
+    def new_history(self) -> HistoryStore:
+        """Room for the tokens of as many requests as a step can have."""
+        return HistoryStore(self._slots, self._vocab, self.placement)
+
     def run(
         self,
         caches: Mapping[str, Any],
         given: StepBatch | Packed,
         tokens: Int[Array, "slots"] | None = None,
+        history: HistoryStore | None = None,
     ) -> tuple[StepOutput, dict[str, Any]]:
         """One step; ``caches`` are donated. ``given`` is of the host, packed or not.
 
         ``tokens`` are those of the step before, of which a batch takes what it has as ``drawn_by``.
+        ``history`` is changed in place; it is needed where a request has a penalty or a bias.
         A rung that was not compiled before is compiled now. The call returns before the step is
         done.
         """
@@ -212,10 +235,11 @@ class Step:
         if program is None:
             program = self.compile(packed.layout, caches)
         tokens = self.no_tokens() if tokens is None else tokens
-        arguments = self.leaves, self.derived, caches, tokens
+        history = self._no_history if history is None else history
+        arguments = self.leaves, self.derived, caches, history.now, tokens
         words = np.asarray(packed.words)
         found = self._staging.run(lambda words: program(*arguments, words), words)
-        tokens, (out, new_caches) = found
+        tokens, (out, new_caches, history.now) = found
         return replace(out, tokens=tokens), new_caches
 
     def compile(self, layout: Layout, caches: Mapping[str, Any]) -> Callable[..., Any]:
@@ -227,7 +251,8 @@ class Step:
             return found
         words = jax.ShapeDtypeStruct((layout.size,), np.int32, sharding=self._staging.sharding)
         tokens = jax.ShapeDtypeStruct((self._slots,), np.int32, sharding=self.placement.everywhere)
-        arguments = *jax.tree.map(_spec, (self.leaves, self.derived, dict(caches))), tokens, words
+        carried = self.leaves, self.derived, dict(caches), self._no_history.now
+        arguments = *jax.tree.map(_spec, carried), tokens, words
         facts = (
             *self._facts,
             layout,
@@ -269,8 +294,8 @@ class Step:
 
     def _trees(self, layout: Layout, arguments: Any) -> tuple[Any, Any]:
         """Structure of a program's arguments and results, without tracing it."""
-        _, _, caches, *_ = arguments
-        out = 0, (self._output(0), caches)
+        _, _, caches, history, *_ = arguments
+        out = 0, (self._output(0), caches, history)
         return jax.tree.structure((arguments, {})), jax.tree.structure(out)
 
     def _output(self, drawn: Any, logits: Any = 0) -> StepOutput:
@@ -282,20 +307,21 @@ class Step:
             leaves: Sequence[Array],
             derived: Any,
             caches: dict[str, Any],
+            history: TokenHistory,
             tokens: Array,
             words: Array,
-        ) -> tuple[Array, tuple[StepOutput, dict[str, Any]]]:
+        ) -> tuple[Array, tuple[StepOutput, dict[str, Any], TokenHistory]]:
             batch: StepBatch = Packed(layout=layout, words=received(words)).unpack()
-            return self._body(self._merged(leaves), derived, caches, tokens, batch)
+            return self._body(self._merged(leaves), derived, caches, history, tokens, batch)
 
         everywhere = self.placement.everywhere
         drawn = self.placement.page_locked if self._staging.page_locked else everywhere
         results = self._output(drawn, everywhere)
-        kept = jax.tree.map(lambda leaf: leaf.sharding, arguments[2])
+        kept = jax.tree.map(lambda leaf: leaf.sharding, arguments[2:4])
         jitted = jax.jit(
             run,
-            donate_argnums=(2,),
-            out_shardings=(everywhere, (results, kept)),
+            donate_argnums=(2, 3),
+            out_shardings=(everywhere, (results, *kept)),
             compiler_options=self._options(layout),
         )
         with self.placement.working():
@@ -306,9 +332,10 @@ class Step:
         model: Any,
         derived: Any,
         caches: dict[str, Any],
+        history: TokenHistory,
         tokens: Int[Array, "slots"],
         batch: StepBatch,
-    ) -> tuple[Int[Array, "slots"], tuple[StepOutput, dict[str, Any]]]:
+    ) -> tuple[Int[Array, "slots"], tuple[StepOutput, dict[str, Any], TokenHistory]]:
         """One step inside a program: metadata, layers, logits, draws."""
         query_starts = jnp.asarray(batch.query_starts)
         common = build_common(
@@ -320,8 +347,9 @@ class Step:
             groups=self.builder.groups,
         )
         meta = self.builder.build(common, batch.decision)
+        ids = _fed(jnp.asarray(batch.token_ids), tokens)
         hidden, caches = model(
-            _fed(jnp.asarray(batch.token_ids), tokens),
+            ids,
             meta,
             caches,
             derived=derived,
@@ -329,14 +357,20 @@ class Step:
             placement=self.placement,
         )
         logits = model.logits(hidden[jnp.maximum(query_starts[1:] - 1, 0)])
-        token_ids, logprobs = sample(logits, batch.sampling)
-        drawn = jnp.stack([token_ids, lax.bitcast_convert_type(logprobs, jnp.int32)])
+        fed = Fed(ids=ids, positions=common.positions, requests=common.requests, real=common.real)
+        seen = history if self._vocab else None
+        found = sample(logits, batch.sampling, seen, fed)
+        token_ids = found.token
+        bits = (found.logprob[None], found.best_logprob)
+        bits = [lax.bitcast_convert_type(x, jnp.int32) for x in bits]
+        drawn = jnp.concatenate([token_ids[None], bits[0], found.best, bits[1]])
         if self._staging.page_locked:
             drawn = jax.device_put(drawn, jax.memory.Space.Host)
         if len(token_ids) > self._slots:
             raise MetadataError("Step: requests", len(token_ids), f"at most {self._slots}")
         tokens = jnp.pad(token_ids, (0, self._slots - len(token_ids)))
-        return tokens, (self._output(drawn, logits), caches)
+        history = history if found.history is None else found.history
+        return tokens, (self._output(drawn, logits), caches, history)
 
 
 def _fed(ids: Int[Array, "tokens"], drawn: Int[Array, "slots"]) -> Int[Array, "tokens"]:

@@ -6,16 +6,19 @@ import pytest
 from mla_jax.errors import EngineError
 from mla_jax.model.sampling import SamplingBatch, SamplingParams, sample
 
-draw = jax.jit(sample)
+
+@jax.jit
+def draw(logits, batch):
+    found = sample(logits, batch)
+    return found.token, found.logprob
 
 
 def batch(n: int, **columns) -> SamplingBatch:
     """``n`` rows; a scalar is the value of every row."""
-    dtypes = {"temperature": "f4", "top_k": "i4", "top_p": "f4", "seed": "u4", "position": "i4"}
-    values = {"temperature": 0, "top_k": 0, "top_p": 1, "seed": 0, "position": 0} | columns
-    return SamplingBatch(
-        **{k: jnp.asarray(np.broadcast_to(v, (n,)).astype(dtypes[k])) for k, v in values.items()}
-    )
+    made = SamplingBatch.nothing(n)
+    for name, value in columns.items():
+        getattr(made, name)[:] = value
+    return jax.tree.map(jnp.asarray, made)
 
 
 def normal(*shape: int, seed: int = 0) -> jnp.ndarray:
@@ -162,6 +165,22 @@ def test_nan_logits_are_seen_in_the_logprob_of_their_row_only():
         ({"stop_token_ids": "12"}, "stop_token_ids: given '12'"),
         ({"stop_token_ids": ["12"]}, "stop_token_ids: given '12'"),
         ({"stop_token_ids": None}, "stop_token_ids: given None"),
+        ({"min_p": 1.5}, "min_p: given 1.5; allowed: 0 to 1"),
+        ({"min_p": None}, "min_p: given None"),
+        ({"repetition_penalty": 0}, "repetition_penalty: given 0; allowed: above 0"),
+        ({"repetition_penalty": float("inf")}, "repetition_penalty: given inf"),
+        ({"presence_penalty": 2.1}, "presence_penalty: given 2.1; allowed: -2 to 2"),
+        ({"frequency_penalty": "1"}, "frequency_penalty: given '1'"),
+        ({"logit_bias": 5}, "logit_bias: given 5; allowed: {token id: a number"),
+        ({"logit_bias": {-1: 1.0}}, "logit_bias: given '-1: 1.0'"),
+        ({"logit_bias": {1: 101}}, "logit_bias: given '1: 101'"),
+        ({"logit_bias": {1: float("nan")}}, "logit_bias: given '1: nan'"),
+        ({"logit_bias": {"1": 1.0}}, "logit_bias: given"),
+        ({"stop": 5}, "stop: given 5; allowed: a string"),
+        ({"stop": ("a", "")}, "stop: given ''; allowed: a string that is not empty"),
+        ({"stop": [b"a"]}, "stop: given b'a'"),
+        ({"logprobs": 21}, "logprobs: given 21; allowed: 0 to 20"),
+        ({"logprobs": True}, "logprobs: given True"),
         ({"ignore_eos": "no"}, "ignore_eos: given 'no'; allowed: True or False"),
     ],
 )
@@ -176,6 +195,38 @@ def test_stop_tokens_of_any_iterable_are_kept():
         assert params.stop_token_ids == (3, 4)
         assert params.stop_token_ids == (3, 4)
         assert hash(params) == hash(SamplingParams(stop_token_ids=(3, 4)))
+
+
+def test_bias_and_stops_in_any_form_are_one():
+    given = ({7: 1, 3: -2.5}, [(7, 1.0), (3, -2.5)], {np.int64(3): np.float32(-2.5), 7: 1})
+    for bias in given:
+        assert SamplingParams(logit_bias=bias).logit_bias == ((3, -2.5), (7, 1.0))
+    assert SamplingParams(stop="end").stop == SamplingParams(stop=["end"]).stop == ("end",)
+    assert not SamplingParams(min_p=0.1, logprobs=3, temperature=1.0).needs_history
+    assert SamplingParams(logit_bias={1: 0.5}).needs_history
+
+
+def test_the_likeliest_are_those_of_a_sort():
+    """With equal logits the lower id first; forbidden tokens last; as many as any row wants."""
+    logits = np.random.default_rng(4).normal(size=(9, 50)).round(1).astype("f4") + np.float32(0)
+    logits[3, 7:] = -np.inf
+    rows = batch(9, logprobs=[0, 1, 20, 20, 5, 0, 2, 3, 4])
+    found = jax.jit(sample)(jnp.asarray(logits), rows)
+    want = np.argsort(-logits, kind="stable", axis=-1)[:, :20]
+    np.testing.assert_array_equal(found.best.T, want)
+    log = jax.nn.log_softmax(logits)[np.arange(9)[:, None], want]
+    np.testing.assert_allclose(found.best_logprob.T, log, atol=1e-5)
+    rows = batch(9, logprobs=3)
+    assert (np.asarray(jax.jit(sample)(jnp.asarray(logits), rows).best)[3:] == 0).all()
+
+
+def test_min_p_leaves_what_is_likely_enough():
+    n = 3000
+    p = np.array([0.5, 0.3, 0.16, 0.04], "f4")
+    logits = jnp.broadcast_to(jnp.log(jnp.asarray(p)), (n, 4))
+    for least, kept in ((0.0, 4), (0.1, 3), (0.5, 2), (0.7, 1), (1.0, 1)):
+        token, _ = draw(logits, batch(n, temperature=1.0, position=range(n), min_p=least))
+        assert set(token.tolist()) == set(range(kept))
 
 
 def test_numbers_of_numpy_and_jax_are_numbers():

@@ -157,7 +157,8 @@ def test_caches_are_updated_in_place(small):
     caches = tiny.caches(cfg, num_pages=40, page=PAGE)
     packed = pack(tiny.batch(DECODE, [([1], 0, [1])], []))
     text = step.compile(packed.layout, caches).as_text().splitlines()[0]
-    assert text.count("may-alias") + text.count("must-alias") == 2  # pages and their scales
+    assert text.count("may-alias") + text.count("must-alias") == 2 + 3
+    # Pages and their scales; counts, bias and logits of the token history.
 
 
 def test_a_stored_program_is_the_program(small, tmp_path):

@@ -1,0 +1,45 @@
+"""Models by their name on the Hugging Face hub: ``"deepseek-ai/DeepSeek-V2-Lite"``."""
+
+import re
+from pathlib import Path
+
+from mla_jax.errors import EngineError, shown
+
+__all__ = ["folder_of"]
+
+_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_TEXT = ("*.json", "*.jinja")
+_WEIGHTS = ("*.safetensors",)
+_OTHERS = ("original/*", "onnx/*", "consolidated*")  # the same weights once more
+
+
+def folder_of(model: str | Path, *, weights: bool = True) -> Path:
+    """The folder of a model: the one that is given, or that of a hub id, downloaded if need be.
+
+    A folder that is there is taken, also if its name could be an id. ``weights=False``: no
+    tensors are downloaded.
+
+    Raises:
+        EngineError: an id that cannot be downloaded, with what would work.
+    """
+    path = Path(model)
+    if path.exists() or not _ID.fullmatch(str(model)):
+        return path
+    here = f"no folder {path} here"
+    try:
+        from huggingface_hub import snapshot_download
+    except ModuleNotFoundError:
+        given = f"{here}, and huggingface_hub, which downloads models, is not installed"
+        hint = "For a hub id: pip install 'mla-jax[hf]'."
+        raise EngineError(f"model {model}", given, "a folder, or a hub id", hint) from None
+    patterns = [*_TEXT, *(_WEIGHTS if weights else ())]
+    try:
+        found = snapshot_download(
+            str(model), allow_patterns=patterns, ignore_patterns=list(_OTHERS)
+        )
+    except Exception as error:  # of the package, of its transport, of the system
+        first = shown(error).strip().splitlines() or [type(error).__name__]
+        given = f"{here}, and the download failed ({type(error).__name__}: {first[0]})"
+        hint = f"Download it where there is a network: hf download {model} --local-dir FOLDER."
+        raise EngineError(f"model {model}", given, "a folder, or a hub id", hint) from None
+    return Path(found)
