@@ -118,11 +118,6 @@ class V4Decision:
         """What decides the program: all other static sizes follow from it."""
         return self.step
 
-    @property
-    def decodes_only(self) -> bool:
-        """No prefills, hence no chunks of cached context."""
-        return self.step.prefills == 0
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
