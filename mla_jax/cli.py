@@ -1,4 +1,4 @@
-"""The command line: ``mla-jax generate | warm | inspect | explain | support-matrix | demo``.
+"""The command line: ``mla-jax --help`` lists the commands.
 
 Results go to stdout, progress and messages to stderr. Bad input is one clear message and exit
 code 2.
@@ -20,6 +20,8 @@ import jax.numpy as jnp
 from mla_jax import ops
 from mla_jax.cache import ELEMENT_FORMATS, LatentCache
 from mla_jax.checks import is_real
+from mla_jax.commands import parity
+from mla_jax.commands.show import parity_report, show
 from mla_jax.config import IndexerConfig, MLADims, ModelConfig
 from mla_jax.engine import Engine, WarmUp
 from mla_jax.errors import EngineError, MLAError
@@ -91,6 +93,8 @@ CacheFolder = Annotated[
     Path | None,
     typer.Option("--cache", help="JAX's persistent compilation cache."),
 ]
+
+Out = Annotated[Path | None, typer.Option(help="Also write it: a name ending in .html or .svg.")]
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -486,6 +490,37 @@ def explain(
     }
     args, kwargs = problems.get(op, ((), {}))
     print(ops.explain(op, *args, backend=backend, **kwargs))
+
+
+@app.command("parity")
+def parity_command(
+    model_dir: Path,
+    tokens: Annotated[int, typer.Option(min=1, help="How many tokens, drawn evenly.")] = 96,
+    prompt_ids: Annotated[str | None, typer.Option(help="Token ids instead, as 1,2,3.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Leading layers only; serves nothing.")] = None,
+    serve: Annotated[bool, typer.Option(help="Also serve the tokens and compare logits.")] = True,
+    out: Out = None,
+    ignore_key: IgnoreKey = None,
+) -> None:
+    """Compare every tensor with transformers, and name the convention where they part.
+
+    Exit code 1 if they do. Needs torch and transformers: pip install 'mla-jax[parity]'.
+    """
+    keys = ignore_key or ()
+    config = ModelConfig.from_hf(model_dir, ignore_keys=keys)
+    ids = None
+    if prompt_ids is not None:
+        ids = ids_of(prompt_ids, vocab=config.vocab, where="--prompt-ids")
+    found = parity.compare(
+        model_dir,
+        parity.prompt_ids(config, tokens) if ids is None else ids,
+        layers=layers,
+        serve=serve,
+        ignore_keys=keys,
+        progress=lambda what: print(f"mla-jax: {what}", file=sys.stderr),
+    )
+    show(parity_report(found), title=f"parity of {model_dir}", out=out)
+    raise typer.Exit(0 if found.agrees else 1)
 
 
 @app.command("support-matrix")
