@@ -20,8 +20,10 @@ import jax.numpy as jnp
 from mla_jax import ops
 from mla_jax.cache import ELEMENT_FORMATS, LatentCache
 from mla_jax.checks import is_real
-from mla_jax.commands import parity
-from mla_jax.commands.show import parity_report, show
+from mla_jax.commands import fit, parity
+from mla_jax.commands.models import latent_model_of, model_of
+from mla_jax.commands.roofline import roofline
+from mla_jax.commands.show import checked_out, fit_report, parity_report, roofline_report, show
 from mla_jax.config import IndexerConfig, MLADims, ModelConfig
 from mla_jax.engine import Engine, WarmUp
 from mla_jax.errors import EngineError, MLAError
@@ -29,9 +31,10 @@ from mla_jax.metadata.mla import DecodeMetadata, PrefillMetadata
 from mla_jax.model.family import Serving, family_of
 from mla_jax.model.memory import plan_memory
 from mla_jax.model.prefill_crossover import PrefillCrossover
+from mla_jax.model.presets import PRESETS
 from mla_jax.model.sampling import SamplingParams
 from mla_jax.model.weight_table import num_params
-from mla_jax.pallas.device import DeviceInfo
+from mla_jax.pallas.device import PEAKS, DeviceInfo, peaks_of
 from mla_jax.prompts import Prompt, Reader, ids_of
 from mla_jax.scheduler import Completion, Event
 from mla_jax.tokenizer import TextTokenizer
@@ -94,7 +97,11 @@ CacheFolder = Annotated[
     typer.Option("--cache", help="JAX's persistent compilation cache."),
 ]
 
-Out = Annotated[Path | None, typer.Option(help="Also write it: a name ending in .html or .svg.")]
+ModelName = Annotated[str, typer.Argument(help=f"A folder, or one of {', '.join(PRESETS)}.")]
+Out = Annotated[
+    Path | None,
+    typer.Option(callback=checked_out, help="Also write it: a name ending in .html or .svg."),
+]
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -350,18 +357,15 @@ def _print_completion(
 def inspect(
     model_dir: Path,
     dtype: Dtype = "bfloat16",
-    memory: Annotated[float, typer.Option(help="GiB of the device to plan for.")] = 80.0,
     ignore_key: IgnoreKey = None,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
-    """Print what config.json says: family, widths, cache bytes per token, a memory plan.
+    """Print what config.json says: family, widths, bytes of weights and of a cached token.
 
-    ``programs`` are those that an engine of default settings compiles on this machine.
+    ``programs`` are those that an engine of default settings compiles on this machine. What fits
+    into a memory is printed by ``mla-jax fit``.
     """
-    if not (is_real(memory) and 0 < memory <= _MOST_GIB):
-        allowed = f"GiB above 0, at most {_MOST_GIB:,.0f}"
-        raise EngineError("--memory", memory, allowed, "A GPU of 80 GB has about 79.")
-    facts = _facts(ModelConfig.from_hf(model_dir, ignore_keys=ignore_key or ()), dtype, memory)
+    facts = _facts(ModelConfig.from_hf(model_dir, ignore_keys=ignore_key or ()), dtype)
     if as_json:
         print(json.dumps(facts))
         return
@@ -373,7 +377,7 @@ def inspect(
         print(f"{name}: {'  '.join(f'{k}={v:,}' for k, v in inner) if inner else value}")
 
 
-def _facts(config: ModelConfig, dtype: str, memory: float) -> dict[str, Any]:
+def _facts(config: ModelConfig, dtype: str) -> dict[str, Any]:
     d = config.dims
     plans = {}
     for name, form in ELEMENT_FORMATS.items():
@@ -395,9 +399,6 @@ def _facts(config: ModelConfig, dtype: str, memory: float) -> dict[str, Any]:
         "parameters": num_params(config),
         f"weight_bytes_{dtype}": {"weights": any_plan.weights, "absorbed": any_plan.absorbed},
         "cache_bytes_per_token": {name: p.token for name, p in plans.items()},
-        f"tokens_in_{memory:g}_gib": {
-            name: p.tokens(int(memory * 2**30)) for name, p in plans.items()
-        },
         "programs": [
             str(rung.bucket)
             for rung in family_of(config.family).builder(config, Serving.of(config)).rungs()
@@ -521,6 +522,73 @@ def parity_command(
     )
     show(parity_report(found), title=f"parity of {model_dir}", out=out)
     raise typer.Exit(0 if found.agrees else 1)
+
+
+@app.command("roofline")
+def roofline_command(
+    model: ModelName,
+    device: Annotated[str, typer.Option(help=f"One of {', '.join(PEAKS)}.")] = "H200",
+    phase: Literal["decode", "prefill"] = "decode",
+    batch: Annotated[int, typer.Option(help="Requests.")] = 1,
+    context: Annotated[int, typer.Option(help="Tokens of each, cached or new.")] = 4096,
+    weights: Literal["bf16", "fp8"] = "bf16",
+    cache_dtype: Literal["bf16", "fp16", "fp32", "fp8_e4m3"] = "bf16",
+    results: Annotated[
+        Path | None, typer.Option(help="Measured tables: benchmarks/results of a checkout.")
+    ] = None,
+    out: Out = None,
+    ignore_key: IgnoreKey = None,
+) -> None:
+    """Print bytes, FLOPs, floor and time of every kernel of a step, with a picture."""
+    config = latent_model_of(model, what="roofline", ignore_keys=ignore_key or ())
+    found = roofline(
+        config,
+        device=device,
+        phase=phase,
+        batch=batch,
+        context=context,
+        weights=weights,
+        cache=cache_dtype,
+        results=results,
+    )
+    show(roofline_report(found), title=f"{model}: {phase} step", out=out)
+
+
+@app.command("fit")
+def fit_command(
+    model: ModelName,
+    device: Annotated[str, typer.Option(help=f"One of {', '.join(PEAKS)}.")] = "H200",
+    cards: Annotated[int, typer.Option(help="How many, weights divided among them.")] = 1,
+    memory: Annotated[float | None, typer.Option(help="GiB of a card instead.")] = None,
+    share: Annotated[float, typer.Option(help="Part of it that JAX takes.")] = 0.75,
+    dtype: DtypeOption = "bfloat16",
+    fp8_weights: Annotated[bool, typer.Option(help="Products keep e4m3 weights.")] = False,
+    cache_dtype: CacheOption = "auto",
+    page_size: int = 64,
+    compare: Annotated[
+        bool, typer.Option("--compile", help="Compile a step of the true size and compare.")
+    ] = False,
+    batch: Annotated[int, typer.Option(help="Of the compiled step.")] = 8,
+    context: Annotated[int, typer.Option(help="Of the compiled step.")] = 4096,
+    out: Out = None,
+    ignore_key: IgnoreKey = None,
+) -> None:
+    """Print what weights and caches take, and the largest batch for each context."""
+    if memory is not None and not (is_real(memory) and 0 < memory <= _MOST_GIB):
+        allowed = f"GiB above 0, at most {_MOST_GIB:,.0f}"
+        raise EngineError("--memory", memory, allowed, "A GPU of 80 GB has about 79.")
+    settings = fit.Settings(
+        config=model_of(model, ignore_keys=ignore_key or ()),
+        cards=cards,
+        dtype=dtype,
+        fp8=fp8_weights,
+        cache_format=_CACHE_OF_DTYPE[dtype] if cache_dtype == "auto" else cache_dtype,
+        page=page_size,
+    )
+    room = peaks_of(device).memory if memory is None else memory * 2**30
+    found = fit.fit(settings, memory=room, share=share)
+    made = fit.compiled(settings, batch=batch, context=context) if compare else None
+    show(fit_report(found, made), title=f"{model}: what fits", out=out)
 
 
 @app.command("support-matrix")

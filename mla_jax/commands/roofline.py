@@ -10,8 +10,8 @@ heads, latents of ``r`` and rotary keys of ``dr``::
 
     bytes = T n row + T H (2 r + dr) a             FLOPs = 2 T H n (2 r + dr)
 
-Attention of a prefill, ``T`` tokens in sequences of ``n``, causal, expanded heads of ``d = dn + dr``
-for queries and ``dv`` for values::
+Attention of a prefill, ``T`` tokens in sequences of ``n``, causal, expanded heads of
+``d = dn + dr`` for queries and ``dv`` for values::
 
     bytes = T (H (d + dn + 2 dv) + dr) a           FLOPs = T (n + 1) H (d + dv)
 

@@ -22,7 +22,6 @@ _KINDS = {
 """For what a device does not say: an ``AbstractDevice`` has a name and a number of cores alone."""
 
 
-
 @dataclass(frozen=True, kw_only=True)
 class Peaks:
     """What a data sheet promises of one device."""
