@@ -24,6 +24,8 @@ from mla_jax.model.mla import MLA
 from mla_jax.model.moe import MoE, Router
 from mla_jax.model.reading import Tensors
 from mla_jax.model.rope import rotate
+from tests import imports
+from tests.consoles import assert_promised, consoles
 from tests.parity import checkpoint, reference
 from tests.parity.families import BY_NAME
 
@@ -366,6 +368,20 @@ def test_the_command(side, tmp_path, capsys):
     assert "served.decode.3" in out
     assert "equal: no tensor differs" in out
     assert "rotation layout" in page.read_text()
+
+
+def test_the_page_shows_what_is_printed(capsys, monkeypatch):
+    monkeypatch.chdir(imports.ROOT)
+    command, promised = consoles()[0]
+    with pytest.raises(SystemExit) as done:
+        cli.main(command)
+    assert done.value.code == 0
+    assert_promised(promised, capsys.readouterr().out)
+
+
+def test_the_page_counts_the_faults():
+    named = len(EDITED) + len(CODED) + 2
+    assert f"puts {named} mistakes" in (imports.ROOT / "docs" / "commands.md").read_text()
 
 
 def test_refusals(side):
