@@ -19,7 +19,7 @@ if [ "$cuda" != 12 ] && [ "$cuda" != 13 ]; then
     echo "CUDA: given $cuda; allowed: 12, 13 or turn" >&2
     exit 2
 fi
-if ! tools/venv.sh "$venv-cuda$cuda" "dev,triton,compile$cuda"; then
+if ! tools/venv.sh "$venv-cuda$cuda" "dev,compile$cuda"; then
     echo "not run: the extra 'compile$cuda' cannot be installed here (see above)"
     exit 1
 fi
