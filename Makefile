@@ -36,8 +36,12 @@ demo: $(CLI)
 test: $(DEV)
 	@JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(BIN)/python -m pytest -q -n $(WORKERS) $(PYTEST_ARGS)
 
+# With CUDA 12 and with CUDA 13; make compile CUDA=12, CUDA=13, or CUDA=turn: one of them by commit.
+CUDA ?= 12 13
 compile:
-	@tools/compile.sh .venv-sm90 -n $(WORKERS) $(PYTEST_ARGS)
+	@for cuda in $(CUDA); do \
+		tools/compile.sh $$cuda .venv-sm90 -n $(WORKERS) $(PYTEST_ARGS) || exit 1; \
+	done
 
 lint: $(DEV)
 	@$(BIN)/ruff check .
@@ -60,5 +64,5 @@ docs: $(DEV)
 	@$(BIN)/python tools/docs.py
 
 clean:
-	rm -rf $(VENV) .venv-sm90 build dist .pytest_cache .ruff_cache .hypothesis .parity
+	rm -rf $(VENV) .venv-sm90* build dist .pytest_cache .ruff_cache .hypothesis .parity
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

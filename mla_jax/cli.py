@@ -1,4 +1,4 @@
-"""The command line: ``mla-jax generate | warm | inspect | explain | support-matrix | demo``.
+"""The command line: ``mla-jax --help`` lists the commands.
 
 Results go to stdout, progress and messages to stderr. Bad input is one clear message and exit
 code 2.
@@ -21,7 +21,12 @@ import jax.numpy as jnp
 from mla_jax import ops
 from mla_jax.cache import ELEMENT_FORMATS, LatentCache
 from mla_jax.checks import is_real
+from mla_jax.commands import fit, parity
+from mla_jax.commands.models import latent_model_of, model_of
+from mla_jax.commands.roofline import roofline
+from mla_jax.commands.show import checked_out, fit_report, parity_report, roofline_report, show
 from mla_jax.config import IndexerConfig, MLADims, ModelConfig
+from mla_jax.config_v4 import AnyConfig, V4Config, read_config
 from mla_jax.engine import Engine, WarmUp
 from mla_jax.errors import EngineError, MLAError
 from mla_jax.generation_config import GenerationDefaults
@@ -30,9 +35,10 @@ from mla_jax.metadata.mla import DecodeMetadata, PrefillMetadata
 from mla_jax.model.family import Serving, family_of
 from mla_jax.model.memory import plan_memory
 from mla_jax.model.prefill_crossover import PrefillCrossover
+from mla_jax.model.presets import PRESETS
 from mla_jax.model.sampling import SamplingParams
 from mla_jax.model.weight_table import num_params
-from mla_jax.pallas.device import DeviceInfo
+from mla_jax.pallas.device import PEAKS, DeviceInfo, peaks_of
 from mla_jax.prompts import Prompt, Reader, bias_of, ids_of
 from mla_jax.scheduler import Completion
 from mla_jax.text import TextProcessor
@@ -94,6 +100,12 @@ Folder = Annotated[
 CacheFolder = Annotated[
     Path | None,
     typer.Option("--cache", help="JAX's persistent compilation cache."),
+]
+
+ModelName = Annotated[str, typer.Argument(help=f"A folder, or one of {', '.join(PRESETS)}.")]
+Out = Annotated[
+    Path | None,
+    typer.Option(callback=checked_out, help="Also write it: a name ending in .html or .svg."),
 ]
 
 
@@ -193,7 +205,7 @@ def generate(
     After Ctrl-C what the others have so far is printed too.
     """
     model_dir = folder_of(model)
-    config = ModelConfig.from_hf(model_dir, ignore_keys=ignore_key or ())
+    config = read_config(model_dir, ignore_keys=ignore_key or ())
     defaults = GenerationDefaults.open(model_dir)
     advised = {
         "temperature": temperature,
@@ -271,7 +283,7 @@ def warm(
 ) -> None:
     """Compile every program of these settings; ``generate --programs`` with the same finds them."""
     model_dir = folder_of(model)
-    config = ModelConfig.from_hf(model_dir, ignore_keys=ignore_key or ())
+    config = read_config(model_dir, ignore_keys=ignore_key or ())
     _keep_compilations(cache)
     limit = config.max_positions if max_model_len is None else max_model_len
     if num_pages is None:
@@ -408,19 +420,16 @@ def _print_completion(i: int, c: Completion, engine: Engine, *, as_json: bool) -
 def inspect(
     model: Model,
     dtype: Dtype = "bfloat16",
-    memory: Annotated[float, typer.Option(help="GiB of the device to plan for.")] = 80.0,
     ignore_key: IgnoreKey = None,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
-    """Print what config.json says: family, widths, cache bytes per token, a memory plan.
+    """Print what config.json says: family, widths, bytes of weights and of a cached token.
 
-    ``programs`` are those that an engine of default settings compiles on this machine.
+    ``programs`` are those that an engine of default settings compiles on this machine. What fits
+    into a memory is printed by ``mla-jax fit``.
     """
-    if not (is_real(memory) and 0 < memory <= _MOST_GIB):
-        allowed = f"GiB above 0, at most {_MOST_GIB:,.0f}"
-        raise EngineError("--memory", memory, allowed, "A GPU of 80 GB has about 79.")
     folder = folder_of(model, weights=False)
-    facts = _facts(ModelConfig.from_hf(folder, ignore_keys=ignore_key or ()), dtype, memory)
+    facts = _facts(read_config(folder, ignore_keys=ignore_key or ()), dtype)
     if as_json:
         print(json.dumps(facts))
         return
@@ -432,35 +441,59 @@ def inspect(
         print(f"{name}: {'  '.join(f'{k}={v:,}' for k, v in inner) if inner else value}")
 
 
-def _facts(config: ModelConfig, dtype: str, memory: float) -> dict[str, Any]:
-    d = config.dims
+def _facts(config: AnyConfig, dtype: str) -> dict[str, Any]:
     plans = {}
     for name, form in ELEMENT_FORMATS.items():
         with suppress(EngineError):  # widths that the family's records do not have
             plans[name] = plan_memory(config, dtype=dtype, format=form)
     any_plan = next(iter(plans.values()))
+    requests = {name: p.request for name, p in plans.items() if p.request}
+    widths = _v4_widths(config) if isinstance(config, V4Config) else _latent_widths(config)
     return {
         "family": config.family,
         "layers": config.layers,
-        "sparse_layers": sum(config.sparse_layers),
         "hidden": config.hidden,
         "vocab": config.vocab,
-        "heads": d.heads,
-        "dims": {"rank": d.rank, "rope": d.rope, "nope": d.nope, "v": d.v, "q_rank": d.q_rank or 0},
+        **widths,
         "experts": config.moe.experts if config.moe else 0,
-        **({"indexer": _indexer_facts(config.indexer)} if config.indexer else {}),
         "softmax_scale": config.scale,
         "max_positions": config.max_positions,
         "parameters": num_params(config),
         f"weight_bytes_{dtype}": {"weights": any_plan.weights, "absorbed": any_plan.absorbed},
         "cache_bytes_per_token": {name: p.token for name, p in plans.items()},
-        f"tokens_in_{memory:g}_gib": {
-            name: p.tokens(int(memory * 2**30)) for name, p in plans.items()
-        },
+        **({"cache_bytes_per_request": requests} if requests else {}),
         "programs": [
             str(rung.bucket)
             for rung in family_of(config.family).builder(config, Serving.of(config)).rungs()
         ],
+    }
+
+
+def _latent_widths(config: ModelConfig) -> dict[str, Any]:
+    d = config.dims
+    return {
+        "sparse_layers": sum(config.sparse_layers),
+        "heads": d.heads,
+        "dims": {"rank": d.rank, "rope": d.rope, "nope": d.nope, "v": d.v, "q_rank": d.q_rank or 0},
+        **({"indexer": _indexer_facts(config.indexer)} if config.indexer else {}),
+    }
+
+
+def _v4_widths(config: V4Config) -> dict[str, Any]:
+    ratios = (0, config.overlapping, config.disjoint)
+    fours = config.layers_of(config.overlapping)
+    return {
+        "heads": config.heads,
+        "dims": {"row": config.dim, "rope": config.rope_dim, "q_rank": config.q_rank},
+        "window": config.window,
+        "layers_by_ratio": {str(ratio): config.layers_of(ratio) for ratio in ratios},
+        "indexer": {
+            "heads": config.index_heads,
+            "dim": config.index_dim,
+            "topk": config.index_topk,
+            "layers": fours,
+        },
+        "streams": config.streams.count,
     }
 
 
@@ -549,6 +582,104 @@ def explain(
     }
     args, kwargs = problems.get(op, ((), {}))
     print(ops.explain(op, *args, backend=backend, **kwargs))
+
+
+@app.command("parity")
+def parity_command(
+    model_dir: Path,
+    tokens: Annotated[int, typer.Option(min=1, help="How many tokens, drawn evenly.")] = 96,
+    prompt_ids: Annotated[str | None, typer.Option(help="Token ids instead, as 1,2,3.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Leading layers only; serves nothing.")] = None,
+    serve: Annotated[bool, typer.Option(help="Also serve the tokens and compare logits.")] = True,
+    out: Out = None,
+    ignore_key: IgnoreKey = None,
+) -> None:
+    """Compare every tensor with transformers, and name the convention where they part.
+
+    Exit code 1 if they do. Needs torch and transformers: pip install 'mla-jax[parity]'.
+    """
+    keys = ignore_key or ()
+    config = ModelConfig.from_hf(model_dir, ignore_keys=keys)
+    ids = None
+    if prompt_ids is not None:
+        ids = ids_of(prompt_ids, vocab=config.vocab, where="--prompt-ids")
+    found = parity.compare(
+        model_dir,
+        parity.prompt_ids(config, tokens) if ids is None else ids,
+        layers=layers,
+        serve=serve,
+        ignore_keys=keys,
+        progress=lambda what: print(f"mla-jax: {what}", file=sys.stderr),
+    )
+    show(parity_report(found), title=f"parity of {model_dir}", out=out)
+    raise typer.Exit(0 if found.agrees else 1)
+
+
+@app.command("roofline")
+def roofline_command(
+    model: ModelName,
+    device: Annotated[str, typer.Option(help=f"One of {', '.join(PEAKS)}.")] = "H200",
+    phase: Literal["decode", "prefill"] = "decode",
+    batch: Annotated[int, typer.Option(help="Requests.")] = 1,
+    context: Annotated[int, typer.Option(help="Tokens of each, cached or new.")] = 4096,
+    weights: Literal["bf16", "fp8"] = "bf16",
+    cache_dtype: Literal["bf16", "fp16", "fp32", "fp8_e4m3"] = "bf16",
+    results: Annotated[
+        Path | None, typer.Option(help="Measured tables: benchmarks/results of a checkout.")
+    ] = None,
+    out: Out = None,
+    ignore_key: IgnoreKey = None,
+) -> None:
+    """Print bytes, FLOPs, floor and time of every kernel of a step, with a picture."""
+    config = latent_model_of(model, what="roofline", ignore_keys=ignore_key or ())
+    found = roofline(
+        config,
+        device=device,
+        phase=phase,
+        batch=batch,
+        context=context,
+        weights=weights,
+        cache=cache_dtype,
+        results=results,
+    )
+    show(roofline_report(found), title=f"{model}: {phase} step", out=out)
+
+
+@app.command("fit")
+def fit_command(
+    model: ModelName,
+    device: Annotated[str, typer.Option(help=f"One of {', '.join(PEAKS)}.")] = "H200",
+    cards: Annotated[int, typer.Option(help="How many, weights divided among them.")] = 1,
+    memory: Annotated[float | None, typer.Option(help="GiB of a card instead.")] = None,
+    share: Annotated[float, typer.Option(help="Part of it that JAX takes.")] = 0.75,
+    dtype: DtypeOption = "bfloat16",
+    fp8_weights: Annotated[bool, typer.Option(help="Products keep e4m3 weights.")] = False,
+    cache_dtype: CacheOption = "auto",
+    page_size: int = 64,
+    compare: Annotated[
+        bool, typer.Option("--compile", help="Compile a step of the true size and compare.")
+    ] = False,
+    batch: Annotated[int, typer.Option(help="Of the compiled step.")] = 8,
+    context: Annotated[int, typer.Option(help="Of the compiled step.")] = 4096,
+    out: Out = None,
+    ignore_key: IgnoreKey = None,
+) -> None:
+    """Print what weights and caches take, and the largest batch for each context."""
+    if memory is not None and not (is_real(memory) and 0 < memory <= _MOST_GIB):
+        allowed = f"GiB above 0, at most {_MOST_GIB:,.0f}"
+        raise EngineError("--memory", memory, allowed, "A GPU of 80 GB has about 79.")
+    settings = fit.Settings(
+        config=model_of(model, ignore_keys=ignore_key or ()),
+        cards=cards,
+        dtype=dtype,
+        fp8=fp8_weights,
+        cache_format=_CACHE_OF_DTYPE[dtype] if cache_dtype == "auto" else cache_dtype,
+        page=page_size,
+    )
+    room = peaks_of(device).memory if memory is None else memory * 2**30
+    found = fit.fit(settings, memory=room, share=share)
+    made = fit.compiled(settings, batch=batch, context=context) if compare else None
+    show(fit_report(found, made), title=f"{model}: what fits", out=out)
 
 
 @app.command("support-matrix")

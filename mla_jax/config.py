@@ -272,6 +272,19 @@ class ModelConfig:
                 "MLADims.q_rank with an indexer", None, "a query latent's width", hint
             )
 
+    @property
+    def selector(self) -> IndexerConfig:
+        """The indexer, of a family whose attention is sparse.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if self.indexer is None:
+            hint = "Without one the same model is of family deepseek_v3."
+            what = f"ModelConfig.indexer of family {self.family}"
+            raise ConfigError(what, None, "an IndexerConfig", hint)
+        return self.indexer
+
     @classmethod
     def from_hf(
         cls, source: Mapping | str | Path, *, ignore_keys: Collection[str] = ()

@@ -18,6 +18,8 @@ import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mla_jax.errors import ArgumentError
+
 __all__ = [
     "CHARACTERS",
     "EOS",
@@ -55,9 +57,13 @@ class Question:
 
 
 def encode(text: str) -> list[int]:
-    """Token ids of a text; ValueError names a character outside the alphabet."""
+    """Token ids of a text.
+
+    Raises:
+        ArgumentError: a character outside the alphabet.
+    """
     if unknown := sorted(set(text) - set(CHARACTERS)):
-        raise ValueError(f"characters {unknown} are not in {CHARACTERS!r}")
+        raise ArgumentError("demo: characters", unknown, f"those of {CHARACTERS!r}")
     return [CHARACTERS.index(c) + 1 for c in text]
 
 

@@ -1,7 +1,7 @@
 """Compile for an H200 on a machine without a GPU, and read the assembler's report.
 
-Needs the CUDA 13 plugin wheels (extra ``cuda13``) and ``JAX_PLATFORMS=cpu``; neither a driver
-nor a device.
+Needs the plugin and the assembler of CUDA 12 or of CUDA 13 (extras ``compile12``, ``compile13``)
+and ``JAX_PLATFORMS=cpu``; neither a driver nor a device.
 """
 
 import importlib.util
@@ -19,7 +19,7 @@ from jax.experimental import topologies
 
 from mla_jax.pallas.device import DeviceInfo
 
-__all__ = ["H200", "KernelReport", "available", "compile_sm90"]
+__all__ = ["CUDA", "H200", "KernelReport", "available", "compile_sm90", "cuda"]
 
 H200 = DeviceInfo(platform="gpu", kind="NVIDIA H200", sm=90, sms=132, shared_memory=232448)
 """As a kernel's wrapper sees it."""
@@ -47,7 +47,7 @@ gpu_device_info {
 }
 platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 10 }
-runtime_version { major: 13 minor: 0 }
+runtime_version { major: %d minor: %d }
 device_description_str: "NVIDIA H200"
 """
 
@@ -65,10 +65,20 @@ class KernelReport:
     log: str
 
 
+CUDA = {13: 0, 12: 9}
+"""Major and minor version of each toolkit that kernels are compiled with."""
+
+
+def cuda() -> int | None:
+    """The CUDA whose plugin is installed here, the newer of two; None: neither is."""
+    found = (n for n in CUDA if importlib.util.find_spec(f"jax_cuda{n}_plugin") is not None)
+    return next(found, None)
+
+
 def available() -> str:
     """Why this machine cannot compile for an H200; empty if it can."""
-    if importlib.util.find_spec("jax_cuda13_plugin") is None:
-        return "the CUDA 13 plugin is not installed (extra cuda13)"
+    if cuda() is None:
+        return "no CUDA plugin is installed (extras compile12, compile13)"
     if os.environ.get("JAX_PLATFORMS") != "cpu":
         return "JAX_PLATFORMS is not cpu"
     return ""
@@ -81,7 +91,10 @@ def compile_sm90(
 
     ``donate`` are positions of arguments whose memory the results may take, ``options`` XLA's.
     """
-    topology = topologies.get_topology_desc(platform="cuda", target_config=_H200, topology="1x1x1")
+    major = cuda()
+    assert major is not None, available()
+    config = _H200 % (major, CUDA[major])
+    topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
     mesh = topologies.make_mesh(topology, (1,), ("device",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)

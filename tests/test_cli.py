@@ -439,7 +439,7 @@ def test_inspect_lists_the_programs_of_an_engine(run, folder):
 
 
 def test_inspect_counts_bytes(run, folder):
-    code, out, _ = run("inspect", folder, "--json", "--memory", 1, "--dtype", "float32")
+    code, out, _ = run("inspect", folder, "--json", "--dtype", "float32")
     facts = json.loads(out)
     row = CONFIG.dims.row
     assert code == 0
@@ -449,18 +449,9 @@ def test_inspect_counts_bytes(run, folder):
     }
     held = facts["weight_bytes_float32"]
     assert held["weights"] == 4 * facts["parameters"]
-    assert facts["tokens_in_1_gib"]["bf16"] == (2**30 - sum(held.values())) // (2 * row)
     _, out, _ = run("inspect", folder)
     assert "family: deepseek_v3" in out
     assert "rank=16" in out
-
-
-@pytest.mark.parametrize("memory", ["nan", "inf", "-inf", "1e300", "-1", "0", "1e10"])
-def test_inspect_refuses_what_is_no_memory(run, folder, memory):
-    code, out, err = run("inspect", folder, "--memory", memory)
-    assert (code, out) == (2, "")
-    assert "--memory: given" in err
-    assert "GiB above 0, at most 1,000,000,000" in err
 
 
 @pytest.fixture

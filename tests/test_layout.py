@@ -17,8 +17,10 @@ CORE = {Requirement(line).name for line in PYPROJECT["dependencies"]}
 OPTIONAL = {  # package → the only modules that may import it
     "huggingface_hub": {"hub"},
     "jinja2": {"chat_template"},
-    "rich": {"cli", "demo", "model/progress"},
+    "rich": {"cli", "commands/show", "demo", "model/progress"},
     "tokenizers": {"tokenizer"},
+    "torch": {"commands/transformers_trace"},
+    "transformers": {"commands/transformers_trace"},
     "triton": {"pallas/triton_lib"},
     "typer": {"cli"},
 }

@@ -127,9 +127,10 @@ def check(obj: object, **_) -> None:
     """Check any metadata object of this package; keyword facts depend on its kind.
 
     Raises:
-        MetadataError: an invariant does not hold.
+        MetadataError: an invariant does not hold, or none is known for this kind of object.
     """
-    raise TypeError(f"no invariants are known for {type(obj).__name__}")
+    known = sorted(kind.__name__ for kind in check.registry if kind is not object)
+    raise MetadataError("check: object", type(obj).__name__, f"one of {', '.join(known)}")
 
 
 @check.register

@@ -17,6 +17,7 @@ from flax import nnx
 from mla_jax import ops
 from mla_jax.cache import LatentCache, RecordCache
 from mla_jax.config import LayerKind, ModelConfig
+from mla_jax.errors import ArgumentError
 from mla_jax.metadata.deepseek_v32 import V32Metadata
 from mla_jax.metadata.mla import DecodeMetadata
 from mla_jax.metadata.sparse import convert_req_index_to_global_index
@@ -55,10 +56,9 @@ class SparseMLA(MLA):
         fp8: bool = False,
     ):
         super().__init__(config, dtype=dtype, rngs=rngs, fp8=fp8)
-        assert config.indexer is not None, "the family's configurations have one"
         facts = {"dtype": dtype, "rngs": rngs, "fp8": fp8}
-        self.indexer = Indexer(config, config.indexer, **facts) if selects else None
-        self.topk = config.indexer.topk
+        self.indexer = Indexer(config, config.selector, **facts) if selects else None
+        self.topk = config.selector.topk
 
     def step(
         self,
@@ -135,13 +135,18 @@ class SparseMLA(MLA):
         """One whole sequence by the expanded path and its selection; differentiable but for it.
 
         ``selected`` is that of the layer before, for a layer without an indexer.
+
+        Raises:
+            ArgumentError: such a layer, and no selection.
         """
         tokens = x.shape[0]
         at = jnp.arange(tokens, dtype=jnp.int32)
         angles = cos_sin(at, self.rope)
         if self.indexer is not None:
             selected = best_positions(self.scores(x, angles), at + 1, k=self.topk)
-        assert selected is not None, "the first layer selects"
+        if selected is None:
+            allowed = "the selection of the layer before: this one has no indexer"
+            raise ArgumentError("SparseMLA.whole: selected", None, allowed)
         seen = jnp.zeros((tokens, tokens), jnp.bool_)
         column = jnp.where(selected >= 0, selected, tokens)
         seen = seen.at[at[:, None], column].set(True, mode="drop")
@@ -159,8 +164,14 @@ class SparseMLA(MLA):
     def scores(
         self, x: Float[Array, "tokens hidden"], angles: tuple[Array, Array]
     ) -> Float[Array, "tokens tokens"]:
-        """Index scores of every pair of a sequence's tokens, later ones too; differentiable."""
-        assert self.indexer is not None, "this layer takes the selection of another"
+        """Index scores of every pair of a sequence's tokens, later ones too; differentiable.
+
+        Raises:
+            ArgumentError: the layer has no indexer.
+        """
+        if self.indexer is None:
+            allowed = "a layer that selects: this one takes the selection of another"
+            raise ArgumentError("SparseMLA.scores: layer", "no indexer", allowed)
         low = self.query_latents(x, backend="xla")
         return ops.indexer_logits(
             self.indexer.queries(low, angles, backend="xla"),
@@ -230,8 +241,7 @@ class DeepseekV32(Decoder[SparseBlock]):
             return SparseBlock(config, kind=kind, dtype=dtype, rngs=rngs, fp8=fp8)
 
         super().__init__(config, block, dtype=dtype, rngs=rngs)
-        assert config.indexer is not None, "the family's configurations have one"
-        self.selecting, self.topk = config.indexer.full, config.indexer.topk
+        self.selecting, self.topk = config.selector.full, config.selector.topk
 
     def __call__(
         self,

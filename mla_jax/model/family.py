@@ -307,8 +307,7 @@ def _v32_groups(config: ModelConfig, serving: Serving) -> tuple[CacheGroup, ...]
 
     Both are records where 8 bits are asked for, else elements of the same format.
     """
-    indexer, dims = config.indexer, config.dims
-    assert indexer is not None, "the family's configurations have one"
+    indexer, dims = config.selector, config.dims
     latent = CacheGroup(
         name="latent",
         layers=config.layers,

@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 
 from mla_jax.config import IndexerConfig, ModelConfig
+from mla_jax.errors import ConfigError
 from mla_jax.model.linear import Linear, precision_of
 from mla_jax.model.norm import LayerNorm
 from mla_jax.model.rope import rotate
@@ -37,7 +38,8 @@ class Indexer(nnx.Module):
         rngs: nnx.Rngs,
         fp8: bool = False,
     ):
-        assert config.dims.q_rank is not None, "ModelConfig refuses an indexer without it"
+        if config.dims.q_rank is None:
+            raise ConfigError("Indexer: config.dims.q_rank", None, "a query latent's width")
         facts = {"dtype": dtype, "rngs": rngs, "fp8": fp8}
         self.q_up = Linear((config.dims.q_rank,), (indexer.heads, indexer.dim), **facts)
         self.k = Linear((config.hidden,), (indexer.dim,), **facts)

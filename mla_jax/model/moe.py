@@ -9,6 +9,7 @@ from jax import lax
 
 from mla_jax import ops
 from mla_jax.config import ModelConfig, MoEConfig
+from mla_jax.errors import ConfigError
 from mla_jax.model.linear import scaled_params
 from mla_jax.model.mlp import SwiGLU
 from mla_jax.model.sharding import divided, divides
@@ -157,7 +158,8 @@ class MoE(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs, fp8: bool = False):
         moe = config.moe
-        assert moe is not None, "a sparse layer needs config.moe"
+        if moe is None:
+            raise ConfigError("MoE: config.moe", None, "a MoEConfig", "Dense layers are SwiGLU.")
         self.router = Router(config.hidden, moe, rngs=rngs)
         self.experts = Experts(config.hidden, moe, dtype=dtype, rngs=rngs, fp8=fp8)
         self.shared = (

@@ -179,6 +179,7 @@ class Step:
     def take(self, model: Any) -> None:
         """Serve the weights that ``model`` has now, with everything derived from them anew.
 
+        A model without memory for its weights (``Family.abstract``) can be compiled, not run.
         Interrupted, it goes on with those that it had.
         """
         graph, state = nnx.split(model)
@@ -188,14 +189,22 @@ class Step:
             sharding_of(path, leaf.shape, self.placement)
             for path, leaf in zip(paths, leaves, strict=True)
         ]
-        leaves = jax.device_put(leaves, shardings)
 
         def derive(leaves: Sequence[Array]) -> Any:
             merged: Any = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
             return merged.derive()
 
-        with self.placement.working():
-            derived = jax.jit(derive)(leaves)
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+            leaves = [_placed(x, s) for x, s in zip(leaves, shardings, strict=True)]
+            with self.placement.working():
+                compiled = jax.jit(derive).lower(leaves).compile()
+            derived = jax.tree.map(
+                _placed, jax.eval_shape(derive, leaves), compiled.output_shardings
+            )
+        else:
+            leaves = jax.device_put(leaves, shardings)
+            with self.placement.working():
+                derived = jax.jit(derive)(leaves)
         taken = graph, tree, leaves, derived
         self._graph, self._tree, self.leaves, self.derived = taken
 
@@ -376,6 +385,10 @@ class Step:
 def _fed(ids: Int[Array, "tokens"], drawn: Int[Array, "slots"]) -> Int[Array, "tokens"]:
     """Token ids, those of the step before in their places: see ``drawn_by``."""
     return jnp.where(ids < 0, drawn.at[-1 - ids].get(mode="clip"), ids)
+
+
+def _placed(leaf: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def _spec(leaf: Array) -> jax.ShapeDtypeStruct:

@@ -5,9 +5,10 @@ from typing import Any
 
 import jax
 
+from mla_jax.errors import ArgumentError
 from mla_jax.placement import default_device
 
-__all__ = ["DeviceInfo"]
+__all__ = ["PEAKS", "DeviceInfo", "Peaks", "peaks_of"]
 
 _KINDS = {
     # device kind: (sm, multiprocessors, shared memory of one block, L2)
@@ -19,6 +20,42 @@ _KINDS = {
     "NVIDIA A100-SXM4-80GB": (80, 108, 166912, 40 << 20),
 }
 """For what a device does not say: an ``AbstractDevice`` has a name and a number of cores alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peaks:
+    """What a data sheet promises of one device."""
+
+    kind: str  # the maker's name, a key of the table above
+    bandwidth: float  # bytes of its memory a second
+    flops: float  # of dense 16-bit products a second, accumulated in float32
+    memory: int  # bytes
+
+
+PEAKS = {
+    "H200": Peaks(kind="NVIDIA H200", bandwidth=4.8e12, flops=989e12, memory=141 * 10**9),
+    "H100": Peaks(kind="NVIDIA H100 80GB HBM3", bandwidth=3.35e12, flops=989e12, memory=80 * 10**9),
+    "H100_PCIE": Peaks(kind="NVIDIA H100 PCIe", bandwidth=2e12, flops=756e12, memory=80 * 10**9),
+    "H800": Peaks(kind="NVIDIA H800", bandwidth=3.35e12, flops=989e12, memory=80 * 10**9),
+    "H20": Peaks(kind="NVIDIA H20", bandwidth=4e12, flops=148e12, memory=96 * 10**9),
+    "A100": Peaks(
+        kind="NVIDIA A100-SXM4-80GB", bandwidth=2.039e12, flops=312e12, memory=80 * 10**9
+    ),
+}
+"""By short name."""
+
+
+def peaks_of(name: str) -> Peaks:
+    """By short name, ``H200``, or by the maker's, in any case.
+
+    Raises:
+        ArgumentError: the table has no such device.
+    """
+    for short, peaks in PEAKS.items():
+        if name.lower() in (short.lower(), peaks.kind.lower()):
+            return peaks
+    raise ArgumentError("device", name, f"one of {', '.join(PEAKS)}")
+
 
 _L2 = {90: 50 << 20, 80: 40 << 20}
 

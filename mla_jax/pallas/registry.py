@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any
 
-from mla_jax.errors import UnsupportedError
+from mla_jax.errors import ArgumentError, UnsupportedError
 from mla_jax.pallas.device import DeviceInfo
 
 __all__ = ["Backend", "OneOf", "Problem", "Registry", "Requirement", "Tuned", "Within", "differing"]
@@ -155,7 +155,9 @@ class Registry:
 
     def __post_init__(self):
         names = [(b.op, b.name) for b in self.backends]
-        assert len(set(names)) == len(names), f"a backend is registered twice: {names}"
+        twice = sorted({f"{op}[{name}]" for op, name in names if names.count((op, name)) > 1})
+        if twice:
+            raise ArgumentError("Registry: backends given twice", ", ".join(twice), "each one once")
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -326,6 +326,9 @@ class MLAPrefillLifecycle:
         pm = MLAPrefillMetadata(new=common.prefill, context=common.context)
         pm = self.backend.post_process_prefill_metadata(pm, self.state)
         kind = self.backend.get_prefill_metadata_cls()
-        assert isinstance(pm, kind), f"{self.backend.get_name()} promised {kind.__name__}"
+        if not isinstance(pm, kind):
+            what = f"{self.backend.get_name()}: result of post_process_prefill_metadata"
+            hint = "Return that class, or name another in get_prefill_metadata_cls."
+            raise ArgumentError(what, type(pm).__name__, kind.__name__, hint)
         am = MLAAttentionMetadata(common=common, prefill=pm)
         return self.backend.finalize_attention_metadata(am, self.state, self.dims)

@@ -1,0 +1,1 @@
+"""What the commands of ``mla-jax`` compute; how they print is ``show``'s."""
