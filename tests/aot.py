@@ -7,6 +7,7 @@ and ``JAX_PLATFORMS=cpu``; neither a driver nor a device.
 import importlib.util
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -85,11 +86,16 @@ def available() -> str:
 
 
 def compile_sm90(
-    fn: Callable, *args: Any, donate: tuple[int, ...] = (), options: dict[str, Any] | None = None
+    fn: Callable,
+    *args: Any,
+    donate: tuple[int, ...] = (),
+    options: dict[str, Any] | None = None,
+    dump: Path | None = None,
 ) -> tuple[Any, list[KernelReport]]:
     """The compiled ``fn`` and a report on each of its Mosaic GPU kernels, in name order.
 
-    ``donate`` are positions of arguments whose memory the results may take, ``options`` XLA's.
+    ``donate`` are positions of arguments whose memory the results may take, ``options`` XLA's;
+    the PTX of each stays in the folder ``dump``, if that is given.
     """
     major = cuda()
     assert major is not None, available()
@@ -103,6 +109,8 @@ def compile_sm90(
         with _environment(MOSAIC_GPU_DUMP_TO=folder, **flags):
             compiled = jax.jit(fn, donate_argnums=donate).lower(*specs).compile(options)
         reports = [_read(path) for path in sorted(Path(folder).glob("*.ptxas"))]
+        for path in Path(folder).glob("*.ptx") if dump else ():
+            shutil.copy(path, dump)
     return compiled, reports
 
 
