@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.timing import Isolated, back_to_back_us, isolated_us
-from mla_jax.pallas.dense_prefill import mosaic, ref
+from mla_jax.pallas.dense_prefill import mosaic, xla
 from mla_jax.pallas.dense_prefill import tile_plan as tp
 from mla_jax.pallas.device import DeviceInfo
 
@@ -180,7 +180,7 @@ def _compile(case: Case) -> dict:
         return [attend(*arrays, plan).lse for plan in plans]
 
     def truth(q, kv, k_rope, query_starts, key_starts):
-        return ref.dense_prefill(
+        return xla.dense_prefill(
             q, kv, k_rope, query_starts, key_starts,
             scale=case.scale, causal=case.causal, out_dtype=jnp.float32,
         )  # fmt: skip

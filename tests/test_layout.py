@@ -1,5 +1,8 @@
-"""The house rules that imports must keep, read from the source and from docs/architecture.md."""
+"""The house rules that imports and functions must keep, read from the source and from
+docs/architecture.md.
+"""
 
+import ast
 import tomllib
 from pathlib import Path
 
@@ -102,6 +105,66 @@ def test_the_triton_extra_is_triton_3_6_or_newer(version, accepted):
 def test_annotations_are_evaluated(name):
     """A postponed annotation would hide dataclass fields from the shape checker."""
     assert "__future__" not in {n.split(".")[0] for n in imports.imported_names(MODULES[name])}
+
+
+REFERENCE, KERNEL, PARAMETERS = 25, 150, 14
+"""Lines of a function of a ``ref.py`` and of any other under ``pallas``, and parameters of any
+function of the package, at most. Signature, decorators' lines excepted, and docstring count."""
+
+LONG_LISTS = {
+    "cli.py generate": "the options of a command",
+    "cli.py explain": "the options of a command",
+    "engine.py __init__": "the options of an engine",
+    "pallas/dense_decode/mosaic.py dense_decode": "the operation's own, a plan, the interpreter",
+    "pallas/append/kernels_triton.py _row": "Triton passes pointers and strides one by one",
+    "pallas/append/kernels_triton.py append": "Triton passes pointers and strides one by one",
+}
+"""Functions with more parameters, and why."""
+
+
+def oversized(name: str, source: str) -> dict[str, set[str]]:
+    """Functions of a module that break a rule: ``{"length": ..., "parameters": ...}``."""
+    found: dict[str, set[str]] = {"length": set(), "parameters": set()}
+    limit = REFERENCE if name.endswith("/ref.py") else KERNEL
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        args = node.args
+        named = len(args.posonlyargs) + len(args.args) + len(args.kwonlyargs)
+        if named + bool(args.vararg) + bool(args.kwarg) > PARAMETERS:
+            found["parameters"].add(f"{name} {node.name}")
+        lines = (node.end_lineno or node.lineno) - node.lineno + 1
+        if name.startswith("pallas/") and lines > limit:
+            found["length"].add(f"{name} {node.name}")
+    return found
+
+
+SIZES = {
+    str(path.relative_to(imports.PACKAGE)): oversized(
+        str(path.relative_to(imports.PACKAGE)), path.read_text()
+    )
+    for path in MODULES.values()
+}
+
+
+def test_references_and_kernels_are_short():
+    long = {f for found in SIZES.values() for f in found["length"]}
+    assert not long, f"more than {REFERENCE} lines (ref.py) or {KERNEL}: {sorted(long)}"
+
+
+def test_parameter_lists_are_short():
+    long = {f for found in SIZES.values() for f in found["parameters"]}
+    assert long == set(LONG_LISTS), f"more than {PARAMETERS}: name what belongs together"
+
+
+def test_the_rules_of_size_can_fail():
+    kernel = "def f(a):\n" + "    a += 1\n" * 150
+    assert oversized("pallas/x/kernel.py", kernel)["length"] == {"pallas/x/kernel.py f"}
+    assert not oversized("model/x.py", kernel)["length"]
+    assert oversized("pallas/x/ref.py", "def f(a):\n" + "    a += 1\n" * 25)["length"]
+    many = ", ".join(f"a{i}" for i in range(12))
+    assert oversized("x.py", f"def f({many}, *b, c, **d): ...")["parameters"] == {"x.py f"}
+    assert not oversized("x.py", f"def f({many}, *b, **d): ...")["parameters"]
 
 
 def _package(folder: Path, files: dict[str, str]) -> Path:

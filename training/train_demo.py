@@ -27,7 +27,7 @@ from mla_jax.demo_task import CHARACTERS, EOS, KINDS, PAD
 from mla_jax.model import weights
 from mla_jax.model.deepseek_v3 import DeepseekV3
 from mla_jax.model.stack import periods_of, places_of
-from mla_jax.pallas.dense_prefill import ref as dense_prefill
+from mla_jax.pallas.dense_prefill import xla as dense_prefill
 from mla_jax.types import Array, Float, Int
 from training.accuracy import LENGTHS, accuracy
 from training.batches import Batch, sample_batch

@@ -14,7 +14,6 @@ from mla_jax.metadata.buckets import MLABucket
 from mla_jax.metadata.packed import pack
 from mla_jax.model.mla import absorb_weights
 from mla_jax.model.program_store import source_of
-from mla_jax.pallas.dense_decode import ref
 from mla_jax.pallas.registry import Registry
 from tests.model import tiny
 
@@ -74,7 +73,7 @@ def test_one_plan_serves_all_layers(monkeypatch):
 
     def run(*args, plan, **kwargs):
         used.append(plan)
-        return ref.dense_decode(*args, **kwargs)
+        return xla.dense_decode(*args, **kwargs)
 
     def plan(lens, starts, **sizes):
         made.append(lens + 1)

@@ -1,5 +1,8 @@
 """Absorbed decode over pages, every registered backend."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,9 +11,10 @@ import pytest
 from mla_jax.cache import LatentCache
 from mla_jax.metadata.mla import DecodeMetadata
 from mla_jax.ops import mla_decode
+from mla_jax.pallas.dense_decode import ref, xla
 from tests import cases
 from tests.cases import GLM, TINY, V2_LITE, V3, decode_case, run
-from tests.compare import judge, same_bits
+from tests.compare import close_states, judge, same_bits
 
 OP = "mla_decode"
 
@@ -52,6 +56,27 @@ def test_against_float64(name, backend, rng):
     state = solve(case, backend)
     assert state.out.dtype == jnp.dtype(case.dtype)
     judge_decode(state, case)
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"), [*((name, None) for name in CASES), ("tiny_fp32", 1), ("tiny_fp32", 9)]
+)
+def test_definition(name, layer, rng):
+    """``ref`` against float64 like every backend, and ``xla`` against ``ref``."""
+    case = decode_case(rng, **CASES[name])
+    q_latent, q_rope, cache, meta = case.args
+    where = {}
+    if layer is not None:
+        cache, where = cases.stacked(cache, min(layer, 2)), {"layer": jnp.int32(layer)}
+    args = q_latent, q_rope, cache.pages, cache.scale
+    args = *args, meta.page_table, meta.seq_lens, meta.query_starts
+    more = {"max_query_len": meta.max_query_len, "scale": case.scale, "format": cache.format}
+    defined, ours = (
+        jax.jit(functools.partial(run, **more, out_dtype=jnp.float32))(*args, **where)
+        for run in (ref.dense_decode, xla.dense_decode)
+    )
+    judge_decode(dataclasses.replace(defined, out=defined.out.astype(case.dtype)), case)
+    close_states(ours, defined, atol=1e-5)
 
 
 def test_single_key_and_bottom_right_mask(backend, rng):

@@ -17,7 +17,7 @@ from mla_jax.cache import FORMATS, LatentCache
 from mla_jax.errors import ArgumentError
 from mla_jax.metadata.mla import DecodeMetadata
 from mla_jax.ops import explain, mla_decode
-from mla_jax.pallas.dense_decode import few_sm90, mosaic, mosaic_sm90
+from mla_jax.pallas.dense_decode import buffers_sm90, few_sm90, mosaic
 from mla_jax.pallas.dense_decode.sizes_sm90 import Sizes
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.mosaic_lib import SHARED_MEMORY, shared_bytes
@@ -134,7 +134,7 @@ def test_shared_memory_of_few_rows_fits(heads, quantised, page, dtype):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("quantised", [False, True])
 def test_shared_memory_fits(copies, dtype, quantised):
-    scratch = mosaic_sm90.scratch(dtype, copies, simulate=False, quantised=quantised)
+    scratch = buffers_sm90.scratch(dtype, copies, simulate=False, quantised=quantised)
     assert shared_bytes(scratch) <= SHARED_MEMORY
 
 

@@ -1,6 +1,7 @@
 """Expanded attention over a ragged batch, every registered backend."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 
 from mla_jax.metadata.mla import PrefillMetadata
 from mla_jax.ops import mla_prefill
+from mla_jax.pallas.dense_prefill import ref, xla
 from tests.cases import GLM, TINY, V2_LITE, V3, prefill_case, run
 from tests.compare import close_states, judge, same_bits
 
@@ -40,6 +42,22 @@ def test_against_float64(name, backend, rng):
     state = solve(case, backend, causal=CASES[name].get("causal", True))
     assert state.out.dtype == jnp.dtype(case.dtype)
     judge(state, case, case.parts)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_definition(name, rng):
+    """``ref`` against float64 like every backend, and ``xla`` against ``ref``."""
+    case = prefill_case(rng, **CASES[name])
+    q, kv, k_rope, meta = case.args
+    more = {"scale": case.scale, "causal": CASES[name].get("causal", True)}
+    defined, ours = (
+        jax.jit(functools.partial(f, **more, out_dtype=jnp.float32))(
+            q, kv, k_rope, meta.query_starts, meta.key_starts
+        )
+        for f in (ref.dense_prefill, xla.dense_prefill)
+    )
+    judge(dataclasses.replace(defined, out=defined.out.astype(case.dtype)), case, case.parts)
+    close_states(ours, defined, atol=1e-5)
 
 
 def test_padding_is_never_read(backend, rng):

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mla_jax.cache import CacheFormat
+from mla_jax.pallas.axes import CacheScale, Layer, Pages
 from mla_jax.pallas.cache_io.ref import write_latent
 from mla_jax.types import Array, Float, Int
 
@@ -11,8 +12,8 @@ __all__ = ["append_latent", "rms_norm", "rotate"]
 
 
 def append_latent(
-    pages: Float[Array, "*layers pages page row"],
-    scale: Float[Array, "*layers"],
+    pages: Pages,
+    scale: CacheScale,
     q: Float[Array, "tokens heads qk"],
     kv: Float[Array, "tokens row"],
     gain: Float[Array, "rank"],
@@ -23,11 +24,11 @@ def append_latent(
     eps: float,
     interleaved: bool,
     format: CacheFormat,
-    layer: Int[Array, ""] | None = None,
+    layer: Layer = None,
 ) -> tuple[
     Float[Array, "tokens heads nope"],
     Float[Array, "tokens heads rope"],
-    Float[Array, "*layers pages page row"],
+    Pages,
 ]:
     """``(q_nope, rotate(q_rope), pages)``, ``[norm(latent) | rotate(k_rope)]`` at each slot."""
     rank, rope = gain.shape[0], 2 * cos.shape[1]

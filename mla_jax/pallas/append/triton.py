@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from mla_jax.cache import CacheFormat
+from mla_jax.pallas.axes import CacheScale, Layer, Pages
 from mla_jax.pallas.registry import OneOf, Requirement, Within
 from mla_jax.types import Array, Float, Int, cdiv, power_of_two
 
@@ -30,8 +31,8 @@ HEADS = 16
 
 
 def append_latent(
-    pages: Float[Array, "*layers pages page row"],
-    scale: Float[Array, "*layers"],
+    pages: Pages,
+    scale: CacheScale,
     q: Float[Array, "tokens heads qk"],
     kv: Float[Array, "tokens row"],
     gain: Float[Array, "rank"],
@@ -42,11 +43,11 @@ def append_latent(
     eps: float,
     interleaved: bool,
     format: CacheFormat,
-    layer: Int[Array, ""] | None = None,
+    layer: Layer = None,
 ) -> tuple[
     Float[Array, "tokens heads nope"],
     Float[Array, "tokens heads rope"],
-    Float[Array, "*layers pages page row"],
+    Pages,
 ]:
     """``ref.append_latent``; ``pages`` stay where they are if they are donated."""
     from mla_jax.pallas import triton_lib

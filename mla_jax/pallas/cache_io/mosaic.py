@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 
 from mla_jax.cache import CacheFormat
 from mla_jax.errors import ArgumentError
+from mla_jax.pallas.axes import CacheScale, Layer, Pages, PageTable, PerRequest, Starts
 from mla_jax.pallas.registry import OneOf, Requirement, Within
 from mla_jax.types import Array, Float, Int
 
@@ -65,16 +66,16 @@ def write_tuning(*, tokens: int, quantised: bool) -> WriteTuning:
 
 
 def gather_latent(
-    pages: Float[Array, "*layers pages page row"],
-    scale: Float[Array, "*layers"],
-    page_table: Int[Array, "requests width"],
-    first: Int[Array, "requests"],
-    row_starts: Int[Array, "starts"],
+    pages: Pages,
+    scale: CacheScale,
+    page_table: PageTable,
+    first: PerRequest,
+    row_starts: Starts,
     *,
     rows: int,
     dtype: DTypeLike,
     format: CacheFormat,
-    layer: Int[Array, ""] | None = None,
+    layer: Layer = None,
     interpret: object = None,
 ) -> Float[Array, "{rows} row"]:
     """``ref.gather_latent``, bit for bit; ``interpret`` runs on a CPU."""
@@ -97,17 +98,17 @@ def gather_latent(
 
 
 def write_latent(
-    pages: Float[Array, "*layers pages page row"],
-    scale: Float[Array, "*layers"],
+    pages: Pages,
+    scale: CacheScale,
     kv_latent: Float[Array, "latents rank"],
     k_rope: Float[Array, "ropes rope"],
     slots: Int[Array, "tokens"],
     *,
     format: CacheFormat,
-    layer: Int[Array, ""] | None = None,
+    layer: Layer = None,
     tuning: WriteTuning | None = None,
     interpret: object = None,
-) -> Float[Array, "*layers pages page row"]:
+) -> Pages:
     """``ref.write_latent``, bit for bit, in place; ``interpret`` runs on a CPU.
 
     Donate the cache to the jitted caller: the pages are then updated where they are, and

@@ -12,21 +12,22 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from mla_jax.cache import CacheFormat
+from mla_jax.pallas.axes import CacheScale, Layer, Pages, PageTable, PerRequest, Starts
 from mla_jax.types import Array, Float, Int
 
 __all__ = ["copy_blocks", "gather_latent", "swap_blocks", "write_latent"]
 
 
 def write_latent(
-    pages: Float[Array, "*layers pages page row"],
-    scale: Float[Array, "*layers"],
+    pages: Pages,
+    scale: CacheScale,
     kv_latent: Float[Array, "latents rank"],
     k_rope: Float[Array, "ropes rope"],
     slots: Int[Array, "tokens"],
     *,
     format: CacheFormat,
-    layer: Int[Array, ""] | None = None,
-) -> Float[Array, "*layers pages page row"]:
+    layer: Layer = None,
+) -> Pages:
     """``pages[slot] = encode([kv_latent | k_rope])`` for every token with ``slot >= 0``.
 
     ``slots`` decides how many tokens there are; surplus rows of the data are ignored. Slots
@@ -42,17 +43,9 @@ def write_latent(
 
 
 def gather_latent(
-    pages: Float[Array, "*layers pages page row"],
-    scale: Float[Array, "*layers"],
-    page_table: Int[Array, "requests width"],
-    first: Int[Array, "requests"],
-    row_starts: Int[Array, "starts"],
-    *,
-    rows: int,
-    dtype: DTypeLike,
-    format: CacheFormat,
-    layer: Int[Array, ""] | None = None,
-) -> Float[Array, "{rows} row"]:
+    pages: Pages, scale: CacheScale, page_table: PageTable, first: PerRequest, row_starts: Starts,
+    *, rows: int, dtype: DTypeLike, format: CacheFormat, layer: Layer = None,
+) -> Float[Array, "{rows} row"]:  # fmt: skip
     """Row ``f`` of request ``r`` is its cached position ``first[r] + f - row_starts[r]``.
 
     Request ``r`` owns rows ``row_starts[r]`` to ``row_starts[r + 1]``. Any start is allowed,
@@ -76,11 +69,11 @@ def gather_latent(
 
 
 def copy_blocks(
-    pages: Float[Array, "*layers pages page row"],
+    pages: Pages,
     pairs: Int[Array, "pairs 2"],
     *,
-    layer: Int[Array, ""] | None = None,
-) -> Float[Array, "*layers pages page row"]:
+    layer: Layer = None,
+) -> Pages:
     """``pages[dst] = pages[src]`` for every pair ``(src, dst)``, all at once.
 
     Every source is read before anything is written, so a chain ``(a, b), (b, c)`` gives ``c``
@@ -94,7 +87,7 @@ def swap_blocks(
     dst: Float[Array, "*layers dst_pages page row"],
     pairs: Int[Array, "pairs 2"],
     *,
-    layer: Int[Array, ""] | None = None,
+    layer: Layer = None,
 ) -> Float[Array, "*layers dst_pages page row"]:
     """``dst[j] = src[i]`` for every pair ``(i, j)``: a one-way copy, despite the name.
 

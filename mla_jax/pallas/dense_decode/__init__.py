@@ -1,6 +1,6 @@
 """Absorbed attention over pages, few queries per request."""
 
-from mla_jax.pallas.dense_decode import mosaic, ref
+from mla_jax.pallas.dense_decode import mosaic, xla
 from mla_jax.pallas.registry import Backend
 
 BACKENDS = (
@@ -13,5 +13,5 @@ BACKENDS = (
         tune=mosaic.tune,
         plan=mosaic.make_plan,
     ),
-    Backend(op="mla_decode", name="xla", run=ref.dense_decode),
+    Backend(op="mla_decode", name="xla", run=xla.dense_decode),
 )

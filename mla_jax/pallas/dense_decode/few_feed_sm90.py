@@ -34,6 +34,7 @@ from mla_jax.pallas import mosaic_lib as lib
 from mla_jax.pallas.dense_decode import widen_sm90 as widen
 from mla_jax.pallas.dense_decode import work_plan as wp
 from mla_jax.pallas.dense_decode.sizes_sm90 import BLOCK, RANK, ROPE, Sizes
+from mla_jax.pallas.dense_decode.stream_sm90 import Stream
 
 __all__ = ["Copied", "Pages", "Widened", "feed_of", "ring"]
 
@@ -45,68 +46,57 @@ IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS  # makes a contiguous copy a bul
 
 @dataclass(frozen=True, kw_only=True)
 class Pages:
-    """The cache, and the pieces of one worker, in runs of keys.
+    """The keys of a stream, in runs.
 
     Run ``part`` of a block are ``keys`` keys from ``part * keys`` on; a cursor is the place of a
     block and the page ids of its run.
     """
 
-    pages: Any  # of all layers
-    first_page: Any  # of the layer
-    num_pages: int  # of each layer
-    table: Any
-    work: Any
-    tasks: Any
-    worker: jax.Array
-    begin: jax.Array
-    end: jax.Array
-    sizes: Sizes
+    stream: Stream
     keys: int = BLOCK
     part: int = 0
 
     def first(self) -> tuple[jax.Array, ...]:
         """Piece, request, number of the first block, where its piece ends; page ids."""
-        row = (self.tasks[self.worker, c] for c in (wp.OF_REQUEST, wp.FROM, wp.TO))
-        return self._look_up(self.begin, *row)
+        row = (self.stream.task(c) for c in (wp.OF_REQUEST, wp.FROM, wp.TO))
+        return self._look_up(self.stream.begin, *row)
 
     def behind(self, cursor) -> tuple[jax.Array, ...]:
         """The same of the block behind one; behind the last block piece ``end``."""
         p, request, block, last, *_ = cursor
+        of = self.stream
 
         def beyond():
             q = p + 1
-            return q, self.work[q, wp.REQUEST], self.work[q, wp.FIRST], self.work[q, wp.END]
+            return q, of.piece(q, wp.REQUEST), of.piece(q, wp.FIRST), of.piece(q, wp.END)
 
         def within():
             return p, request, block + 1, last
 
-        return self._look_up(*lax.cond((block + 1 < last) | (p >= self.end), within, beyond))
+        return self._look_up(*lax.cond((block + 1 < last) | (p >= of.end), within, beyond))
 
     def there(self, cursor) -> jax.Array:
         """Whether there is such a block."""
-        return cursor[0] < self.end
+        return cursor[0] < self.stream.end
 
     def rows(self, cursor) -> list:
         """The run in the cache, page by page, and where each part of it goes in a buffer."""
         _, _, block, _, *ids = cursor
-        page, row, size = self.sizes.page, 0, self.keys // len(ids)
+        page, row, size = self.stream.sizes.page, 0, self.keys // len(ids)
         if page > self.keys:
             row = lax.rem(block, jnp.int32(page // BLOCK)) * BLOCK + self.part * self.keys
             row = pl.multiple_of(row, self.keys)
-        ids = (self.first_page + jnp.clip(i, 0, self.num_pages - 1) for i in ids)
-        found = (self.pages.at[i] for i in ids)
-        return [(p.at[pl.ds(row, size)], pl.ds(i * size, size)) for i, p in enumerate(found)]
+        pages = [self.stream.arrays.pages.at[i] for i in self.stream.pages_of(ids)]
+        return [(p.at[pl.ds(row, size)], pl.ds(i * size, size)) for i, p in enumerate(pages)]
 
     def _look_up(self, p, request, block, last) -> tuple[jax.Array, ...]:
-        """Page ids as the table has them: nothing waits for them yet."""
-        page, width = self.sizes.page, self.table.shape[1]
-        if page > self.keys:
-            columns = [lax.div(block, jnp.int32(page // BLOCK))]
+        sizes = self.stream.sizes
+        if sizes.page > self.keys:
+            columns = [lax.div(block, jnp.int32(sizes.page // BLOCK))]
         else:
-            run, copies = block * (BLOCK // self.keys) + self.part, self.sizes.pages_of(self.keys)
+            run, copies = block * (BLOCK // self.keys) + self.part, sizes.pages_of(self.keys)
             columns = [run * copies + i for i in range(copies)]
-        ids = (self.table[request, jnp.clip(c, 0, width - 1)] for c in columns)
-        return p, request, block, last, *ids
+        return p, request, block, last, *self.stream.ids_of(request, columns)
 
 
 def ring(g, count: int):
@@ -160,7 +150,7 @@ class Widened:
         These are keys ``32 half`` on of every block. Unit ``h`` lies in buffer ``h % units``;
         whoever took it there loads unit ``h + units``, always of the same half of a block.
         """
-        units = self._units(of.sizes)
+        units = self._units(of.stream.sizes)
         ahead, other = divmod(half + units, 2)
         of = replace(of, keys=KEYS, part=other)
 

@@ -15,6 +15,7 @@ from mla_jax.cache import FORMATS, CacheFormat
 from mla_jax.errors import ArgumentError
 from mla_jax.pallas import registry
 from mla_jax.pallas import tuning as tuning_table
+from mla_jax.pallas.axes import CacheScale, Layer, Pages, PageTable, PerRequest, Starts
 from mla_jax.pallas.dense_decode import work_plan as wp
 from mla_jax.pallas.dense_decode.sizes_sm90 import (
     BLOCK,
@@ -26,7 +27,7 @@ from mla_jax.pallas.dense_decode.sizes_sm90 import (
 )
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.registry import OneOf, Problem, Requirement, Tuned, Within
-from mla_jax.types import Array, AttnState, Float, Int, cdiv, round_up
+from mla_jax.types import Array, AttnState, Float, cdiv, round_up
 
 __all__ = ["REQUIREMENT", "Tuning", "dense_decode", "heuristic", "make_plan", "tune"]
 
@@ -101,8 +102,8 @@ def heuristic(heads: int, max_query_len: int, quantised: bool = False, *, worker
 
 
 def make_plan(
-    seq_lens: Int[Array, "requests"],
-    query_starts: Int[Array, "starts"],
+    seq_lens: PerRequest,
+    query_starts: Starts,
     *,
     tokens: int,
     heads: int,
@@ -153,18 +154,18 @@ def _balanced(lens: Array, starts: Array, **sizes: int) -> wp.WorkPlan:
 def dense_decode(
     q_latent: Float[Array, "tokens heads rank"],
     q_rope: Float[Array, "tokens heads rope"],
-    pages: Float[Array, "*layers pages page row"],
-    cache_scale: Float[Array, "*layers"],
-    page_table: Int[Array, "requests width"],
-    seq_lens: Int[Array, "requests"],
-    query_starts: Int[Array, "starts"],
+    pages: Pages,
+    cache_scale: CacheScale,
+    page_table: PageTable,
+    seq_lens: PerRequest,
+    query_starts: Starts,
     *,
     max_query_len: int,
     scale: float,
     format: CacheFormat,
     out_dtype: DTypeLike,
     tuning: Tuning,
-    layer: Int[Array, ""] | None = None,
+    layer: Layer = None,
     plan: wp.WorkPlan | None = None,
     interpret: object = None,
 ) -> AttnState:

@@ -94,6 +94,7 @@ def attend(
         body, q_latent, q_rope, cache, page_table, plan,
         layer=layer, sizes=sizes, interpret=interpret, num_threads=3,
         scratch_types=scratch(q_latent.dtype, sizes.copies, simulate, quantised),
+        grid_names=("worker", "tile"),  # tiles of a worker run side by side: one read of its keys
         kernel_name="mla_dense_decode",
     )  # fmt: skip
 

@@ -58,10 +58,11 @@ def launch(
     layer: jax.Array | None,
     sizes: Sizes,
     interpret: object,
+    grid_names: tuple[str, ...],
     reduction: int = 0,
     **options: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Run ``body`` on ``Arrays`` in ``sizes.workers`` times ``sizes.tiles`` thread blocks.
+    """Run ``body`` on ``Arrays`` in a thread block for each ``worker`` and, if named, ``tile``.
 
     ``cache`` are the pages and their scale, ``reduction`` the bytes for maxima and sums of the
     four warps of a warpgroup, ``options`` those of ``plgpu.kernel``.
@@ -78,8 +79,8 @@ def launch(
             shape((slots * tiles * ROWS, RANK), dtype),
             shape((slots, tiles, ROWS), F32),
         ),
-        grid=(sizes.workers, tiles),  # tiles of a worker run side by side: one read of its keys
-        grid_names=("worker", "tile"),
+        grid=tuple({"worker": sizes.workers, "tile": tiles}[name] for name in grid_names),
+        grid_names=grid_names,
         thread_name="wg",
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(

@@ -1,6 +1,6 @@
 """Expanded heads over a ragged batch, causal or full."""
 
-from mla_jax.pallas.dense_prefill import mosaic, ref
+from mla_jax.pallas.dense_prefill import mosaic, xla
 from mla_jax.pallas.registry import Backend
 
 BACKENDS = (
@@ -13,5 +13,5 @@ BACKENDS = (
         tune=mosaic.tune,
         plan=mosaic.make_plan,
     ),
-    Backend(op="mla_prefill", name="xla", run=ref.dense_prefill),
+    Backend(op="mla_prefill", name="xla", run=xla.dense_prefill),
 )

@@ -12,10 +12,11 @@ from jax.typing import DTypeLike
 from mla_jax.errors import ArgumentError
 from mla_jax.pallas import registry
 from mla_jax.pallas import tuning as tuning_table
+from mla_jax.pallas.axes import Starts
 from mla_jax.pallas.dense_prefill import tile_plan as tp
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.registry import OneOf, Problem, Requirement, Tuned, Within
-from mla_jax.types import Array, AttnState, Float, Int, cdiv
+from mla_jax.types import Array, AttnState, Float, cdiv
 
 __all__ = ["REQUIREMENT", "Tuning", "dense_prefill", "heuristic", "make_plan", "tune"]
 
@@ -121,8 +122,8 @@ def _fits(tuning: Tuning, nope: int, rope: int, v: int, device: DeviceInfo) -> b
 
 
 def make_plan(
-    query_starts: Int[Array, "starts"],
-    key_starts: Int[Array, "starts"],
+    query_starts: Starts,
+    key_starts: Starts,
     *,
     tokens: int,
     keys: int,
@@ -140,8 +141,8 @@ def dense_prefill(
     q: Float[Array, "tokens heads qk"],
     kv: Float[Array, "keys heads nope_v"],
     k_rope: Float[Array, "keys rope"],
-    query_starts: Int[Array, "starts"],
-    key_starts: Int[Array, "starts"],
+    query_starts: Starts,
+    key_starts: Starts,
     *,
     scale: float,
     causal: bool,

@@ -6,6 +6,7 @@ from jax import lax
 
 from mla_jax.cache import RECORD_FORMATS
 from mla_jax.formats import ScaleRule, to_codes
+from mla_jax.pallas.axes import PageTable
 from mla_jax.types import Array, Float, Int, UInt8
 
 __all__ = ["QUERY_SCALES", "indexer_logits", "paged_index_logits", "quantise_queries"]
@@ -40,13 +41,9 @@ def quantise_queries(
 
 def paged_index_logits(
     q_codes: UInt8[Array, "requests queries heads dim"],
-    weights: Float[Array, "requests queries heads"],
-    pages: UInt8[Array, "pages page_bytes"],
-    row_lens: Int[Array, "requests queries"],
-    page_table: Int[Array, "requests width"],
-    *,
-    page: int,
-) -> Float[Array, "requests queries keys"]:
+    weights: Float[Array, "requests queries heads"], pages: UInt8[Array, "pages page_bytes"],
+    row_lens: Int[Array, "requests queries"], page_table: PageTable, *, page: int,
+) -> Float[Array, "requests queries keys"]:  # fmt: skip
     """``scale[p] * sum_h w[h] * relu(q[h] . k[p])`` for ``p < row_len``, else ``-inf``.
 
     ``pages`` hold ``index_key`` records; ``keys = width * page``. Query scales are folded into
@@ -63,8 +60,7 @@ def paged_index_logits(
         seen = jnp.arange(ids.shape[0] * page) < lens[:, None]  # [queries, keys]
         used = seen.any(axis=0)
         k = keys[ids].reshape(-1, keys.shape[-1]).astype(jnp.float32)
-        dots = jnp.einsum("qhd,kd->qhk", q, jnp.where(used[:, None], k, 0.0), precision="highest")
-        score = jnp.einsum("qhk,qh->qk", jax.nn.relu(dots), w, precision="highest")
+        score = indexer_logits(q, w, jnp.where(used[:, None], k, 0.0))
         return jnp.where(seen, score * jnp.where(used, scales[ids].ravel(), 0.0), -jnp.inf)
 
     return jax.vmap(one)(q, weights, row_lens, page_table)

@@ -54,19 +54,28 @@ def choose_experts(
     then multiplied by ``moe.scale``.
     Source: DeepSeek-V2 (arXiv:2405.04434) 2.2, DeepSeek-V3 (arXiv:2412.19437) 2.1.2; DeepSeek-V4.
     """
+    choice, scores = _choice(logits, choice_bias, moe)
+    weights, experts = lax.top_k(choice, moe.topk)
+    if choice is not scores:
+        weights = jnp.take_along_axis(scores, experts, axis=-1)
+    return scaled_weights(weights, moe), experts
+
+
+def _choice(
+    logits: Float[Array, "tokens experts"],
+    choice_bias: Float[Array, "experts"] | None,
+    moe: MoEConfig,
+) -> tuple[Float[Array, "tokens experts"], Float[Array, "tokens experts"]]:
+    """What experts are chosen by, and what their weights are; one array if it is the same."""
     grouped = (*logits.shape[:-1], moe.groups, -1)
     scores = scores_of(logits, moe)
     if moe.biased:
         choice = scores if choice_bias is None else scores + choice_bias
         best_two, _ = lax.top_k(choice.reshape(grouped), min(2, moe.experts // moe.groups))
-        choice = _keep_best_groups(choice, moe, best_two.sum(axis=-1), -jnp.inf)
-        _, experts = lax.top_k(choice, moe.topk)
-        weights = jnp.take_along_axis(scores, experts, axis=-1)
-    else:
-        if moe.method == "group_limited_greedy":
-            scores = _keep_best_groups(scores, moe, scores.reshape(grouped).max(axis=-1), 0.0)
-        weights, experts = lax.top_k(scores, moe.topk)
-    return scaled_weights(weights, moe), experts
+        return _keep_best_groups(choice, moe, best_two.sum(axis=-1), -jnp.inf), scores
+    if moe.method == "group_limited_greedy":
+        scores = _keep_best_groups(scores, moe, scores.reshape(grouped).max(axis=-1), 0.0)
+    return scores, scores
 
 
 def scores_of(logits: Float[Array, "tokens experts"], moe: MoEConfig) -> Float[Array, "..."]:

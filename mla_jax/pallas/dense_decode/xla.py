@@ -1,0 +1,101 @@
+"""Absorbed decode on any device: ``ref.dense_decode`` a few pages at a time."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from mla_jax.cache import CacheFormat
+from mla_jax.pallas.axes import CacheScale, Layer, Pages, PageTable, PerRequest, Starts
+from mla_jax.types import Array, AttnState, Float, cdiv, full_among
+
+__all__ = ["dense_decode"]
+
+KEYS_PER_STEP = 128
+"""Keys of one step of the loop, rounded up to whole pages."""
+
+
+def dense_decode(
+    q_latent: Float[Array, "tokens heads rank"],
+    q_rope: Float[Array, "tokens heads rope"],
+    pages: Pages,
+    cache_scale: CacheScale,
+    page_table: PageTable,
+    seq_lens: PerRequest,
+    query_starts: Starts,
+    *,
+    max_query_len: int,
+    scale: float,
+    format: CacheFormat,
+    out_dtype: DTypeLike,
+    layer: Layer = None,
+) -> AttnState:
+    """``out = softmax(scale * [q_latent | q_rope] row^T) row[:rank]`` over a request's rows.
+
+    Query ``j`` of a request with ``n`` queries sees keys ``p < seq_len - (n - 1 - j)``.
+    A query without keys, and every token behind ``query_starts[-1]``, gives ``(0, -inf)``.
+    Float32 inside. One gather of ``[requests, block, row]`` per step serves all heads and
+    queries; keys a request does not have are replaced by zeros, so rubbish cannot leak.
+    """
+    tokens, heads, rank = q_latent.shape
+    requests, width = page_table.shape
+    num_pages, page, _ = pages.shape[-3:]
+    if not (tokens and requests and width):
+        return AttnState(
+            out=jnp.zeros((tokens, heads, rank), out_dtype),
+            lse=jnp.full((tokens, heads), -jnp.inf, jnp.float32),
+        )
+    f32 = {"precision": "highest", "preferred_element_type": jnp.float32}
+    in_layer = () if layer is None else (jnp.clip(layer, 0, pages.shape[0] - 1),)
+    cache_scale = cache_scale[in_layer]
+    columns = min(width, cdiv(KEYS_PER_STEP, page))
+    block = columns * page
+
+    j = jnp.arange(max_query_len, dtype=jnp.int32)
+    lens = jnp.diff(query_starts)[:, None]
+    token = query_starts[:-1, None] + j  # [requests, queries]
+    exists = j < lens
+    q = jnp.concatenate([q_latent, q_rope], axis=-1).astype(jnp.float32)
+    q = scale * q[jnp.where(exists, token, 0)]  # [requests, queries, heads, row]
+    visible = jnp.where(exists, seq_lens[:, None] - (lens - 1 - j), 0)
+
+    def step(i, carry):
+        top, total, acc = carry
+        column = i * columns + jnp.arange(columns, dtype=jnp.int32)
+        ids = page_table[:, jnp.minimum(column, width - 1)]
+        rows = pages[*in_layer, jnp.clip(ids, 0, num_pages - 1)].reshape(requests, block, -1)
+        p = i * block + jnp.arange(block, dtype=jnp.int32)
+        has = (p < seq_lens[:, None]) & (p < width * page)
+        k = jnp.where(has[..., None], format.decode(rows, cache_scale), 0.0)
+        s = jnp.einsum("rqhd,rkd->rqhk", q, k, **f32)
+        seen = (p < visible[..., None]) & has[:, None]  # [requests, queries, block]
+        s = jnp.where(seen[:, :, None], s, -jnp.inf)
+        new_top = jnp.maximum(top, jnp.max(s, axis=-1))
+        safe = jnp.where(jnp.isneginf(new_top), 0.0, new_top)
+        w = jnp.exp(s - safe[..., None])
+        shrink = jnp.exp(top - safe)
+        total = total * shrink + jnp.sum(w, axis=-1)
+        value = jnp.einsum("rqhk,rkd->rqhd", w, k[..., :rank], **f32)
+        return new_top, total, acc * shrink[..., None] + value
+
+    full = functools.partial(full_among, (q, pages, cache_scale, page_table, seq_lens))
+    shape = (requests, max_query_len, heads)
+    start = full(shape, -jnp.inf), full(shape, 0.0), full((*shape, rank), 0.0)
+    longest = jnp.minimum(jnp.max(seq_lens), width * page)
+    top, total, acc = jax.lax.fori_loop(0, (longest + block - 1) // block, step, start)
+
+    empty = total == 0
+    total = jnp.where(empty, 1.0, total)
+    out = acc / total[..., None]
+    lse = jnp.where(empty, -jnp.inf, top + jnp.log(total))
+    t = jnp.arange(tokens, dtype=jnp.int32)
+    r = jnp.searchsorted(query_starts[1:], t, side="right", method="compare_all")
+    r = jnp.minimum(r, requests - 1)
+    j = t - query_starts[r]
+    real = (j >= 0) & (j < jnp.minimum(lens[r, 0], max_query_len))
+    at = r, jnp.where(real, j, 0)
+    return AttnState(
+        out=jnp.where(real[:, None, None], out.astype(out_dtype)[at], 0),
+        lse=jnp.where(real[:, None], lse[at], -jnp.inf),
+    )
