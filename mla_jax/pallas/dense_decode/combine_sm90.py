@@ -20,6 +20,9 @@ order of summation depends on the number of pieces alone.
 
 import functools
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -125,9 +128,6 @@ def _body(
 ):  # fmt: skip
     block = lax.axis_index("block")
     wide = out_g.shape[1] // columns
-    layout = plgpu.Layout.WG_STRIDED((columns,), vec_size=columns // 128)
-    in_flight = IN_FLIGHT[max(c for c in IN_FLIGHT if c <= columns)]
-    size = min(SEARCHED, in_flight[-1])  # of a step, if they are more
     last = merges_g.shape[0] - 1
     units = lax.div(merges_g[0, 0] * (heads * wide), jnp.int32(step))
 
@@ -137,133 +137,17 @@ def _body(
         i = jnp.minimum(lax.div(row, jnp.int32(heads)) + 1, last)
         return tuple(merges_g[i, f] for f in wp.MERGE_FIELDS)
 
-    def finite(top):
-        return jnp.where(top == -jnp.inf, 0.0, top)
-
     def merge(unit, base, n, query, token):
-        """One step: the same columns of ``step`` rows of a token, one after the other in memory."""
         head = lax.rem(lax.div(unit, jnp.int32(wide)) * step, jnp.int32(heads))
         quarter = lax.rem(unit, jnp.int32(wide))
         at = pl.ds(pl.multiple_of(quarter * columns, columns), columns)
         x = query * heads + head
         tile, row = lax.div(x, jnp.int32(64)), lax.rem(x, jnp.int32(64))
-
-        def store(acc, weight, top, r):
-            inverse = jnp.where(weight > 0.0, 1.0 / weight, 0.0)
-            to = token * heads + head + r
-            out_g[to, at] = (acc * inverse).astype(out_g.dtype)
-            lse = (top + jnp.log2(weight)) * math.log(2.0)
-
-            @pl.when(quarter == 0)
-            def _():
-                lse_g[to] = jnp.where(weight > 0.0, lse, -jnp.inf)
-
-        def empty():
-            return plgpu.layout_cast(jnp.zeros((columns,), jnp.float32), layout)
-
-        def few(count, rows):
-            """At most ``count`` pieces, column by column; all loads of all rows in flight."""
-            slots = [base + jnp.minimum(p, n - 1) for p in range(count)]
-            values = [
-                [plgpu.load(part_g.at[s, tile, row + r, at], layout=layout) for s in slots]
-                for r in rows
-            ]
-            lses = [[part_lse_g[s, tile, row + r] for s in slots] for r in rows]
-            for r, loaded, found in zip(rows, values, lses, strict=True):
-                found = [jnp.where(p < n, x, -jnp.inf) for p, x in enumerate(found)]
-                top = functools.reduce(jnp.maximum, found)
-                acc, weight = empty(), jnp.float32(0.0)
-                for value, lse in zip(loaded, found, strict=True):
-                    w = jnp.exp2(lse - finite(top))
-                    acc, weight = acc + value.astype(jnp.float32) * w, weight + w
-                store(acc, weight, top, r)
-
-        def many(r):
-            """Eight chains of pieces: the maximum of each, its sum, and then all of them."""
-            count = _steps(n, CHAINS)
-
-            def piece(i):
-                return pl.ds(base + jnp.minimum(i, count - 1) * CHAINS, CHAINS)
-
-            def values(first, number):
-                refs = [part_g.at[piece(first + i), tile, row + r, at] for i in range(number)]
-                return [plgpu.load(ref, layout=TILE, optimized=False) for ref in refs]
-
-            def lses(first, number):
-                index = plgpu.broadcasted_iota(jnp.int32, (CHAINS,), 0, layout=OF_CHAIN)
-                refs = [part_lse_g.at[piece(first + i), tile, row + r] for i in range(number)]
-                found = [plgpu.load(ref, layout=OF_CHAIN, optimized=False) for ref in refs]
-                return [
-                    jnp.where(index + (first + i) * CHAINS < n, x, -jnp.inf)
-                    for i, x in enumerate(found)
-                ]
-
-            def highest(i, top):
-                return functools.reduce(jnp.maximum, lses(i * SEARCHED, SEARCHED), top)
-
-            def add(acc, weight, top, found, loaded):
-                for lse, value in zip(found, loaded, strict=True):
-                    w = jnp.exp2(lse - finite(top))
-                    wide_w = plgpu.layout_cast(lax.broadcast_in_dim(w, value.shape, (0,)), TILE)
-                    value = jnp.where(wide_w > 0.0, value.astype(jnp.float32), 0.0)
-                    acc, weight = acc + value * wide_w, weight + w
-                return acc, weight
-
-            def start():
-                zeros = plgpu.layout_cast(jnp.zeros((CHAINS,), jnp.float32), OF_CHAIN)
-                tile = plgpu.layout_cast(jnp.zeros((CHAINS, columns), jnp.float32), TILE)
-                return tile, zeros, zeros - jnp.inf
-
-            def at_once(most):
-                loaded, found = values(0, most), lses(0, most)
-                acc, weight, top = start()
-                top = functools.reduce(jnp.maximum, found, top)
-                return *add(acc, weight, top, found, loaded), top
-
-            def in_steps():
-                steps = _steps(count, size)
-                acc, weight, top = start()
-                top = lax.fori_loop(0, _steps(count, SEARCHED), highest, top)
-
-                def some(i, state):
-                    return add(*state, top, lses(i * size, size), values(i * size, size))
-
-                return *lax.fori_loop(0, steps, some, (acc, weight)), top
-
-            solve = in_steps
-            for most in reversed(in_flight):
-                solve = functools.partial(
-                    lax.cond, count <= most, functools.partial(at_once, most), solve
-                )
-            acc, weight, top = solve()
-            plgpu.commit_smem()  # the row before was read
-            sums[...], states[0], states[1] = acc, top, weight
-            plgpu.commit_smem()
-            tops = [states[0, c] for c in range(CHAINS)]
-            top = functools.reduce(jnp.maximum, tops)
-            acc, weight = empty(), jnp.float32(0.0)
-            for c in range(CHAINS):
-                w = jnp.exp2(tops[c] - finite(top))
-                acc = acc + plgpu.load(sums.at[c], layout=layout) * w
-                weight = weight + states[1, c] * w
-            store(acc, weight, top, r)
-
-        @pl.when(n == 0)
-        def _():
-            for r in range(step):
-                store(empty(), jnp.float32(0.0), jnp.float32(-jnp.inf), r)
-
-        for fewer, count in zip((0, *FEW), FEW, strict=False):
-
-            @pl.when((n > fewer) & (n <= count))
-            def _(count=count):
-                together = min(max(16 // count, 1), step)
-                for r in range(0, step, together):
-                    few(count, range(r, r + together))
-
-        @pl.when(n > FEW[-1])
-        def _():
-            pl.loop(0, step)(many)
+        _Unit(
+            part=part_g, part_lse=part_lse_g, out=out_g, lse=lse_g, sums=sums, states=states,
+            columns=columns, rows=step, at=at, writes_lse=lambda: quarter == 0,
+            base=base, n=n, tile=tile, row=row, to=lambda r: token * heads + head + r,
+        ).run()  # fmt: skip
 
     first = fields(block)
     if early_launch:
@@ -276,6 +160,170 @@ def _body(
         return following
 
     lax.fori_loop(0, _steps(jnp.maximum(units - block, 0), blocks), turn, first)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Unit:
+    """One step: the same columns of some rows of a token, one after the other in memory."""
+
+    part: Any  # arrays in global memory
+    part_lse: Any
+    out: Any
+    lse: Any
+    sums: Any  # shared memory
+    states: Any
+    columns: int
+    rows: int
+    at: Any  # the columns
+    writes_lse: Callable  # whether these columns are the first of the row
+    base: Any  # slot of the first piece
+    n: Any  # pieces
+    tile: Any  # of the first row, in a slot
+    row: Any
+    to: Callable  # row of the result
+
+    @property
+    def layout(self):
+        """Of a row's columns."""
+        return plgpu.Layout.WG_STRIDED((self.columns,), vec_size=self.columns // 128)
+
+    def run(self) -> None:
+        @pl.when(self.n == 0)
+        def _():
+            for r in range(self.rows):
+                self.store(self.empty(), jnp.float32(0.0), jnp.float32(-jnp.inf), r)
+
+        for fewer, count in zip((0, *FEW), FEW, strict=False):
+
+            @pl.when((self.n > fewer) & (self.n <= count))
+            def _(count=count):
+                together = min(max(16 // count, 1), self.rows)
+                for r in range(0, self.rows, together):
+                    self.few(count, range(r, r + together))
+
+        @pl.when(self.n > FEW[-1])
+        def _():
+            pl.loop(0, self.rows)(self.many)
+
+    def empty(self):
+        return plgpu.layout_cast(jnp.zeros((self.columns,), jnp.float32), self.layout)
+
+    def store(self, acc, weight, top, r) -> None:
+        inverse = jnp.where(weight > 0.0, 1.0 / weight, 0.0)
+        to = self.to(r)
+        self.out[to, self.at] = (acc * inverse).astype(self.out.dtype)
+        lse = (top + jnp.log2(weight)) * math.log(2.0)
+
+        @pl.when(self.writes_lse())
+        def _():
+            self.lse[to] = jnp.where(weight > 0.0, lse, -jnp.inf)
+
+    def few(self, count, rows) -> None:
+        """At most ``count`` pieces, column by column; all loads of all rows in flight."""
+        slots = [self.base + jnp.minimum(p, self.n - 1) for p in range(count)]
+        values = [
+            [
+                plgpu.load(self.part.at[s, self.tile, self.row + r, self.at], layout=self.layout)
+                for s in slots
+            ]
+            for r in rows
+        ]
+        lses = [[self.part_lse[s, self.tile, self.row + r] for s in slots] for r in rows]
+        for r, loaded, found in zip(rows, values, lses, strict=True):
+            found = [jnp.where(p < self.n, x, -jnp.inf) for p, x in enumerate(found)]
+            top = functools.reduce(jnp.maximum, found)
+            acc, weight = self.empty(), jnp.float32(0.0)
+            for value, lse in zip(loaded, found, strict=True):
+                w = jnp.exp2(lse - _finite(top))
+                acc, weight = acc + value.astype(jnp.float32) * w, weight + w
+            self.store(acc, weight, top, r)
+
+    def many(self, r) -> None:
+        """Eight chains of pieces: the maximum of each, its sum, and then all of them."""
+        acc, weight, top = self.chains(r)
+        plgpu.commit_smem()  # the row before was read
+        self.sums[...], self.states[0], self.states[1] = acc, top, weight
+        plgpu.commit_smem()
+        tops = [self.states[0, c] for c in range(CHAINS)]
+        top = functools.reduce(jnp.maximum, tops)
+        acc, weight = self.empty(), jnp.float32(0.0)
+        for c in range(CHAINS):
+            w = jnp.exp2(tops[c] - _finite(top))
+            acc = acc + plgpu.load(self.sums.at[c], layout=self.layout) * w
+            weight = weight + self.states[1, c] * w
+        self.store(acc, weight, top, r)
+
+    def chains(self, r):
+        """Sums, weights and maxima of the chains of a row."""
+        count = _steps(self.n, CHAINS)
+        in_flight = IN_FLIGHT[max(c for c in IN_FLIGHT if c <= self.columns)]
+        size = min(SEARCHED, in_flight[-1])  # of a step, if they are more
+
+        def piece(i):
+            return pl.ds(self.base + jnp.minimum(i, count - 1) * CHAINS, CHAINS)
+
+        def values(first, number):
+            refs = [
+                self.part.at[piece(first + i), self.tile, self.row + r, self.at]
+                for i in range(number)
+            ]
+            return [plgpu.load(ref, layout=TILE, optimized=False) for ref in refs]
+
+        def lses(first, number):
+            index = plgpu.broadcasted_iota(jnp.int32, (CHAINS,), 0, layout=OF_CHAIN)
+            refs = [
+                self.part_lse.at[piece(first + i), self.tile, self.row + r] for i in range(number)
+            ]
+            found = [plgpu.load(ref, layout=OF_CHAIN, optimized=False) for ref in refs]
+            return [
+                jnp.where(index + (first + i) * CHAINS < self.n, x, -jnp.inf)
+                for i, x in enumerate(found)
+            ]
+
+        def highest(i, top):
+            return functools.reduce(jnp.maximum, lses(i * SEARCHED, SEARCHED), top)
+
+        def start():
+            zeros = plgpu.layout_cast(jnp.zeros((CHAINS,), jnp.float32), OF_CHAIN)
+            tile = plgpu.layout_cast(jnp.zeros((CHAINS, self.columns), jnp.float32), TILE)
+            return tile, zeros, zeros - jnp.inf
+
+        def at_once(most):
+            loaded, found = values(0, most), lses(0, most)
+            acc, weight, top = start()
+            top = functools.reduce(jnp.maximum, found, top)
+            return *_add(acc, weight, top, found, loaded), top
+
+        def in_steps():
+            steps = _steps(count, size)
+            acc, weight, top = start()
+            top = lax.fori_loop(0, _steps(count, SEARCHED), highest, top)
+
+            def some(i, state):
+                return _add(*state, top, lses(i * size, size), values(i * size, size))
+
+            return *lax.fori_loop(0, steps, some, (acc, weight)), top
+
+        solve = in_steps
+        for most in reversed(in_flight):
+            solve = functools.partial(
+                lax.cond, count <= most, functools.partial(at_once, most), solve
+            )
+        return solve()
+
+
+def _finite(top):
+    return jnp.where(top == -jnp.inf, 0.0, top)
+
+
+def _add(acc, weight, top, found, loaded):
+    """Pieces of every chain to its sum."""
+    for lse, value in zip(found, loaded, strict=True):
+        w = jnp.exp2(lse - _finite(top))
+        wide_w = plgpu.layout_cast(lax.broadcast_in_dim(w, value.shape, (0,)), TILE)
+        value = jnp.where(wide_w > 0.0, value.astype(jnp.float32), 0.0)
+        acc, weight = acc + value * wide_w, weight + w
+    return acc, weight
 
 
 def _steps(n, size):
