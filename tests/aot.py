@@ -109,8 +109,9 @@ def compile_sm90(
         with _environment(MOSAIC_GPU_DUMP_TO=folder, **flags):
             compiled = jax.jit(fn, donate_argnums=donate).lower(*specs).compile(options)
         reports = [_read(path) for path in sorted(Path(folder).glob("*.ptxas"))]
-        for path in Path(folder).glob("*.ptx") if dump else ():
-            shutil.copy(path, dump)
+        if dump is not None:
+            for path in Path(folder).glob("*.ptx"):
+                shutil.copy(path, dump)
     return compiled, reports
 
 

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import jax
 import jax.numpy as jnp
 
-from mla_jax.cache import FORMATS
+from mla_jax.cache import FORMATS, CacheFormat
 from mla_jax.pallas.cache_io import mosaic as cache_io
 from mla_jax.pallas.dense_decode import combine_sm90, plan_sm90
 from mla_jax.pallas.dense_decode import mosaic as decode
@@ -85,8 +85,15 @@ def cases() -> Iterator[tuple[str, tuple]]:
         yield f"plan {requests} requests", planning(requests)
 
 
+def cache_format(name: str) -> CacheFormat:
+    """One of latent rows, not of records."""
+    found = FORMATS[name]
+    assert isinstance(found, CacheFormat), name
+    return found
+
+
 def decoding(heads, queries, page, dtype, format, changes, layers=()) -> tuple:
-    stored, dtype = FORMATS[format], jnp.dtype(dtype)
+    stored, dtype = cache_format(format), jnp.dtype(dtype)
     found = decode.heuristic(heads, queries, stored.quantised, workers=132)
     tuning = dataclasses.replace(found, **changes)
     more = {"max_query_len": queries, "scale": 0.1, "out_dtype": dtype, "tuning": tuning}
@@ -116,14 +123,14 @@ def prefilling(dims, dtype, out_dtype, causal, changes) -> tuple:
 
 
 def gathering(format, dtype, page) -> tuple:
-    stored = FORMATS[format]
+    stored = cache_format(format)
     fn = functools.partial(cache_io.gather_latent, rows=5000, dtype=jnp.dtype(dtype), format=stored)
     pages = spec((PAGES, page, 576), jnp.dtype(stored.dtype)), spec((), jnp.float32)
     return fn, *pages, int32((200, 40)), int32((200,)), int32((201,))
 
 
 def writing(format, dtype) -> tuple:
-    stored = FORMATS[format]
+    stored = cache_format(format)
     fn = functools.partial(cache_io.write_latent, format=stored)
     pages = spec((PAGES, 64, 576), jnp.dtype(stored.dtype)), spec((), jnp.float32)
     rows = (spec((5000, n), jnp.dtype(dtype)) for n in (512, 64))
@@ -156,7 +163,7 @@ def code(text: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[1])
+    parser = argparse.ArgumentParser(description="Digests of the code of Mosaic GPU kernels.")
     parser.add_argument("file", type=Path)
     parser.add_argument("--against", type=Path)
     parser.add_argument("--only", default="")

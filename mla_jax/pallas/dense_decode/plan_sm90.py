@@ -16,6 +16,8 @@ chunks of 128 rows, one a warpgroup::
 # pyright: reportCallIssue=false
 
 import functools
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +37,9 @@ MOST_REQUESTS = 2048
 """Sums and fields of more would not fit the shared memory."""
 
 LANES = wp.ROWS
+LANE = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
+"""Layout of a number for each of 128 rows."""
+
 WARPGROUPS = 4
 EACH = cdiv(wp.SHARES, WARPGROUPS)  # shares that a warpgroup prices
 GIVEN = LENGTH, TOKEN, QUERIES = tuple(range(3))
@@ -99,25 +104,87 @@ def balanced(
     )  # fmt: skip
 
 
-def _body(
-    lens_g, starts_g, pieces_g, tasks_g, merges_g,
-    *, block, workers, split_cost, tokens, chunks, simulate,
-    sums, requests, prices, costs, summed, priced, based,
-):  # fmt: skip
-    wg, n, count = lax.axis_index("wg"), requests.shape[1], lens_g.shape[0]
-    lookup = functools.partial(_lookup, simulate=simulate)
-    whole, lane = (plgpu.Layout.WG_STRIDED((size,), vec_size=1) for size in (n, LANES))
+def _body(lens_g, starts_g, pieces_g, tasks_g, merges_g, *, chunks, tokens, **facts):
+    wg = lax.axis_index("wg")
+    planner = _Planner(wg=wg, **facts)
+    pl.when(wg == 0)(lambda: planner.lay_out(lens_g, starts_g))
+    planner.meet(planner.summed)
+    even = planner.even()
+    planner.price(even)
+    planner.meet(planner.priced)
+    share, is_equal = planner.choose(even)
+    pl.when(wg == 0)(lambda: planner.split(share, is_equal))
+    planner.meet(planner.based)
+    rows = _Rows.of(planner, share, is_equal, tokens)
+    writes = (rows.pieces_of, pieces_g), (rows.tasks_of, tasks_g), (rows.merges_of, merges_g)
+    chunk, before = lax.axis_index("block") * WARPGROUPS + wg, 0
+    for (columns, to), count in zip(writes, chunks, strict=True):
 
-    def vector(value, size=LANES):
-        return plgpu.layout_cast(jnp.full((size,), value, I32), whole if size == n else lane)
+        @pl.when((chunk >= before) & (chunk < before + count))
+        def _(columns=columns, to=to, before=before):
+            row = pl.multiple_of((chunk - before) * LANES, LANES)
+            lanes = plgpu.broadcasted_iota(I32, (LANES,), 0, layout=LANE) + row
+            _store(to, row, columns(lanes), simulate=planner.simulate)
 
-    def scan(buffer, arrays):
+        before += count
+
+
+def _vector(value):
+    return plgpu.layout_cast(jnp.full((LANES,), value, I32), LANE)
+
+
+def _either(is_equal, equal, line):
+    """By equal parts of each request, or by cuts of the line of all of them."""
+    return equal * is_equal + line * (1 - is_equal)
+
+
+def _cuts(line, blocks, share):
+    """How often the line is cut inside a request."""
+    return jnp.maximum(lax.div(line + blocks - 1, share) - lax.div(line, share), 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Planner:
+    """What every thread block finds out: the requests on the line, the share, their pieces."""
+
+    wg: Any
+    block: int
+    workers: int
+    split_cost: int
+    simulate: bool
+    sums: Any  # shared memory
+    requests: Any
+    prices: Any
+    costs: Any
+    summed: Any  # barriers
+    priced: Any
+    based: Any
+
+    @property
+    def n(self) -> int:
+        return self.requests.shape[1]
+
+    @property
+    def whole(self):
+        """Layout of a number for each request."""
+        return plgpu.Layout.WG_STRIDED((self.n,), vec_size=1)
+
+    def vector(self, value):
+        return plgpu.layout_cast(jnp.full((self.n,), value, I32), self.whole)
+
+    def meet(self, barrier) -> None:
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(barrier)
+        plgpu.barrier_wait(barrier)
+
+    def scan(self, buffer, arrays):
         """Inclusive sums, in log2 steps; the buffer is two copies of zeros and the numbers."""
-        size, layout = arrays[0].shape[0], whole if arrays[0].shape[0] == n else lane
+        size, layout = arrays[0].shape[0], self.whole if arrays[0].shape[0] == self.n else LANE
+        zeros = self.vector if self.n == LANES else _vector
         for copy in range(2):
             for k in range(len(arrays)):
                 for c in range(0, size // 2, LANES // 2):
-                    buffer[copy, k, pl.ds(c, LANES)] = vector(0)
+                    buffer[copy, k, pl.ds(c, LANES)] = zeros(0)
         plgpu.commit_smem()
         step, copy = 1, 0
         while step < size:
@@ -132,160 +199,165 @@ def _body(
             step, copy = 2 * step, 1 - copy
         return arrays
 
-    def meet(barrier):
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(barrier)
-        plgpu.barrier_wait(barrier)
-
-    @pl.when(wg == 0)
-    def _():
-        index = plgpu.broadcasted_iota(I32, (n,), 0, layout=whole)
-        lens = lookup(lens_g, jnp.minimum(index, count - 1), whole)
-        starts = lookup(starts_g, jnp.minimum(index, count), whole)
-        queries = lookup(starts_g, jnp.minimum(index + 1, count), whole) - starts
+    def lay_out(self, lens_g, starts_g) -> None:
+        """Blocks of the requests, and where they begin on the line. By one warpgroup."""
+        whole, count = self.whole, lens_g.shape[0]
+        lookup = functools.partial(_lookup, layout=whole, simulate=self.simulate)
+        index = plgpu.broadcasted_iota(I32, (self.n,), 0, layout=whole)
+        lens = lookup(lens_g, jnp.minimum(index, count - 1))
+        starts = lookup(starts_g, jnp.minimum(index, count))
+        queries = lookup(starts_g, jnp.minimum(index + 1, count)) - starts
         given = lens, starts, queries
         alive = queries > 0
-        blocks = jnp.maximum(lax.div(lens + (block - 1), vector(block, n)), 1)
+        blocks = jnp.maximum(lax.div(lens + (self.block - 1), self.vector(self.block)), 1)
         blocks = jnp.where(alive, blocks, 0)
-        lead = jnp.where(alive, vector(wp.START_COST, n), 0)
-        ends, live = scan(sums, [blocks + lead, jnp.minimum(blocks, 1)])
+        lead = jnp.where(alive, self.vector(wp.START_COST), 0)
+        ends, live = self.scan(self.sums, [blocks + lead, jnp.minimum(blocks, 1)])
         for k, x in zip(GIVEN + DERIVED[:3], (*given, blocks, ends - blocks, live), strict=True):
-            requests[k] = x
+            self.requests[k] = x
 
-    meet(summed)
-    total = jnp.maximum(requests[LINE, n - 1] + requests[BLOCKS, n - 1], 1)
-    even = lax.div(total + (workers - 1), I32(workers))
+    def even(self):
+        """The least share that serves all requests."""
+        total = self.requests[LINE, self.n - 1] + self.requests[BLOCKS, self.n - 1]
+        return lax.div(jnp.maximum(total, 1) + (self.workers - 1), I32(self.workers))
 
-    def share_of(k):
-        return wp.share_at(even, k)
+    def price(self, even) -> None:
+        """What the shares of a warpgroup cost, by equal parts and by cuts of the line."""
+        wg, requests, prices = self.wg, self.requests, self.prices
 
-    def cuts(line, blocks, share):
-        """How often the line is cut inside a request."""
-        return jnp.maximum(lax.div(line + blocks - 1, share) - lax.div(line, share), 0)
+        def price(c, acc):
+            at = pl.ds(pl.multiple_of(c * LANES, LANES), LANES)
+            line, blocks = (plgpu.load(requests.at[k, at], layout=LANE) for k in (LINE, BLOCKS))
+            for k in range(EACH):
+                share = _vector(wp.share_at(even, wg + k * WARPGROUPS))
+                equal = lax.div(blocks + share - 1, share)
+                acc[k] += _cuts(line, blocks, share) + equal * 65536
+            return acc
 
-    def price(c, acc):
-        at = pl.ds(pl.multiple_of(c * LANES, LANES), LANES)
-        line, blocks = (plgpu.load(requests.at[k, at], layout=lane) for k in (LINE, BLOCKS))
+        acc = lax.fori_loop(0, self.n // LANES, price, [_vector(0)] * EACH)
+        for k, x in enumerate(self.scan(prices.at[wg], acc)):
+            prices[wg, 1, k, pl.ds(LANES // 2, LANES)] = x
+        plgpu.commit_smem()
+        live = requests[LIVE, self.n - 1]
         for k in range(EACH):
-            share = vector(share_of(wg + k * WARPGROUPS))
-            equal = lax.div(blocks + share - 1, share)
-            acc[k] += cuts(line, blocks, share) + equal * 65536
-        return acc
+            i = wg + k * WARPGROUPS
 
-    acc = lax.fori_loop(0, n // LANES, price, [vector(0)] * EACH)
-    for k, x in enumerate(scan(prices.at[wg], acc)):
-        prices[wg, 1, k, pl.ds(LANES // 2, LANES)] = x
-    plgpu.commit_smem()
-    live = requests[LIVE, n - 1]
-    for k in range(EACH):
-        i = wg + k * WARPGROUPS
+            @pl.when(i < wp.SHARES)
+            def _(k=k, i=i):
+                both = prices[wg, 1, k, LANES // 2 + LANES - 1]
+                of_line, count = both & 65535, lax.shift_right_logical(both, I32(16))
+                self.costs[i] = wp.cost(wp.share_at(even, i), of_line, self.split_cost)
+                equal = wp.cost(wp.share_at(even, i), count - live, self.split_cost)
+                most = jnp.iinfo(I32).max
+                self.costs[wp.SHARES + i] = jnp.where(count <= self.workers, equal, most)
 
-        @pl.when(i < wp.SHARES)
-        def _(k=k, i=i):
-            both = prices[wg, 1, k, LANES // 2 + LANES - 1]
-            of_line, count = both & 65535, lax.shift_right_logical(both, I32(16))
-            costs[i] = wp.cost(share_of(i), of_line, split_cost)
-            equal = wp.cost(share_of(i), count - live, split_cost)
-            costs[wp.SHARES + i] = jnp.where(count <= workers, equal, jnp.iinfo(I32).max)
+    def choose(self, even):
+        """The cheapest share, and 1 if it is of equal parts."""
+        best, least = I32(0), self.costs[0]
+        for i in range(1, 2 * wp.SHARES):
+            cost = self.costs[i]
+            best, least = jnp.where(cost < least, i, best), jnp.minimum(cost, least)
+        is_equal = (best >= wp.SHARES).astype(I32)
+        return wp.share_at(even, best - is_equal * wp.SHARES), is_equal
 
-    meet(priced)
-    best, least = I32(0), costs[0]
-    for i in range(1, 2 * wp.SHARES):
-        cost = costs[i]
-        best, least = jnp.where(cost < least, i, best), jnp.minimum(cost, least)
-    is_equal = (best >= wp.SHARES).astype(I32)
-    share = share_of(best - is_equal * wp.SHARES)
-
-    def either(equal, line):
-        return equal * is_equal + line * (1 - is_equal)
-
-    @pl.when(wg == 0)
-    def _():
+    def split(self, share, is_equal) -> None:
+        """Pieces of the requests, their slots and their places. By one warpgroup."""
         queries, blocks, line = (
-            plgpu.load(requests.at[k], layout=whole) for k in (QUERIES, BLOCKS, LINE)
+            plgpu.load(self.requests.at[k], layout=self.whole) for k in (QUERIES, BLOCKS, LINE)
         )
-        size = vector(share, n)
+        size = self.vector(share)
         equal = lax.div(blocks + size - 1, size)
-        parts = jnp.where(queries > 0, either(equal, cuts(line, blocks, size) + 1), 0)
+        alive = queries > 0
+        parts = jnp.where(alive, _either(is_equal, equal, _cuts(line, blocks, size) + 1), 0)
         split = parts > 1
-        ends = scan(sums, [parts, *(jnp.where(split, x, 0) for x in (parts, queries))])
+        ends = self.scan(self.sums, [parts, *(jnp.where(split, x, 0) for x in (parts, queries))])
         base, slot = ends[0] - parts, jnp.where(split, ends[1] - parts, -1)
         listed = ends[2] - jnp.where(split, queries, 0)
-        found = (parts, base, slot, listed, either(base, lax.div(line, size)))
+        found = (parts, base, slot, listed, _either(is_equal, base, lax.div(line, size)))
         for k, x in zip(DERIVED[3:], found, strict=True):
-            requests[k] = x
+            self.requests[k] = x
 
-    meet(based)
-    pieces = requests[BASE, n - 1] + requests[PARTS, n - 1]
-    of_last = jnp.where(requests[PARTS, n - 1] > 1, requests[QUERIES, n - 1], 0)
-    listed = requests[LISTED, n - 1] + of_last
-    live_tokens = requests[TOKEN, n - 1] + requests[QUERIES, n - 1]
 
-    def find(key, x):
+@dataclass(frozen=True, kw_only=True)
+class _Rows:
+    """Columns of the plan's rows, a row in each lane."""
+
+    planner: _Planner
+    share: Any
+    is_equal: Any
+    pieces: Any  # how many there are
+    listed: Any  # tokens of split requests
+    live_tokens: Any
+    tokens: int
+
+    @classmethod
+    def of(cls, planner: _Planner, share, is_equal, tokens: int) -> "_Rows":
+        requests, n = planner.requests, planner.n
+        pieces = requests[BASE, n - 1] + requests[PARTS, n - 1]
+        of_last = jnp.where(requests[PARTS, n - 1] > 1, requests[QUERIES, n - 1], 0)
+        return cls(
+            planner=planner, share=share, is_equal=is_equal, pieces=pieces,
+            listed=requests[LISTED, n - 1] + of_last,
+            live_tokens=requests[TOKEN, n - 1] + requests[QUERIES, n - 1], tokens=tokens,
+        )  # fmt: skip
+
+    def lookup(self, field, index):
+        requests, simulate = self.planner.requests, self.planner.simulate
+        return _lookup(requests.at[field], index, LANE, simulate=simulate)
+
+    def find(self, key, x):
         """The last request whose ``key`` is at most ``x``."""
-        r, size = vector(0), n  # a power of two
+        r, size = _vector(0), self.planner.n  # a power of two
         while size > 1:
             size //= 2
-            probe = jnp.minimum(r + size, n - 1)
-            r = jnp.where(lookup(requests.at[key], probe, lane) <= x, probe, r)
+            probe = jnp.minimum(r + size, self.planner.n - 1)
+            r = jnp.where(self.lookup(key, probe) <= x, probe, r)
         return r
 
-    def select(r, *fields):
-        return [lookup(requests.at[f], r, lane) for f in fields]
+    def select(self, r, *fields):
+        return [self.lookup(f, r) for f in fields]
 
-    def described(i):
+    def described(self, i):
         """The columns of ``WorkPlan.pieces`` of piece ``i``."""
-        r = find(BASE, i)
-        base, line, slot, length, token, queries = select(
+        r, block = self.find(BASE, i), self.planner.block
+        base, line, slot, length, token, queries = self.select(
             r, BASE, LINE, SLOT, LENGTH, TOKEN, QUERIES
         )
-        size, k = vector(share), i - base
-        blocks = jnp.maximum(lax.div(length + (block - 1), vector(block)), 1)
+        size, k = _vector(self.share), i - base
+        blocks = jnp.maximum(lax.div(length + (block - 1), _vector(block)), 1)
         cut = (lax.div(line, size) + k) * size - line
         parts = lax.div(blocks + size - 1, size)
         even = lax.div(blocks + parts - 1, parts)
-        first = either(k * even, jnp.where(k == 0, 0, cut))
-        end = jnp.minimum(either(k * even + even, cut + size), blocks)
+        first = _either(self.is_equal, k * even, jnp.where(k == 0, 0, cut))
+        end = jnp.minimum(_either(self.is_equal, k * even + even, cut + size), blocks)
         slot = jnp.where(slot < 0, -1, slot + k)
         return r, first, end, slot, length, token, queries
 
-    def write_pieces(row, i):
-        columns = [jnp.where(i < pieces, x, 0) for x in described(i)]
-        _store(pieces_g, row, columns, simulate=simulate)
+    def pieces_of(self, i):
+        return [jnp.where(i < self.pieces, x, 0) for x in self.described(i)]
 
-    def first_piece(w):
-        base, first, parts = select(find(WORKER, w - 1), BASE, WORKER, PARTS)
+    def first_piece(self, w):
+        base, first, parts = self.select(self.find(WORKER, w - 1), BASE, WORKER, PARTS)
         before = jnp.where(first < w, base + jnp.minimum(w - first, parts), 0)
-        return jnp.where(w < workers, before, pieces)
+        return jnp.where(w < self.planner.workers, before, self.pieces)
 
-    def write_tasks(row, w):
-        begin, stop = first_piece(w), first_piece(w + 1)
-        of_first = described(begin)
+    def tasks_of(self, w):
+        begin, stop = self.first_piece(w), self.first_piece(w + 1)
+        of_first = self.described(begin)
         columns = (begin, stop, *(of_first[f] for f in (wp.REQUEST, wp.FIRST, wp.END, wp.TOKEN)))
-        columns = [jnp.where(begin < stop, x, 0) for x in columns]
-        _store(tasks_g, row, columns, simulate=simulate)
+        return [jnp.where(begin < stop, x, 0) for x in columns]
 
-    def write_merges(row, i):
-        k = i - 1
-        first, token, slot, parts = select(find(LISTED, k), LISTED, TOKEN, SLOT, PARTS)
+    def merges_of(self, i):
+        k, listed, live = i - 1, self.listed, self.live_tokens
+        fields = LISTED, TOKEN, SLOT, PARTS
+        first, token, slot, parts = self.select(self.find(LISTED, k), *fields)
         query = k - first
         columns = [jnp.where(k < listed, x, 0) for x in (slot, parts, query)]
-        token = jnp.where(k < listed, token + query, k - listed + live_tokens)
-        head = listed + tokens - live_tokens
+        token = jnp.where(k < listed, token + query, k - listed + live)
+        head = listed + self.tokens - live
         columns = [jnp.where(k < head, x, 0) for x in (*columns, token)]
-        first = vector(head), *(vector(0) for _ in range(3))
-        columns = [jnp.where(i == 0, x, y) for x, y in zip(first, columns, strict=True)]
-        _store(merges_g, row, columns, simulate=simulate)
-
-    chunk, before = lax.axis_index("block") * WARPGROUPS + wg, 0
-    for write, count in zip((write_pieces, write_tasks, write_merges), chunks, strict=True):
-
-        @pl.when((chunk >= before) & (chunk < before + count))
-        def _(write=write, before=before):
-            row = pl.multiple_of((chunk - before) * LANES, LANES)
-            write(row, plgpu.broadcasted_iota(I32, (LANES,), 0, layout=lane) + row)
-
-        before += count
+        first = _vector(head), *(_vector(0) for _ in range(3))
+        return [jnp.where(i == 0, x, y) for x, y in zip(first, columns, strict=True)]
 
 
 def _lookup(ref, index, layout, *, simulate: bool):
@@ -320,9 +392,8 @@ def _store(ref, row, columns, *, simulate: bool) -> None:
     if simulate:
         rows[...] = jnp.stack(columns, axis=1)
         return
-    layout = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *(layout,) * 8))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *(LANE,) * 8))
     def write(_, ref, *columns):
         from jax._src.lib.mlir import ir
         from jax._src.lib.mlir.dialects import arith, memref, vector
