@@ -1,5 +1,7 @@
 """Definition of expanded attention: a ragged batch of per-head queries and keys."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -38,16 +40,17 @@ def dense_prefill(
     ``nope = qk - rope``. A query without keys gives ``(0, -inf)``. A value that is not finite
     spoils the queries that see it, and nobody else. ``xla.dense_prefill`` needs less memory.
     """
-    keys, nope, highest = kv.shape[0], q.shape[2] - k_rope.shape[1], {"precision": "highest"}
+    keys, nope = kv.shape[0], q.shape[2] - k_rope.shape[1]
+    einsum = functools.partial(jnp.einsum, precision="highest")
     begin, end = key_spans(query_starts, key_starts, tokens=len(q), keys=keys, causal=causal)
     at = jnp.arange(keys)
     seen = (begin[:, None] <= at) & (at < end[:, None])  # [tokens, keys]
     q, kv, k_rope = (x.astype(jnp.float32) for x in (q, kv, k_rope))
     k, v = kv[..., :nope], kv[..., nope:]
-    s = jnp.einsum("thd,khd->htk", q[..., :nope], k, **highest)
-    s = scale * (s + jnp.einsum("thd,kd->htk", q[..., nope:], k_rope, **highest))
+    s = einsum("thd,khd->htk", q[..., :nope], k)
+    s = scale * (s + einsum("thd,kd->htk", q[..., nope:], k_rope))
     s = jnp.where(jnp.isfinite(v).all(axis=-1).T[:, None], s, jnp.nan)
     lse = jax.nn.logsumexp(s, axis=-1, where=seen)
     w = jnp.where(seen, jnp.exp(s - lse[..., None]), 0.0)
-    out = jnp.einsum("htk,khd->thd", w, jnp.where(jnp.isfinite(v), v, 0.0), **highest)
+    out = einsum("htk,khd->thd", w, jnp.where(jnp.isfinite(v), v, 0.0))
     return AttnState(out=out.astype(out_dtype), lse=lse.T)
