@@ -7,12 +7,14 @@ that draws all leaves at once takes minutes to compile.
 import dataclasses
 import math
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from mla_jax.config import ModelConfig
+from mla_jax.config_v4 import AnyConfig
 from mla_jax.model.deepseek_v3 import DeepseekV3
 
 __all__ = ["drawn", "of_layers"]
@@ -29,10 +31,10 @@ def of_layers(config: ModelConfig, layers: int) -> ModelConfig:
     return dataclasses.replace(config, layers=layers, sparse_layers=sparse, moe=moe)
 
 
-def drawn(config: ModelConfig) -> DeepseekV3:
-    """The model in bfloat16; routers in float32, as always."""
+def drawn(config: AnyConfig, module: Any = DeepseekV3) -> Any:
+    """A model of this class in bfloat16; routers in float32, as always."""
     dtype = jnp.dtype(jnp.bfloat16)
-    abstract = nnx.eval_shape(lambda: DeepseekV3(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    abstract = nnx.eval_shape(lambda: module(config, dtype=dtype, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(abstract)
     leaves, tree = jax.tree.flatten(state)
     keys = jax.random.split(jax.random.key(0), len(leaves))

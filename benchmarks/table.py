@@ -134,6 +134,13 @@ SPARSE: Columns = {
     "workspace, bytes": ("workspace_bytes", 0),
     "error": ("error", 4),
 }
+V4_LAYER: Columns = {
+    "µs": ("ours_us", 1),
+    "kernels, µs": ("busy_us", 1),
+    "floor µs": ("floor_us", 1),
+    "floor of attention µs": ("attention_floor_us", 1),
+    "caches, bytes": ("cache_bytes", 0),
+}
 START: Columns = {
     "layers": ("layers", 0),
     "programs": ("programs", 0),
@@ -201,6 +208,11 @@ SUITES = {
         "V4's decode over a window and compressed rows of a second cache, beside FlashMLA's. Case "
         "names: requests, heads, rows of both, rows in a page of the second cache.",
         SPARSE,
+    ),
+    "v4_layer": Suite(
+        "A decode step of one V4-Flash-shaped layer of each kind: no peer, but a floor. Case names: "
+        "ratio of the states, requests, tokens of each.",
+        V4_LAYER,
     ),
     "indexer": Suite(
         "Selection as a whole: index scores and the best 2,048. Case names: queries x keys of "

@@ -1,0 +1,170 @@
+"""One decode step of one V4-Flash-shaped layer of each kind, with its kernels and its floor.
+
+No peer: it says where the time goes. Pages are filled with random rows, not by prompts, because a
+prefill of 128 x 65,536 tokens takes minutes.
+"""
+
+import dataclasses
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.random_model import drawn
+from mla_jax.config_v4 import V4Config
+from mla_jax.engine import Engine
+from mla_jax.metadata.common import HostBatch
+from mla_jax.metadata.packed import pack
+from mla_jax.model.deepseek_v4 import DeepseekV4
+from mla_jax.model.presets import V4_FLASH
+from mla_jax.model.step import StepBatch, empty_batch
+from mla_jax.types import round_up
+
+__all__ = ["CASES", "METHOD", "Case", "run"]
+
+PAGE, STEPS, TRACED = 64, 64, 4
+BYTES_PER_S = 4.25e12
+METHOD = (
+    "One layer of V4-Flash's widths (experts among them; a vocabulary of 1,024), bf16, random "
+    f"weights and rows; wall time of {STEPS} decode steps behind each other, then {TRACED} traced. "
+    "attention_floor: window, selected or all states and index keys of every request, read once at "
+    "4.25 TB/s; floor: the layer's weights too, of the experts those that so many tokens reach"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """``requests`` with one new token each behind ``context`` others."""
+
+    ratio: int
+    requests: int = 128
+    context: int = 65536
+    config: V4Config = V4_FLASH
+
+    @property
+    def name(self) -> str:
+        kind = f"c{self.ratio}" if self.ratio else "window"
+        return f"{kind}_b{self.requests}_k{self.context}"
+
+    @property
+    def layer(self) -> V4Config:
+        """A model of this one layer."""
+        return dataclasses.replace(
+            self.config, vocab=1024, compress_ratios=(self.ratio,), hash_layers=0, fp8_block=None
+        )
+
+    @property
+    def attention_bytes(self) -> int:
+        """Rows and index keys that the step must read."""
+        c, row, states = self.config, 2 * self.config.dim, 0
+        keys = 0
+        if self.ratio:
+            states = self.context // self.ratio
+        if self.ratio == c.overlapping:
+            keys, states = states * 2 * c.index_dim, min(states, c.index_topk)
+        return self.requests * ((c.window + states) * row + keys)
+
+
+CASES = tuple(Case(ratio=ratio) for ratio in (0, 4, 128))
+
+
+def run(peers: Path | None, chosen: list[str], turn: AbstractContextManager) -> Iterator[dict]:
+    """Time the chosen cases, row by row; compiles outside of ``turn``, measures inside."""
+    del peers
+    for case in (c for c in CASES if c.name in chosen):
+        engine, batch = made(case)
+        with turn:
+            row = {"case": case.name} | timed(case, engine, batch)
+        print({k: v for k, v in row.items() if k != "kernels"}, flush=True)
+        yield row
+
+
+def made(case: Case) -> tuple[Engine, StepBatch]:
+    """An engine whose caches hold random rows, and a step of decodes over them."""
+    config, keys = case.layer, case.context + 1
+    engine = Engine(
+        drawn(config, DeepseekV4),
+        config,
+        num_pages=2 + case.requests * (round_up(keys, 4 * PAGE) // PAGE),  # whole pages of states
+        page=PAGE,
+        max_requests=case.requests,
+        prefill_chunk=case.requests,
+        max_model_len=keys + PAGE,
+        cache_format="bf16",
+    )
+    for i, (name, cache) in enumerate(sorted(engine._caches.items())):
+        key = jax.random.key(i)
+        pages = jax.random.normal(key, cache.pages.shape, jnp.bfloat16).astype(cache.pages.dtype)
+        engine._caches[name] = dataclasses.replace(cache, pages=pages)
+    host = HostBatch.of(np.ones(case.requests, np.int32), np.full(case.requests, keys, np.int32))
+    decision = engine.builder.decide(host)
+    batch = empty_batch(decision, [group.name for group in engine.groups])
+    starts, lens, count = host.padded_arrays(decision.common_bucket)
+    for group in engine.scheduler.groups:
+        table = batch.page_tables[group.name]
+        first = group.unseen(keys - 1)
+        width = group.pages_of(keys) - first
+        own = group.pool.alloc(case.requests * width)
+        table[: case.requests, first : first + width] = np.reshape(own, (case.requests, width))
+    sampling = dataclasses.replace(batch.sampling, position=lens)
+    return engine, dataclasses.replace(
+        batch,
+        query_starts=starts,
+        seq_lens=lens,
+        num_requests=np.asarray(count, np.int32),
+        sampling=sampling,
+    )
+
+
+def timed(case: Case, engine: Engine, batch: StepBatch, *, traced: bool = True) -> dict:
+    """Steps behind each other; the kernels of the last ones."""
+    packed = pack(batch)
+
+    def steps(n: int) -> None:
+        for _ in range(n):
+            out, engine._caches = engine._step.run(
+                engine._caches, packed, engine._tokens, engine._history
+            )
+        out.read()
+
+    steps(3)
+    us = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        steps(STEPS)
+        us.append(1e6 * (time.perf_counter() - begin) / STEPS)
+    config, moe = case.layer, case.layer.moe
+    reached = moe.experts * (1 - (1 - moe.topk / moe.experts) ** case.requests)
+    unused = 2 * 3 * config.hidden * moe.width * (moe.experts - reached)
+    weights = engine.stats().weight_bytes - unused
+    found = statistics.median(us)
+    row = {
+        "ours_us": found,
+        "attention_floor_us": 1e6 * case.attention_bytes / BYTES_PER_S,
+        "floor_us": 1e6 * (case.attention_bytes + weights) / BYTES_PER_S,
+        "cache_bytes": engine.stats().cache_bytes,
+    }
+    return row | (_kernels(steps) if traced else {})
+
+
+def _kernels(steps) -> dict:
+    """Microseconds of each kernel in a step."""
+    from benchmarks.timing import device_events
+
+    with device_events() as (start, events):
+        start()
+        steps(TRACED)
+    each: Counter[str] = Counter()
+    for event in events:
+        each[event["name"][:64]] += event["dur"] / TRACED
+    return {
+        "busy_us": sum(each.values()),
+        "kernels": {k: round(v, 1) for k, v in each.most_common(24)},
+    }
