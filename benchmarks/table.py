@@ -210,7 +210,7 @@ SUITES = {
         SPARSE,
     ),
     "v4_layer": Suite(
-        "A decode step of one V4-Flash-shaped layer of each kind: no peer, but a floor. Case names: "
+        "A decode step of one V4-Flash-shaped layer of each kind: a floor, no peer. Case names: "
         "ratio of the states, requests, tokens of each.",
         V4_LAYER,
     ),
