@@ -14,6 +14,7 @@ from mla_jax.metadata.buckets import MLABucket
 from mla_jax.metadata.packed import pack
 from mla_jax.model.mla import absorb_weights
 from mla_jax.model.program_store import source_of
+from mla_jax.pallas.dense_decode import xla
 from mla_jax.pallas.registry import Registry
 from tests.model import tiny
 
@@ -69,7 +70,7 @@ def test_absorbed_decode_equals_expanded_prefill(moe, q_rank):
 def test_one_plan_serves_all_layers(monkeypatch):
     """Every layer of a step gets the plan that was made once; prefill alone makes none."""
     made, used = [], []
-    (xla,) = (b for b in dispatch.REGISTRY.of("mla_decode") if b.name == "xla")
+    (usual,) = (b for b in dispatch.REGISTRY.of("mla_decode") if b.name == "xla")
 
     def run(*args, plan, **kwargs):
         used.append(plan)
@@ -79,7 +80,7 @@ def test_one_plan_serves_all_layers(monkeypatch):
         made.append(lens + 1)
         return made[-1]
 
-    planned = dataclasses.replace(xla, name="planned", run=run, plan=plan)
+    planned = dataclasses.replace(usual, name="planned", run=run, plan=plan)
     registry = Registry((planned, *dispatch.REGISTRY.backends))
     monkeypatch.setattr(dispatch, "REGISTRY", registry)
     cfg = tiny.config()
