@@ -296,3 +296,20 @@ def test_exclusive_sum(n, few, monkeypatch):
     found = exclusive_sum(jnp.asarray(x))
     assert found.dtype == jnp.int32
     assert found.tolist() == want
+
+
+def test_a_ring_keeps_the_last_tokens_of_each_request():
+    """Position p at row p % page of the request's one page; earlier tokens have no slot."""
+    group = GroupSpec("ring", 4, ring=True)
+    assert (group.pages_of(1), group.pages_of(10**6), group.pages_of(0)) == (1, 1, 0)
+    common = build_common(
+        jnp.asarray([0, 6, 7, 7], jnp.int32),
+        jnp.asarray([9, 3, 0], jnp.int32),
+        {"ring": jnp.asarray([[2], [5], [0]], jnp.int32)},
+        jnp.int32(2),
+        bucket=CommonBucket(requests=3, tokens=8, pages=(1,)),
+        groups=(group,),
+    )
+    # Positions 3 to 8, of which 5 to 8 stay; position 2; padding.
+    want = [-1, -1, 2 * 4 + 1, 2 * 4 + 2, 2 * 4 + 3, 2 * 4 + 0, 5 * 4 + 2, -1]
+    assert common.slots["ring"].tolist() == want
