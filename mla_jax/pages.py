@@ -78,6 +78,10 @@ class PageGroup:
         """Pages that so many tokens of one request take; of a window, before any is returned."""
         return cdiv(tokens, self.tokens)
 
+    def missing(self, held: int, tokens: int, soon: int) -> int:
+        """Pages that a request holding ``held`` lacks for ``tokens``; of a window for ``soon``."""
+        return self.pages_of(tokens if self.window is None else soon) - held
+
     def unseen(self, computed: int) -> int:
         """Leading pages that no query sees once ``computed`` tokens are in the cache."""
         return 0 if self.window is None else max(computed + 1 - self.window, 0) // self.tokens

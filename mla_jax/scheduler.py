@@ -346,8 +346,7 @@ class Scheduler:
         spare = spare or (0,) * len(self.groups)
         soon = tokens if soon is None else soon
         return all(
-            group.pages_of(tokens if group.window is None else soon) - len(pages) + kept
-            <= group.pool.free
+            group.missing(len(pages), tokens, soon) + kept <= group.pool.free
             for group, pages, kept in zip(self.groups, request.pages, spare, strict=True)
         )
 
@@ -355,7 +354,7 @@ class Scheduler:
         """Give a request the pages that it lacks for so many tokens; ``soon`` as above."""
         soon = tokens if soon is None else soon
         for group, pages in zip(self.groups, request.pages, strict=True):
-            need = group.pages_of(tokens if group.window is None else soon) - len(pages)
+            need = group.missing(len(pages), tokens, soon)
             if need > 0:
                 pages.extend(group.pool.alloc(need))
 
