@@ -140,17 +140,6 @@ class V4Config:
         """Keys of transformers: ``V4Config.from_hf(config.to_hf()) == config``."""
         return write(asdict(self))
 
-    @property
-    def token_bytes(self) -> float:
-        """Bytes of cache that each further token costs in bf16, states and index keys only.
-
-        ``C4 layers * (row + index key) / 4 + C128 layers * row / 128``. Window and open groups
-        are a constant for each sequence.
-        """
-        row, key = 2 * self.dim, 2 * self.index_dim
-        near, far = self.layers_of(self.overlapping), self.layers_of(self.disjoint)
-        return near * (row + key) / self.overlapping + far * row / self.disjoint
-
 
 type AnyConfig = ModelConfig | V4Config
 """Of any family of this library."""

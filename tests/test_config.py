@@ -113,7 +113,8 @@ def test_v4_configurations():
         assert (config.layers, config.layers_of(4), config.layers_of(128)) == (layers, fours, far)
         assert read_config(config.to_hf()) == V4Config.from_hf(released(name)) == config
         bf16 = plan_memory(config, dtype="bfloat16", format=FORMATS["bf16"])
-        assert bf16.token == config.token_bytes == token
+        row, key = 2 * 512, 2 * 128  # bytes of a state and of an index key
+        assert bf16.token == fours * (row + key) / 4 + far * row / 128 == token
         window = layers * 128 * 1024
         assert bf16.request == window + fours * 80 * 1024 + far * 512 * 1024
     assert V4_FLASH == V4Config(fp8_block=128, ignored_layers=1)
