@@ -6,21 +6,19 @@ from mla_jax.pallas.sparse_attention import mosaic, triton, xla
 BACKENDS = (
     Backend(
         op="mla_sparse_decode",
-        name="triton",
-        run=triton.sparse_decode,
-        requirement=triton.REQUIREMENT,
-    ),
-    Backend(op="mla_sparse_decode", name="xla", run=xla.sparse_decode),
-    # Behind xla, which takes everything: not yet run on a GPU, so never an automatic choice.
-    Backend(
-        op="mla_sparse_decode",
         name="mosaic",
         run=mosaic.sparse_decode,
         requirement=mosaic.DECODE,
         tuning=mosaic.Tuning,
         tune=mosaic.tune,
     ),
-    Backend(op="mla_sparse_prefill", name="xla", run=xla.sparse_prefill),
+    Backend(
+        op="mla_sparse_decode",
+        name="triton",
+        run=triton.sparse_decode,
+        requirement=triton.REQUIREMENT,
+    ),
+    Backend(op="mla_sparse_decode", name="xla", run=xla.sparse_decode),
     Backend(
         op="mla_sparse_prefill",
         name="mosaic",
@@ -29,4 +27,5 @@ BACKENDS = (
         tuning=mosaic.Tuning,
         tune=mosaic.tune,
     ),
+    Backend(op="mla_sparse_prefill", name="xla", run=xla.sparse_prefill),
 )

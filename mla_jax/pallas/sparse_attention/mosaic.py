@@ -1,6 +1,5 @@
 """Backend ``mosaic`` of sparse decode and prefill: division of the work, kernel, merge.
 
-Not yet run on a GPU: an automatic choice takes another backend, ``backend="mosaic"`` this one.
 The kernels are imported where they run: Mosaic GPU takes more than a second to import.
 """
 
