@@ -221,18 +221,17 @@ def test_compiles_for_sm90(form, tokens, heads, keys, more, monkeypatch):
         assert entry.count(" custom-call(") == 1, entry
 
 
-def test_no_automatic_choice_takes_it():
-    """It has not run on a GPU: its name must be given."""
+def test_the_automatic_choice():
+    """On Hopper, of what it takes; everything else goes to the others."""
     spec = jax.ShapeDtypeStruct
     for form, rank in (("ds_mla", 512), ("v4", 448)):
         q = [spec((2, 64, n), jnp.bfloat16) for n in (rank, 64)]
         cache = _cache(form, 64, 8, layers=None)
-        facts = {"scale": 1.0, "value": 512, "device": aot.H200}
+        facts = {"scale": 1.0, "value": 512}
         given = OP, *q, cache, spec((2, 64), jnp.int32)
-        text = explain(*given, **facts)
-        assert "mosaic: accepted" in text
-        assert "runs mosaic" not in text
-        assert "runs mosaic" in explain(*given, backend="mosaic", **facts)
+        assert "runs mosaic" in explain(*given, device=aot.H200, **facts)
+        old = dataclasses.replace(aot.H200, sm=89)
+        assert "runs mosaic" not in explain(*given, device=old, **facts)
 
 
 @pytest.mark.gpu

@@ -1,13 +1,14 @@
 """Keys for ``mosaic_sm90``: selected rows to shared memory, in 16 bits, block after block.
 
-One warpgroup feeds. Rows are fetched to the L2 cache ``AHEAD`` blocks early, entries of the lists
-are read one block before that. *Records* come in units of 32 keys; while one is widened from a
+One warpgroup feeds. *Records* are fetched to the L2 cache ``AHEAD`` blocks early, entries of the
+lists are read one block before that. They come in units of 32 keys; while one is widened from a
 thread's registers the next one is loaded into them::
 
   registers    u0 | widen u0, load u1 | widen u1, load u2 | ...
   slot              `-- keys 0..31        `-- keys 32..63 -> full -> scores
 
-*Elements* are copied into the slot itself, and waited for. ``rows_sm90`` has the assembly; the
+*Elements* are copied into the slot itself, and waited for; fetched before they took longer.
+``rows_sm90`` has the assembly; the
 interpreter, which knows none, reads the same rows by ``formats``.
 
 A list has no more than its entries, a cache no more than its rows: everything else is no row. Its
@@ -43,7 +44,7 @@ __all__ = ["MARKS", "SLOTS", "Feed"]
 
 SLOTS = 2  # blocks of keys in shared memory
 MARKS = 4  # blocks whose marks are kept: those of the next one are written before its keys
-AHEAD = 2  # blocks that rows are fetched to the L2 cache before they are read
+AHEAD = 2  # blocks that records are fetched to the L2 cache before they are read
 
 I32 = jnp.int32
 SWIZZLED = plgpu.RefType((plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
@@ -174,22 +175,16 @@ class Feed:
         lax.fori_loop(self.start, self.stop, step, carry)
 
     def _run_elements(self) -> None:
-        def step(e, carry):
-            slots, early = carry
+        def step(e, slots):
             g = e - self.start
             self._wait(g)
             self._copy(slots, self._place(e)[1], _ring(g), lax.rem(g, I32(MARKS)))
             slots = self._look_up("block", e + 1)
-            self._fetch(early, e + AHEAD)
-            early = self._look_up("row", e + AHEAD + 1)
             _wait_for_copies()
             self._publish(g, simulate=False)
-            return slots, early
+            return slots
 
-        e = self.start
-        self._fetch(self._look_up("row", e + 1), e + 1)
-        carry = self._look_up("block", e), self._look_up("row", e + AHEAD)
-        lax.fori_loop(self.start, self.stop, step, carry)
+        lax.fori_loop(self.start, self.stop, step, self._look_up("block", self.start))
 
     def _look_up(self, which: str, e, more: int = 0) -> jax.Array:
         """Entries of block ``e`` for a thread, from key ``more`` on; -1 behind the last block."""
