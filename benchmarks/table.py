@@ -224,6 +224,18 @@ SUITES = {
         "model, layers, requests x context of each.",
         SERVE,
     ),
+    "v4_context": Suite(
+        "One sequence of 1,048,576 tokens on one card: two layers of V4-Flash's widths, prefilled "
+        "in chunks. Peak memory beside what the engine says beforehand.",
+        {
+            "steps": ("steps", 0),
+            "s": ("seconds", 1),
+            "peak bytes": ("peak_bytes", 0),
+            "said bytes": ("said_bytes", 0),
+            "caches": ("cache_bytes", 0),
+            "tokens drawn": ("tokens", 0),
+        },
+    ),
     "start": Suite(
         "How long an engine takes until it serves, with nothing compiled before and with stored "
         "programs (docs/starting.md).",

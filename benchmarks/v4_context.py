@@ -15,6 +15,7 @@ import numpy as np
 
 from benchmarks.machine import clocks
 from benchmarks.random_model import drawn
+from benchmarks.run import versions
 from mla_jax.engine import Engine
 from mla_jax.model.deepseek_v4 import DeepseekV4
 from mla_jax.model.presets import V4_FLASH
@@ -76,7 +77,14 @@ def main() -> None:
             "peak_bytes": peak.get("peak_bytes_in_use", 0),
             "cache_bytes": stats.cache_bytes,
         }
-        record = {"device": jax.devices()[0].device_kind, "clocks": clocks(), "rows": [row]}
+        record = {
+            "device": jax.devices()[0].device_kind,
+            "versions": versions(),
+            "clocks": clocks(),
+            "method": "Random weights, bf16 caches; wall time, compilation in it",
+            "extra": [],
+            "rows": [row],
+        }
         given.file.write_text(json.dumps(record, indent=1) + "\n")
     print(row)
 
