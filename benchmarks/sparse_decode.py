@@ -27,7 +27,7 @@ SCALE = (RANK + ROPE) ** -0.5
 BYTES_PER_S, FLOPS_PER_S = 4.25e12, 800e12
 CHECKED = 4  # tokens
 ALLOWED = 0.02
-BACKENDS = ("mosaic",)
+BACKENDS = "mosaic", "triton"
 CLOCK = (
     "us: summed kernel time of an isolated call of backend mosaic (kineto), span_us: start of its "
     "first kernel to end of its last, triton_us: the same of triton; medians, all in turn, in one "

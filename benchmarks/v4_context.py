@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--context", type=int, default=1 << 20)
     parser.add_argument("--chunk", type=int, default=8192)
-    parser.add_argument("--limit", type=float, default=240.0, help="seconds of prefill")
+    parser.add_argument("--limit", type=float, default=240.0, help="seconds after which it stops")
     parser.add_argument(
         "--experts", type=int, default=V4_FLASH.moe.experts, help="fewer: to try it"
     )
@@ -56,7 +56,7 @@ def main() -> None:
     prompt = np.random.default_rng(0).integers(1, 1024, given.context - NEW).tolist()
     engine.add(prompt, SamplingParams(max_new_tokens=NEW))
     begin = last = time.perf_counter()
-    steps, tokens, row = [], [], {"case": f"v4_flash_2l_{given.context}", "chunk": given.chunk}
+    steps, tokens = [], []
     done = False
     while not done and last - begin < given.limit:
         for event in engine.step():
@@ -65,27 +65,29 @@ def main() -> None:
         now = time.perf_counter()
         steps.append(now - last)
         last = now
-        stats = engine.stats()
-        said = stats.weight_bytes + stats.cache_bytes + stats.workspace_bytes
-        peak = jax.devices()[0].memory_stats() or {}
-        row |= {
-            "steps": len(steps),
-            "seconds": last - begin,
-            "last_steps_ms": [round(1e3 * s, 1) for s in steps[-NEW - 4 :]],
-            "tokens": len(tokens),
-            "said_bytes": said,
-            "peak_bytes": peak.get("peak_bytes_in_use", 0),
-            "cache_bytes": stats.cache_bytes,
-        }
-        record = {
-            "device": jax.devices()[0].device_kind,
-            "versions": versions(),
-            "clocks": clocks(),
-            "method": "Random weights, bf16 caches; wall time, compilation in it",
-            "extra": [],
-            "rows": [row],
-        }
-        given.file.write_text(json.dumps(record, indent=1) + "\n")
+    stats = engine.stats()
+    said = stats.weight_bytes + stats.cache_bytes + stats.workspace_bytes
+    peak = jax.devices()[0].memory_stats() or {}
+    row = {
+        "case": f"v4_flash_2l_{given.context}",
+        "chunk": given.chunk,
+        "steps": len(steps),
+        "seconds": last - begin,
+        "last_steps_ms": [round(1e3 * s, 1) for s in steps[-NEW - 4 :]],
+        "tokens": len(tokens),
+        "said_bytes": said,
+        "peak_bytes": peak.get("peak_bytes_in_use", 0),
+        "cache_bytes": stats.cache_bytes,
+    }
+    record = {
+        "device": jax.devices()[0].device_kind,
+        "versions": versions(),
+        "clocks": clocks(),
+        "method": "Random weights, bf16 caches; wall time, compilation in it",
+        "extra": [],
+        "rows": [row],
+    }
+    given.file.write_text(json.dumps(record, indent=1) + "\n")
     print(row)
 
 

@@ -7,9 +7,9 @@ thread's registers the next one is loaded into them::
   registers    u0 | widen u0, load u1 | widen u1, load u2 | ...
   slot              `-- keys 0..31        `-- keys 32..63 -> full -> scores
 
-*Elements* are copied into the slot itself, and waited for; fetched before they took longer.
-``rows_sm90`` has the assembly; the
-interpreter, which knows none, reads the same rows by ``formats``.
+*Elements* are copied into the slot itself, and waited for. They are not fetched to the L2 cache
+first: with that the kernel was slower. ``rows_sm90`` has the assembly; the interpreter, which knows
+none, reads the same rows by ``formats``.
 
 A list has no more than its entries, a cache no more than its rows: everything else is no row. Its
 key is zeros, and ``marks`` says so to the scores.
