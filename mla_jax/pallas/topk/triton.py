@@ -1,15 +1,16 @@
 """Selection in Triton: scores of a chunk of keys into a workspace, then the best of each row.
 
-    ranks      scores as integers of the same order, tensor cores      [rows, columns]
-    keep_best  radix selection among the best so far and the chunk      [rows, k], in order of place
+    ranks    scores as integers of the same order, tensor cores        [rows, columns]
+    best_of  the best of up to 8,192 candidates, all in registers      [rows, parts, k]
 
-The workspace has ``WORKSPACE`` elements, or 1,024 for each row where these are more, whatever the
-context's length; few rows have all of it in one chunk. Ranks keep the order of scores exactly and
-places ascend, so equal scores go to the lower position, and no chunk changes a result.
+Few rows have all of their columns in one chunk: parts of a row are taken side by side, then lists
+of parts are joined until one is left. Many rows have a chunk after the other, each taken together
+with the best so far. A chunk has ``WORKSPACE`` elements, or one part for each row where these are
+more, whatever the context's length. Ranks keep the order of scores exactly and places ascend, so
+equal scores go to the lower position, and no chunk and no part changes a result.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,11 +45,27 @@ PREFILL = Requirement(
 WORKSPACE = 1 << 25
 """Elements of one chunk's ranks: 128 MiB."""
 
-KEYS, HEADS, QUERIES = 128, 64, 16
-"""Of a program of scores: keys, heads of a product, and queries of gathered keys."""
+HEADS = 64
+"""Of a product of scores."""
 
-STEP = 1024
-"""Ranks that a selection takes at once."""
+PAGED = 128, 4
+"""Keys of a block, and blocks of a program, where keys lie in pages."""
+
+GATHERED = 256, 32
+"""Keys and queries of a program where keys are gathered."""
+
+CANDIDATES = 8192
+"""Of a program of ``best_of``, or four lists where these are more."""
+
+STEP = 2048
+"""Candidates that such a program stores at once."""
+
+Lists = tuple[Array, Array]
+"""Ranks and places, both ``[rows, lists * k]``."""
+
+UNROLLED = 32
+"""Chunks up to which the loop over them is none: each is launched, and ends at once behind the
+longest row."""
 
 
 def select_decode(
@@ -75,9 +92,9 @@ def select_decode(
             kernels.paged_ranks,
             q, weights, cache.pages, page_table, lens, number, base,
             out=jax.ShapeDtypeStruct((rows * queries, columns), jnp.int32),
-            grid=rows * (columns // KEYS),
+            grid=rows * cdiv(columns, PAGED[0] * PAGED[1]),
             warps=4,
-            stages=2,
+            stages=3,
             SIZES=(rows, queries, heads, dim, width, k),
             CACHE=(
                 cache.layers or 1,
@@ -85,7 +102,7 @@ def select_decode(
                 cache.page,
                 cache.pages.shape[-1] * (1 if records else cache.page),
             ),
-            TILE=(KEYS, _heads(heads), columns),
+            TILE=(PAGED[0], _heads(heads), PAGED[1], columns),
             RECORDS=records,
         )  # fmt: skip
 
@@ -102,6 +119,7 @@ def select_prefill(
     ends: Int[Array, "queries"],
     *,
     k: int,
+    scales: Float[Array, "keys"] | None = None,
 ) -> Int[Array, "queries {k}"]:
     """``xla.select_prefill``."""
     from mla_jax.pallas import triton_lib
@@ -109,17 +127,19 @@ def select_prefill(
 
     (queries, heads, dim), count = q.shape, keys.shape[0]
     starts, ends = (jnp.clip(x, 0, count) for x in (starts, ends))
+    (step, some), scaled = GATHERED, scales is not None
 
     def ranks(base: Array, columns: int) -> Array:
         return triton_lib.call(
             kernels.gathered_ranks,
-            q, weights, keys, starts, ends, base,
+            q, weights, keys, scales if scaled else weights, starts, ends, base,
             out=jax.ShapeDtypeStruct((queries, columns), jnp.int32),
-            grid=cdiv(queries, QUERIES) * (columns // KEYS),
-            warps=4,
-            stages=2,
+            grid=cdiv(queries, some) * cdiv(columns, step),
+            warps=8,
+            stages=3,
             SIZES=(queries, heads, dim, count, k),
-            TILE=(KEYS, _heads(heads), QUERIES, columns),
+            TILE=(step, _heads(heads), some, columns),
+            SCALED=scaled,
         )  # fmt: skip
 
     return _select(ranks, starts, ends, count, k=k)
@@ -139,36 +159,67 @@ def _select(
     k: int,
 ) -> Int[Array, "rows {k}"]:
     """Places from ``starts`` on of the best; ``ranks(base, columns)`` is a chunk's workspace."""
+    rows, at = starts.shape[0], jnp.arange(k, dtype=jnp.int32)
+    if not rows or longest <= k:
+        return jnp.where(at < (ends - starts)[:, None], at, -1)
+    size = max(CANDIDATES, 4 * power_of_two(k))
+    columns = max(WORKSPACE // rows // size, 1) * size
+    whole, one = columns >= longest, columns == size
+    if whole:
+        columns = round_up(longest, GATHERED[0])
+    elif one:
+        columns -= round_up(k, 16)  # room for the best so far
+
+    def chunk(i: Array | int, best: Lists | None) -> Lists:
+        base = jnp.asarray(i, jnp.int32) * columns + jnp.zeros_like(starts, shape=())
+        facts = {"bounds": (starts, ends, base), "k": k, "size": size}
+        found = ranks(base, columns)
+        if best is not None and one:
+            return _best(best, found, **facts)
+        lists = _best(None, found, **facts)
+        if best is not None:
+            lists = tuple(jnp.concatenate(pair, axis=1) for pair in zip(best, lists, strict=True))
+        while lists[0].shape[1] > k:
+            lists = _best(lists, None, **facts)
+        return lists
+
+    best, turns = chunk(0, None), cdiv(longest, columns)
+    if turns <= UNROLLED:
+        for i in range(1, turns):
+            best = chunk(i, best)
+    else:
+        best = lax.fori_loop(1, cdiv(jnp.max(ends), columns), chunk, best)
+    return best[1]
+
+
+def _best(
+    lists: Lists | None, chunk: Array | None, *, bounds: tuple[Array, ...], k: int, size: int
+) -> Lists:
+    """Lists of ``k``: of one list and a chunk, of parts of a chunk, or of a few lists each."""
     from mla_jax.pallas import triton_lib
     from mla_jax.pallas.topk import kernels_triton as kernels
 
-    rows, lens = starts.shape[0], ends - starts
-    at = jnp.arange(k, dtype=jnp.int32)
-    everything = jnp.where(at < lens[:, None], at, -1)
-    if not rows or longest <= k:
-        return everything
-    fits = max(WORKSPACE // rows // STEP * STEP, STEP)
-    columns = min(round_up(longest, STEP), fits)
-
-    def chunk(i: Array, best: Any) -> Any:
-        base = jnp.asarray(i, jnp.int32) * columns
-        out = jax.ShapeDtypeStruct((rows, k), jnp.int32)
-        return triton_lib.call(
-            kernels.keep_best,
-            *best, ranks(base, columns), starts, ends, base,
-            out=(out, out),
-            grid=rows,
-            warps=8,
-            stages=2,
-            K=k,
-            COLUMNS=columns,
-            STEP=STEP,
-        )  # fmt: skip
-
-    best = jnp.full_like(lens, -1, shape=(rows, k)), jnp.full_like(lens, -1, shape=(rows, k))
-    if columns >= longest:
-        best = chunk(jnp.zeros_like(lens, shape=()), tuple(best))
-    else:
-        wanted = jnp.max(jnp.where(lens > k, ends, 0))
-        best = lax.fori_loop(0, (wanted + columns - 1) // columns, chunk, tuple(best))
-    return jnp.where(lens[:, None] > k, best[1], everything)
+    rows = bounds[0].shape[0]
+    old = new = (0, 0)
+    if chunk is not None:
+        new = (min(size, chunk.shape[1]), chunk.shape[1])
+    if lists is not None:
+        entries = lists[0].shape[1]
+        old = (k if chunk is not None else min(size // k * k, entries), entries)
+    parts = cdiv(new[1], new[0]) if new[0] else cdiv(old[1], old[0])
+    out = jax.ShapeDtypeStruct((rows, parts * k), jnp.int32)
+    nothing = bounds[0]  # never read
+    return triton_lib.call(
+        kernels.best_of,
+        *(lists or (nothing, nothing)), nothing if chunk is None else chunk, *bounds,
+        out=(out, out),
+        grid=rows * parts,
+        warps=8,
+        stages=2,
+        aliases={0: 0, 1: 1} if lists is not None and chunk is not None else None,
+        K=k,
+        OLD=old,
+        NEW=new,
+        SIZE=power_of_two(old[0] + new[0]),
+        STEP=STEP,
+    )  # fmt: skip
