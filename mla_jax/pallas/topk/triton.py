@@ -20,7 +20,7 @@ from mla_jax.cache import LatentCache, RecordCache
 from mla_jax.pallas.registry import OneOf, Requirement, Within
 from mla_jax.types import Array, Float, Int, cdiv, power_of_two, round_up
 
-__all__ = ["DECODE", "PREFILL", "select_decode", "select_prefill"]
+__all__ = ["DECODE", "PREFILL", "select", "select_decode", "select_prefill"]
 
 DECODE = Requirement(
     sm=Within(low=89),  # products of e4m3
@@ -107,7 +107,7 @@ def select_decode(
         )  # fmt: skip
 
     flat = lens.reshape(-1)
-    chosen = _select(ranks, jnp.zeros_like(flat), flat, width * cache.page, k=k)
+    chosen = select(ranks, jnp.zeros_like(flat), flat, width * cache.page, k=k)
     return chosen.reshape(rows, queries, k)
 
 
@@ -142,7 +142,7 @@ def select_prefill(
             SCALED=scaled,
         )  # fmt: skip
 
-    return _select(ranks, starts, ends, count, k=k)
+    return select(ranks, starts, ends, count, k=k)
 
 
 def _heads(heads: int) -> int:
@@ -150,7 +150,7 @@ def _heads(heads: int) -> int:
     return min(HEADS, max(power_of_two(heads), 16))
 
 
-def _select(
+def select(
     ranks: Callable[[Array, int], Array],
     starts: Int[Array, "rows"],
     ends: Int[Array, "rows"],

@@ -1,0 +1,460 @@
+"""Index scores of e4m3 codes on Hopper, as integers of the same order: Pallas Mosaic GPU.
+
+``score[i, s] = scale[s] * sum_h w[i, h] relu(q[i, h] . k[s])``; what comes out are ranks, as those
+of ``kernels_triton``. Keys are the rows of a product and heads its columns, so a thread sums most
+heads by itself. ``relu(x)`` is ``(x + |x|) / 2``: an addition runs at twice the rate of a maximum,
+and the half is in the weights.
+
+  gathered   a thread block has 256 keys and some queries. Four warpgroups hold 64 keys each in
+             registers, queries stream through shared memory: a product reads only them there.
+             The scores of one query are summed while the next query's are multiplied.
+  paged      a warpgroup has a stream of pages of its own, 64 keys each, and one row's queries.
+
+The bound of 256 keys and a query: 512 tensor-core cycles, and about 500 of instructions.
+"""
+
+# Mosaic GPU states its types in part only; roles are decided while tracing.
+# pyright: reportPrivateImportUsage=false
+# pyright: reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false
+# pyright: reportCallIssue=false
+# pyright: reportAbstractUsage=false
+# pyright: reportReturnType=false
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from mla_jax.pallas import mosaic_inline as inline
+from mla_jax.pallas import mosaic_lib as lib
+from mla_jax.types import cdiv
+
+__all__ = ["DIM", "KEYS", "SIDE", "gathered_ranks", "paged_ranks"]
+
+DIM = 128
+"""Elements of a key: a row of shared memory."""
+
+GROUPS, BLOCK = 4, 64
+"""Warpgroups of a thread block, and keys of each: rows of one product."""
+
+KEYS = GROUPS * BLOCK
+
+SIDE = 4
+"""Words behind a query's weights: the key behind its last one, then what makes 16 bytes."""
+
+QUERIES, AHEAD = 16, 12
+"""Queries in shared memory, and those loaded ahead: a warpgroup may lag behind by the rest."""
+
+PAGES = 6
+"""Pages of a warpgroup in shared memory."""
+
+I32, F8 = jnp.int32, jnp.float8_e4m3fn
+COLUMN = plgpu.Layout.WGMMA.reduce(0)
+EIGHT = plgpu.Layout.WGMMA_8BIT
+_TILES = (plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128))
+
+
+_ROWS = (plgpu.TilingTransform((1, 128)), plgpu.SwizzleTransform(128))
+"""The same bytes, for the copy engine to start at any row of global memory."""
+
+
+@lib.lowered_once("columns", "queries")
+def gathered_ranks(
+    q: jax.Array, side: jax.Array, keys: jax.Array, scales: jax.Array, bounds: jax.Array,
+    base: jax.Array, *, columns: int, queries: int,
+) -> jax.Array:  # fmt: skip
+    """Ranks ``[queries, columns]`` of keys from ``base`` on; what nobody sees is left as it was.
+
+    ``q`` [queries, heads, DIM] and ``keys`` [keys, DIM] are codes, ``side`` [queries, heads + SIDE]
+    words: halves of weights, and ends. ``bounds`` [groups, 2] are the first key and the one behind
+    the last of each ``queries`` queries. ``base`` and the number of keys are multiples of 8.
+    """
+    count, heads, _ = q.shape
+    words = side.shape[1]
+    body = functools.partial(_gathered, columns=columns, queries=queries)
+    kernel = lib.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((count, columns), I32),
+        scratch_types={
+            "q": lib.swizzled((QUERIES, heads, DIM), F8),
+            "side": plgpu.SMEM((QUERIES, words), I32),
+            "k": lib.swizzled((KEYS, DIM), F8),
+            "s": plgpu.SMEM((KEYS,), jnp.float32),
+            "k_full": lib.barrier(2),
+            "full": lib.barrier(2, QUERIES),
+            "free": lib.barrier(GROUPS, QUERIES),
+        },
+        grid=(cdiv(count, queries) * cdiv(columns, KEYS),),
+        grid_names=("item",),
+        num_threads=GROUPS,
+        thread_name="wg",
+        kernel_name="mla_index_ranks",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+        ),
+    )
+    return kernel(q, side, keys, scales, bounds, base.reshape(1))
+
+
+def _gathered(
+    q_g, side_g, k_g, s_g, bounds_g, base_g, ranks_g, *, columns, queries, **refs
+) -> None:
+    """One thread block: its keys, and its queries one after the other."""
+    wg, item = lax.axis_index("wg"), lax.axis_index("item")
+    tiles = cdiv(columns, KEYS)
+    group, tile = lax.div(item, tiles), lax.rem(item, tiles)
+    first, column = group * queries, tile * KEYS
+    key = pl.multiple_of(base_g[0] + column, 8)
+    n = jnp.minimum(queries, q_g.shape[0] - first)
+    seen = (key < bounds_g[group, 1]) & (key + KEYS > bounds_g[group, 0])
+
+    @pl.when(seen)
+    def _():
+        stream = functools.partial(_load_query, q_g, side_g, first=first, refs=refs)
+
+        @pl.when(wg == 0)
+        def _():
+            for src, name in ((k_g, "k"), (s_g, "s")):
+                plgpu.copy_gmem_to_smem(src.at[pl.ds(key, KEYS)], refs[name], refs["k_full"])
+            for i in range(AHEAD):
+                pl.when(i < n)(lambda i=i: stream(i))
+
+        plgpu.barrier_wait(refs["k_full"])
+        k = plgpu.load(refs["k"].at[pl.ds(wg * BLOCK, BLOCK)], layout=EIGHT)
+        scale = _shared_scale(refs["s"], wg)
+        facts = {"column": column + wg * BLOCK, "columns": columns}
+
+        @pl.loop(0, cdiv_(n, 2))
+        def _(pair):
+            numbers = [2 * pair, 2 * pair + 1]
+
+            @pl.when(wg == 0)
+            def _():
+                for i in numbers:
+                    pl.when(i + AHEAD < n)(lambda i=i: stream(i + AHEAD))
+
+            found = []
+            for i in numbers:  # the second may be behind the last: then it is not stored
+                slot = lax.rem(i, QUERIES)
+                pl.when(i < n)(lambda slot=slot: plgpu.barrier_wait(refs["full"].at[slot]))
+                found.append(_multiply(k, refs["q"].at[slot]))
+            for later, i, x in ((1, numbers[0], found[0]), (0, numbers[1], found[1])):
+                slot = lax.rem(i, QUERIES)
+                x = _landed(x, later)
+                heads = x.shape[1]
+                w = plgpu.load(refs["side"].at[slot, pl.ds(0, heads)], layout=COLUMN)
+                last = refs["side"][slot, heads]
+                pl.when(i < n)(lambda slot=slot: plgpu.barrier_arrive(refs["free"].at[slot]))
+                limit = jnp.where(i < n, jnp.minimum(last - base_g[0], columns), 0)
+                _store(x, w, scale, ranks_g, first + i, limit, **facts)
+
+
+def cdiv_(a, b: int):
+    """``cdiv`` of a number that is not known while tracing, and not negative."""
+    return lax.div(a + (b - 1), b)
+
+
+def _load_query(q_g, side_g, i, *, first, refs) -> None:
+    """Query ``i`` of the thread block into its slot, once that is free."""
+    slot = lax.rem(jnp.asarray(i, I32), QUERIES)
+    if not isinstance(i, int):
+        pl.when(i >= QUERIES)(lambda: plgpu.barrier_wait(refs["free"].at[slot]))
+    for src, name in ((q_g, "q"), (side_g, "side")):
+        plgpu.copy_gmem_to_smem(src.at[first + i], refs[name].at[slot], refs["full"].at[slot])
+
+
+@lib.lowered_once("columns", "page", "span")
+def paged_ranks(
+    q: jax.Array, side: jax.Array, pages: jax.Array, table: jax.Array, longest: jax.Array,
+    layer: jax.Array, base: jax.Array, *, columns: int, page: int, span: int,
+) -> jax.Array:  # fmt: skip
+    """Ranks ``[rows * queries, columns]`` of positions from ``base`` on, keys in pages.
+
+    ``q`` [rows, queries, heads, DIM], ``side`` as above, ``pages`` [layers, pages, bytes]
+    ``index_key`` records in pages of BLOCK, ``longest`` [rows] positions of a row. A warpgroup has
+    ``span`` pages.
+    """
+    rows, queries, heads, _ = q.shape
+    layers, count, size = pages.shape
+    assert page == BLOCK and size % DIM == 0
+    body = functools.partial(_paged, columns=columns, span=span, queries=queries)
+    kernel = lib.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((rows * queries, columns), I32),
+        scratch_types={
+            "q": lib.swizzled((queries, heads, DIM), F8),
+            "side": plgpu.SMEM((queries, side.shape[1]), I32),
+            "k": plgpu.RefUnion(
+                lib.swizzled((GROUPS, PAGES, BLOCK, DIM), F8),
+                plgpu.SMEM((GROUPS, PAGES, BLOCK, DIM), jnp.uint8, transforms=_ROWS),
+            ),
+            "q_full": lib.barrier(2 * queries),
+            "full": lib.barrier(1, GROUPS * PAGES),
+            "free": lib.barrier(1, GROUPS * PAGES),
+        },
+        grid=(rows * cdiv(columns, KEYS * span),),
+        grid_names=("item",),
+        num_threads=GROUPS,
+        thread_name="wg",
+        kernel_name="mla_index_ranks_paged",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+        ),
+    )
+    flat = pages.reshape(layers * count, size // DIM, DIM)
+    first = jnp.clip(layer, 0, layers - 1) * count
+    facts = jnp.stack([base, first, jnp.asarray(count, I32)]).astype(I32)
+    return kernel(q, side, flat, table, longest, facts)
+
+
+def _paged(
+    q_g, side_g, pages_g, table_g, longest_g, facts_g, ranks_g, *, columns, span, queries, **refs
+) -> None:
+    """One thread block: a row's queries, and four streams of its pages."""
+    wg, item = lax.axis_index("wg"), lax.axis_index("item")
+    spans = cdiv(columns, KEYS * span)
+    row, part = lax.div(item, spans), lax.rem(item, spans)
+    base, offset, count = facts_g[0], facts_g[1], facts_g[2]
+    column = part * (KEYS * span)
+    seen = jnp.minimum(longest_g[row] - base, columns) - column  # positions of the thread block
+    codes, copied = refs["k"]
+
+    @pl.when(seen > 0)
+    def _():
+        @pl.when(wg == 0)
+        def _():
+            for j in range(queries):
+                for src, name in ((q_g.at[row, j], "q"), (side_g.at[row * queries + j], "side")):
+                    plgpu.copy_gmem_to_smem(src, refs[name].at[j], refs["q_full"])
+
+        blocks = jnp.clip(cdiv_(seen, BLOCK) - wg, 0, GROUPS * span)  # of all, from mine on
+        n = cdiv_(blocks, GROUPS)
+
+        def place(i):
+            """Where page ``i`` of this stream lies, or -1."""
+            at = lax.div(base + column, BLOCK) + i * GROUPS + wg
+            found = table_g[row, jnp.minimum(at, table_g.shape[1] - 1)]
+            return jnp.where((found >= 0) & (found < count), found + offset, -1)
+
+        def load(i, where):
+            slot = lax.rem(jnp.asarray(i, I32), PAGES)
+            if not isinstance(i, int):  # all warps of this group have read the page before
+                pl.when(i >= PAGES)(lambda: plgpu.barrier_wait(refs["free"].at[wg * PAGES + slot]))
+            src = pages_g.at[jnp.maximum(where, 0), pl.ds(0, BLOCK)]
+            plgpu.copy_gmem_to_smem(src, copied.at[wg, slot], refs["full"].at[wg * PAGES + slot])
+
+        for i in range(PAGES - 1):
+            pl.when(i < n)(lambda i=i: load(i, place(jnp.int32(i))))
+        plgpu.barrier_wait(refs["q_full"])
+
+        def step(i, carry):
+            here, ahead = carry  # of pages i and i + PAGES - 1
+            slot = lax.rem(i, PAGES)
+            pl.when(i + PAGES - 1 < n)(lambda: load(i + PAGES - 1, ahead))
+            scale = _paged_scale(pages_g, here)
+            next_ = place(jnp.minimum(i + 1, n - 1))
+            plgpu.barrier_wait(refs["full"].at[wg * PAGES + slot])
+            for j in range(queries):
+                x = _landed(_multiply_shared(codes.at[wg, slot], refs["q"].at[j]), 0)
+                if j == queries - 1:
+                    plgpu.barrier_arrive(refs["free"].at[wg * PAGES + slot])
+                heads = x.shape[1]
+                w = plgpu.load(refs["side"].at[j, pl.ds(0, heads)], layout=COLUMN)
+                limit = jnp.minimum(refs["side"][j, heads] - base, columns)
+                at = column + (i * GROUPS + wg) * BLOCK
+                _store(x, w, scale, ranks_g, row * queries + j, limit, column=at, columns=columns)
+            return next_, place(jnp.minimum(i + PAGES, n - 1))
+
+        first = place(jnp.int32(0)), place(jnp.minimum(PAGES - 1, jnp.maximum(n - 1, 0)))
+        lax.fori_loop(0, n, step, first)
+
+
+def _multiply(k: jax.Array, q) -> jax.Array:
+    """``k q^T`` [64, heads] in flight, of keys in registers."""
+    heads = q.shape[0]
+
+    @plgpu.inline_mgpu(
+        arg_types=(EIGHT, plgpu.RefType(_TILES)),
+        return_type=plgpu.ShapeDtypeStruct((BLOCK, heads), jnp.float32, layout=lib.WGMMA),
+    )
+    def issue(_, k, q):
+        return _group(k, q, heads)
+
+    return issue(k, q)
+
+
+def _multiply_shared(k, q) -> jax.Array:
+    """The same of keys in shared memory."""
+    heads = q.shape[0]
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(_TILES), plgpu.RefType(_TILES)),
+        return_type=plgpu.ShapeDtypeStruct((BLOCK, heads), jnp.float32, layout=lib.WGMMA),
+    )
+    def issue(_, k, q):
+        return _group(k, q, heads)
+
+    return issue(k, q)
+
+
+def _group(k, q, heads: int):
+    from jax._src.lib.mlir.dialects import nvvm
+
+    transposed = mgpu.utils.memref_transpose(q, (1, 0, 3, 2))
+    acc = mgpu.wgmma(mgpu.WGMMAAccumulator.zero(BLOCK, heads), k, transposed)
+    nvvm.wgmma_commit_group_sync_aligned()
+    return acc.value
+
+
+def _landed(x: jax.Array, later: int) -> jax.Array:
+    """``x``, of a group in flight, once at most the ``later`` groups behind it still are."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(lib.WGMMA,),
+        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=lib.WGMMA),
+    )
+    def wait(_, x):
+        from jax._src.lib.mlir.dialects import nvvm
+        from jax.experimental.mosaic.gpu import fragmented_array
+
+        nvvm.wgmma_wait_group_sync_aligned(later)
+        return fragmented_array.optimization_barrier(x)
+
+    return wait(x)
+
+
+_LANE = """
+    mov.u32 lane, %tid.x;
+    bfe.u32 row, lane, 5, 2;
+    bfe.u32 key, lane, 2, 3;
+    mad.lo.u32 row, row, 16, key;
+    bfi.b32 row, lane, row, 3, 1;
+"""
+"""Of a product's rows a thread sums up ``row``: one of the two that its quad of lanes has."""
+
+
+def _shared_scale(scales, wg):
+    """The scale of a thread's key: a number that differs from thread to thread."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), inline.SCALAR), return_type=inline.NUMBER)
+    def read(_, scales, first):
+        code = f"""{{
+            .reg .u32 lane, row, key;
+            .reg .u64 at;
+            {_LANE}
+            add.u32 row, row, $2;
+            mul.wide.u32 at, row, 4;
+            add.u64 at, at, $1;
+            ld.shared.b32 $0, [at];
+            }}"""
+        operands = [mgpu.utils.memref_ptr(scales), first.registers.item()]
+        return inline.number(inline.asm(code, operands, "=r,l,r", result="i32"))
+
+    return read(scales, wg * BLOCK)
+
+
+def _paged_scale(pages, where):
+    """The scale of a thread's key of a page; that of no page is NaN's opposite: it makes 0."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), inline.SCALAR), return_type=inline.NUMBER)
+    def read(_, pages, where):
+        code = f"""{{
+            .reg .pred p;
+            .reg .u32 lane, row, key;
+            .reg .u64 at;
+            {_LANE}
+            setp.ge.s32 p, $2, 0;
+            mul.wide.s32 at, $2, {(BLOCK * DIM + BLOCK * 4)};
+            add.u64 at, at, $1;
+            mad.wide.u32 at, row, 4, at;
+            mov.b32 $0, {MISSING};
+            @p ld.global.b32 $0, [at+{BLOCK * DIM}];
+            }}"""
+        operands = [mgpu.utils.memref_ptr(pages), where.registers.item()]
+        return inline.number(inline.asm(code, operands, "=r,l,r", result="i32"))
+
+    return read(pages, where)
+
+
+MISSING = 0xFF800000
+"""Scale of a page that is not there, minus infinity: its scores are 0."""
+
+
+def _store(x, w, scale, ranks, query, limit, *, column, columns: int) -> None:
+    """Sum up ``x`` [64, heads], and store ranks at columns from ``column`` on below ``limit``."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(lib.WGMMA, COLUMN, inline.SCALAR, plgpu.RefType(), *(inline.SCALAR,) * 3)
+    )
+    def store(_, x, w, scale, ranks, query, limit, column):
+        from jax._src.lib.mlir import ir
+        from jax._src.lib.mlir.dialects import arith
+
+        f32 = ir.F32Type.get()
+        words = [v for r in x.registers.flat for v in inline.words(r)]
+        weights = [v for r in w.registers.flat for v in inline.words(r)]
+        assert len(words) == 2 * len(weights), "of every eight columns: two, in two rows"
+        first = 5
+        lines = []
+        for n in range(len(words)):
+            tile, row, c = n // 4, n // 2 % 2, n % 2
+            lines.append(f"abs.f32 y, ${first + n};")
+            lines.append(f"add.f32 y, y, ${first + n};")
+            weight = first + len(words) + 2 * tile + c
+            sum_ = f"s{2 * row + c}"
+            lines.append(
+                f"mul.f32 {sum_}, y, ${weight};" if tile == 0
+                else f"fma.rn.f32 {sum_}, y, ${weight}, {sum_};"
+            )  # fmt: skip
+        code = f"""{{
+            .reg .pred p, odd;
+            .reg .u32 lane, row, key, t, u;
+            .reg .u64 at;
+            .reg .f32 y, s<4>;
+            {_LANE}
+            {" ".join(lines)}
+            add.f32 s0, s0, s1;
+            add.f32 s2, s2, s3;
+            and.b32 t, lane, 1;
+            setp.eq.u32 odd, t, 1;
+            selp.f32 s1, s2, s0, odd;
+            selp.f32 s3, s0, s2, odd;
+            mov.b32 t, s3;
+            shfl.sync.bfly.b32 t, t, 1, 31, 0xffffffff;
+            mov.b32 y, t;
+            add.f32 s1, s1, y;
+            mov.b32 t, s1;
+            shfl.sync.bfly.b32 t, t, 2, 31, 0xffffffff;
+            mov.b32 y, t;
+            add.f32 s1, s1, y;
+            mov.b32 y, $1;
+            mul.f32 s1, s1, y;
+            add.f32 s1, s1, 0f00000000;
+            mov.b32 t, s1;
+            shr.s32 u, t, 31;
+            and.b32 u, u, 0x7fffffff;
+            xor.b32 t, t, u;
+            setp.nan.f32 p, s1, s1;
+            selp.b32 t, 0x80000001, t, p;
+            setp.eq.u32 p, $1, {MISSING};
+            selp.b32 t, 0, t, p;
+            add.u32 row, row, $4;
+            and.b32 u, lane, 2;
+            setp.eq.u32 p, u, 0;
+            setp.lt.and.s32 p, row, $3, p;
+            mul.wide.s32 at, $2, {4 * columns};
+            mad.wide.s32 at, row, 4, at;
+            add.u64 at, at, $0;
+            @p st.global.b32 [at], t;
+            }}"""
+        scalars = [a.registers.item() for a in (scale, query, limit, column)]
+        floats = [arith.bitcast(f32, v) for v in (*words, *weights)]
+        operands = [mgpu.utils.memref_ptr(ranks), *scalars, *floats]
+        inline.asm(code, operands, "l,r,r,r,r," + ",".join("f" * len(floats)) + ",~{memory}")
+
+    store(x, w, scale, ranks, query, limit, column)
