@@ -352,10 +352,10 @@ def coded_probes(*axes):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", [mosaic, topk])
+@pytest.mark.parametrize("module", [mosaic, topk])
 @pytest.mark.parametrize("workspace", [1 << 25, 1])
 @pytest.mark.parametrize("queries", [1, 3])
-def test_on_a_gpu_over_pages_of_codes(backend, workspace, queries, rng, monkeypatch):
+def test_on_a_gpu_over_pages_of_codes(module, workspace, queries, rng, monkeypatch):
     """Rows of several blocks of pages; pages that are no row's, or missing, hold NaN or nothing."""
     monkeypatch.setattr(topk, "WORKSPACE", workspace)
     k, width, rows = 300, 200, 5
@@ -375,16 +375,16 @@ def test_on_a_gpu_over_pages_of_codes(backend, workspace, queries, rng, monkeypa
     for r, row in enumerate(table):
         row[-(-int(lens[r].max()) // 64) :] = GARBAGE_PAGE
     cache = replace(cache, pages=jnp.asarray(pages))
-    select = jax.jit(lambda *a: backend.select_decode(*a, k=k, layer=jnp.int32(1)))
+    select = jax.jit(lambda *a: module.select_decode(*a, k=k, layer=jnp.int32(1)))
     got = select(*coded_probes(rows, queries), cache, jnp.asarray(table), jnp.asarray(lens))
     want = [[oracle(row, n, k) for n in each] for row, each in zip(scores, lens, strict=True)]
     np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", [mosaic, topk])
+@pytest.mark.parametrize("module", [mosaic, topk])
 @pytest.mark.parametrize("workspace", [1 << 25, 1])
-def test_on_a_gpu_over_gathered_codes(backend, workspace, rng, monkeypatch):
+def test_on_a_gpu_over_gathered_codes(module, workspace, rng, monkeypatch):
     """Two requests behind each other, NaN behind both, queries that see little or nothing."""
     monkeypatch.setattr(topk, "WORKSPACE", workspace)
     k, count = 300, 20_001
@@ -394,7 +394,7 @@ def test_on_a_gpu_over_gathered_codes(backend, workspace, rng, monkeypatch):
     ends = np.where(starts, count, 12_000) - rng.integers(0, 7_000, 301).astype(np.int32)
     ends[7], ends[8] = starts[7], starts[8] + k
     q, w = coded_probes(301)
-    select = jax.jit(lambda *a, s: backend.select_prefill(*a, k=k, scales=s))
+    select = jax.jit(lambda *a, s: module.select_prefill(*a, k=k, scales=s))
     got = select(q, w, codes, jnp.asarray(starts), jnp.asarray(ends), s=jnp.asarray(scales))
     want = [oracle(scores[a:b], b - a, k) for a, b in zip(starts, ends, strict=True)]
     np.testing.assert_array_equal(got, want)
