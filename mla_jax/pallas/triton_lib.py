@@ -61,6 +61,7 @@ def call(
     warps: int,
     stages: int,
     aliases: dict[int, int] | None = None,
+    registers: int | None = None,
     **constants: Any,
 ) -> Any:
     """Launch ``kernel(*args, *out, **constants)`` on ``grid`` programs; returns ``out``.
@@ -68,6 +69,7 @@ def call(
     ``out`` is one ``jax.ShapeDtypeStruct`` or a tuple of them; what is returned begins with
     whatever memory held. Integers among ``args`` are no part of the program's text. ``aliases``
     maps the number of an argument, arrays counted, to that of the result that takes its memory.
+    ``registers`` bounds those of a thread.
     """
     outs = out if isinstance(out, tuple) else (out,)
     program = compiled(
@@ -77,6 +79,7 @@ def call(
         sm=DeviceInfo.current().sm,
         warps=warps,
         stages=stages,
+        registers=registers,
     )
     meta, text = program.metadata, program.asm
     assert not meta.global_scratch_size, f"{meta.name} asks for memory that nobody allocates"
@@ -104,6 +107,7 @@ def compiled(
     sm: int,
     warps: int,
     stages: int,
+    registers: int | None = None,
 ) -> Any:
     """A kernel compiled for ``sm``, from the Triton types of its arguments, in order."""
     names = kernel.arg_names
@@ -116,7 +120,7 @@ def compiled(
         constexprs={(positions[k],): v for k, v in constants},
         attrs={(i,): [["tt.divisibility", ALIGNMENT]] for i, t in enumerate(types) if t[0] == "*"},
     )
-    options = {"num_warps": warps, "num_stages": stages}
+    options = {"num_warps": warps, "num_stages": stages, "maxnreg": registers}
     return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
 
 

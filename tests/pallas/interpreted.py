@@ -23,7 +23,7 @@ INTERPRETER = missing("triton", "torch")
 GARBAGE = 2**30
 
 
-def call(kernel, *args, out, grid, warps, stages, aliases=None, **constants):
+def call(kernel, *args, out, grid, warps, stages, aliases=None, registers=None, **constants):
     """Results begin as NaN, indices as garbage; those with an alias as what is changed."""
     import torch
 

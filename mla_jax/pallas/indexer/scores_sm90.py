@@ -44,20 +44,23 @@ GROUPS, BLOCK = 4, 64
 
 KEYS = GROUPS * BLOCK
 
-SIDE = 4
-"""Words behind a query's weights: the key behind its last one, then what makes 16 bytes."""
+SIDE = 32
+"""Of a multiple of so many words is what goes with a query, 128 bytes as the copy engine wants."""
 
 QUERIES, AHEAD = 16, 12
 """Queries in shared memory, and those loaded ahead: a warpgroup may lag behind by the rest."""
 
-PAGES = 6
-"""Pages of a warpgroup in shared memory."""
+STREAMS = 6
+"""Warpgroups of a thread block over pages: each hides what another one waits for."""
 
 I32, F8 = jnp.int32, jnp.float8_e4m3fn
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
 EIGHT = plgpu.Layout.WGMMA_8BIT
 _TILES = (plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128))
 
+
+SCALES = 2
+"""Rows of a page, behind its keys, that hold their scales."""
 
 _ROWS = (plgpu.TilingTransform((1, 128)), plgpu.SwizzleTransform(128))
 """The same bytes, for the copy engine to start at any row of global memory."""
@@ -70,8 +73,8 @@ def gathered_ranks(
 ) -> jax.Array:  # fmt: skip
     """Ranks ``[queries, columns]`` of keys from ``base`` on; what nobody sees is left as it was.
 
-    ``q`` [queries, heads, DIM] and ``keys`` [keys, DIM] are codes, ``side`` [queries, heads + SIDE]
-    words: halves of weights, and ends. ``bounds`` [groups, 2] are the first key and the one behind
+    ``q`` [queries, heads, DIM] and ``keys`` [keys, DIM] are codes, ``side`` [queries, words] words:
+    halves of weights, then the key behind the last one. ``bounds`` [groups, 2] are the first key and the one behind
     the last of each ``queries`` queries. ``base`` and the number of keys are multiples of 8.
     """
     count, heads, _ = q.shape
@@ -126,7 +129,7 @@ def _gathered(
 
         plgpu.barrier_wait(refs["k_full"])
         k = plgpu.load(refs["k"].at[pl.ds(wg * BLOCK, BLOCK)], layout=EIGHT)
-        scale = _shared_scale(refs["s"], wg)
+        scale = _scale(refs["s"], wg * BLOCK)
         facts = {"column": column + wg * BLOCK, "columns": columns}
 
         @pl.loop(0, cdiv_(n, 2))
@@ -181,8 +184,10 @@ def paged_ranks(
     """
     rows, queries, heads, _ = q.shape
     layers, count, size = pages.shape
-    assert page == BLOCK and size % DIM == 0
-    body = functools.partial(_paged, columns=columns, span=span, queries=queries)
+    assert page == BLOCK and size == BLOCK * (DIM + 4)
+    slots = 4 if queries < 3 else 3  # pages of a warpgroup in shared memory
+    shape = STREAMS, slots, BLOCK, DIM
+    body = functools.partial(_paged, columns=columns, span=span)
     kernel = lib.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((rows * queries, columns), I32),
@@ -190,39 +195,78 @@ def paged_ranks(
             "q": lib.swizzled((queries, heads, DIM), F8),
             "side": plgpu.SMEM((queries, side.shape[1]), I32),
             "k": plgpu.RefUnion(
-                lib.swizzled((GROUPS, PAGES, BLOCK, DIM), F8),
-                plgpu.SMEM((GROUPS, PAGES, BLOCK, DIM), jnp.uint8, transforms=_ROWS),
+                lib.swizzled(shape, F8), plgpu.SMEM(shape, jnp.uint8, transforms=_ROWS)
             ),
+            "s": plgpu.SMEM((STREAMS, slots, SCALES, DIM), jnp.uint8),
             "q_full": lib.barrier(2 * queries),
-            "full": lib.barrier(1, GROUPS * PAGES),
-            "free": lib.barrier(1, GROUPS * PAGES),
+            "full": lib.barrier(2, STREAMS * slots),
+            "free": lib.barrier(1, STREAMS * slots),
         },
-        grid=(rows * cdiv(columns, KEYS * span),),
+        grid=(rows * cdiv(columns, STREAMS * BLOCK * span),),
         grid_names=("item",),
-        num_threads=GROUPS,
+        num_threads=STREAMS,
         thread_name="wg",
         kernel_name="mla_index_ranks_paged",
         compiler_params=plgpu.CompilerParams(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
     )
-    flat = pages.reshape(layers * count, size // DIM, DIM)
+    flat = pages.reshape(layers * count, BLOCK + SCALES, DIM)
     first = jnp.clip(layer, 0, layers - 1) * count
     facts = jnp.stack([base, first, jnp.asarray(count, I32)]).astype(I32)
     return kernel(q, side, flat, table, longest, facts)
 
 
 def _paged(
-    q_g, side_g, pages_g, table_g, longest_g, facts_g, ranks_g, *, columns, span, queries, **refs
+    q_g, side_g, pages_g, table_g, longest_g, facts_g, ranks_g, *, columns, span, **refs
 ) -> None:
-    """One thread block: a row's queries, and four streams of its pages."""
+    """One thread block: a row's queries, and a stream of its pages for each warpgroup."""
     wg, item = lax.axis_index("wg"), lax.axis_index("item")
-    spans = cdiv(columns, KEYS * span)
+    queries, (_, slots, *_) = refs["q"].shape[0], refs["s"].shape
+    spans = cdiv(columns, STREAMS * BLOCK * span)
     row, part = lax.div(item, spans), lax.rem(item, spans)
     base, offset, count = facts_g[0], facts_g[1], facts_g[2]
-    column = part * (KEYS * span)
-    seen = jnp.minimum(longest_g[row] - base, columns) - column  # positions of the thread block
+    column = part * (STREAMS * BLOCK * span)
+    # Positions of the thread block.
+    seen = jnp.minimum(jnp.minimum(longest_g[row] - base, columns) - column, STREAMS * BLOCK * span)
     codes, copied = refs["k"]
+    full, free = (lambda s, x=refs[name]: x.at[wg * slots + s] for name in ("full", "free"))
+
+    def place(i):
+        """Where page ``i`` of this stream lies, or -1."""
+        at = lax.div(base + column, BLOCK) + i * STREAMS + wg
+        found = table_g[row, jnp.minimum(at, table_g.shape[1] - 1)]
+        return jnp.where((found >= 0) & (found < count), found + offset, -1)
+
+    def load(i, where):
+        slot, source = lax.rem(jnp.asarray(i, I32), slots), pages_g.at[jnp.maximum(where, 0)]
+        if not isinstance(i, int):  # all warps of this group have read what was there
+            pl.when(i >= slots)(lambda: plgpu.barrier_wait(free(slot)))
+        pieces = (pl.ds(0, BLOCK), copied), (pl.ds(BLOCK, SCALES), refs["s"])
+        for rows, to in pieces:
+            plgpu.copy_gmem_to_smem(source.at[rows], to.at[wg, slot], full(slot))
+
+    def step(i, carry):
+        here, ahead = carry  # of pages i and i + slots - 1
+        slot = lax.rem(i, slots)
+        pl.when(i + slots - 1 < n)(lambda: load(i + slots - 1, ahead))
+        after = place(jnp.minimum(i + 1, n - 1)), place(jnp.minimum(i + slots, n - 1))
+        plgpu.barrier_wait(full(slot))
+        scale = jnp.where(here >= 0, _scale(refs["s"].at[wg, slot], 0), MISSING)
+        at = column + (i * STREAMS + wg) * BLOCK
+
+        @pl.loop(0, queries)
+        def _(j):
+            x = _landed(_multiply_shared(codes.at[wg, slot], refs["q"].at[j]), 0)
+            pl.when(j == queries - 1)(lambda: plgpu.barrier_arrive(free(slot)))
+            heads = x.shape[1]
+            w = plgpu.load(refs["side"].at[j, pl.ds(0, heads)], layout=COLUMN)
+            limit = jnp.minimum(refs["side"][j, heads] - base, columns)
+            _store(x, w, scale, ranks_g, row * queries + j, limit, column=at, columns=columns)
+
+        return after
+
+    n = cdiv_(jnp.maximum(cdiv_(jnp.maximum(seen, 0), BLOCK) - wg, 0), STREAMS)
 
     @pl.when(seen > 0)
     def _():
@@ -232,45 +276,10 @@ def _paged(
                 for src, name in ((q_g.at[row, j], "q"), (side_g.at[row * queries + j], "side")):
                     plgpu.copy_gmem_to_smem(src, refs[name].at[j], refs["q_full"])
 
-        blocks = jnp.clip(cdiv_(seen, BLOCK) - wg, 0, GROUPS * span)  # of all, from mine on
-        n = cdiv_(blocks, GROUPS)
-
-        def place(i):
-            """Where page ``i`` of this stream lies, or -1."""
-            at = lax.div(base + column, BLOCK) + i * GROUPS + wg
-            found = table_g[row, jnp.minimum(at, table_g.shape[1] - 1)]
-            return jnp.where((found >= 0) & (found < count), found + offset, -1)
-
-        def load(i, where):
-            slot = lax.rem(jnp.asarray(i, I32), PAGES)
-            if not isinstance(i, int):  # all warps of this group have read the page before
-                pl.when(i >= PAGES)(lambda: plgpu.barrier_wait(refs["free"].at[wg * PAGES + slot]))
-            src = pages_g.at[jnp.maximum(where, 0), pl.ds(0, BLOCK)]
-            plgpu.copy_gmem_to_smem(src, copied.at[wg, slot], refs["full"].at[wg * PAGES + slot])
-
-        for i in range(PAGES - 1):
+        for i in range(slots - 1):
             pl.when(i < n)(lambda i=i: load(i, place(jnp.int32(i))))
         plgpu.barrier_wait(refs["q_full"])
-
-        def step(i, carry):
-            here, ahead = carry  # of pages i and i + PAGES - 1
-            slot = lax.rem(i, PAGES)
-            pl.when(i + PAGES - 1 < n)(lambda: load(i + PAGES - 1, ahead))
-            scale = _paged_scale(pages_g, here)
-            next_ = place(jnp.minimum(i + 1, n - 1))
-            plgpu.barrier_wait(refs["full"].at[wg * PAGES + slot])
-            for j in range(queries):
-                x = _landed(_multiply_shared(codes.at[wg, slot], refs["q"].at[j]), 0)
-                if j == queries - 1:
-                    plgpu.barrier_arrive(refs["free"].at[wg * PAGES + slot])
-                heads = x.shape[1]
-                w = plgpu.load(refs["side"].at[j, pl.ds(0, heads)], layout=COLUMN)
-                limit = jnp.minimum(refs["side"][j, heads] - base, columns)
-                at = column + (i * GROUPS + wg) * BLOCK
-                _store(x, w, scale, ranks_g, row * queries + j, limit, column=at, columns=columns)
-            return next_, place(jnp.minimum(i + PAGES, n - 1))
-
-        first = place(jnp.int32(0)), place(jnp.minimum(PAGES - 1, jnp.maximum(n - 1, 0)))
+        first = place(jnp.int32(0)), place(jnp.clip(n - 1, 0, slots - 1))
         lax.fori_loop(0, n, step, first)
 
 
@@ -338,7 +347,7 @@ _LANE = """
 """Of a product's rows a thread sums up ``row``: one of the two that its quad of lanes has."""
 
 
-def _shared_scale(scales, wg):
+def _scale(scales, first):
     """The scale of a thread's key: a number that differs from thread to thread."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), inline.SCALAR), return_type=inline.NUMBER)
@@ -353,36 +362,13 @@ def _shared_scale(scales, wg):
             ld.shared.b32 $0, [at];
             }}"""
         operands = [mgpu.utils.memref_ptr(scales), first.registers.item()]
-        return inline.number(inline.asm(code, operands, "=r,l,r", result="i32"))
+        return inline.number(inline.asm(code, operands, "=r,l,r,~{memory}", result="i32"))
 
-    return read(scales, wg * BLOCK)
-
-
-def _paged_scale(pages, where):
-    """The scale of a thread's key of a page; that of no page is NaN's opposite: it makes 0."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), inline.SCALAR), return_type=inline.NUMBER)
-    def read(_, pages, where):
-        code = f"""{{
-            .reg .pred p;
-            .reg .u32 lane, row, key;
-            .reg .u64 at;
-            {_LANE}
-            setp.ge.s32 p, $2, 0;
-            mul.wide.s32 at, $2, {(BLOCK * DIM + BLOCK * 4)};
-            add.u64 at, at, $1;
-            mad.wide.u32 at, row, 4, at;
-            mov.b32 $0, {MISSING};
-            @p ld.global.b32 $0, [at+{BLOCK * DIM}];
-            }}"""
-        operands = [mgpu.utils.memref_ptr(pages), where.registers.item()]
-        return inline.number(inline.asm(code, operands, "=r,l,r", result="i32"))
-
-    return read(pages, where)
+    return read(scales, jnp.asarray(first, I32))
 
 
-MISSING = 0xFF800000
-"""Scale of a page that is not there, minus infinity: its scores are 0."""
+MISSING = -(1 << 23)
+"""Bits of the scale of a page that is not there, minus infinity: its scores are 0."""
 
 
 def _store(x, w, scale, ranks, query, limit, *, column, columns: int) -> None:

@@ -1,4 +1,4 @@
-"""The Triton program that takes the best of a row; ``triton.py`` says how it is launched.
+"""The Triton programs that take the best of a row; ``triton.py`` says how it is launched.
 
 Imported only where Triton is there: by ``triton.py``, when it runs.
 """
@@ -15,13 +15,10 @@ Imported only where Triton is there: by ``triton.py``, when it runs.
 
 from mla_jax.pallas.triton_lib import jit, tl
 
-__all__ = ["best_of"]
+__all__ = ["best_of", "stream"]
 
 NONE = tl.constexpr(-0x7FFFFFFF - 1)
 """Rank of what is no candidate; that of NaN is one more."""
-
-LINEAR = tl.constexpr(16)
-"""Turns that halve an interval of scores; later ones halve one of ranks, of which 32 suffice."""
 
 
 @jit
@@ -31,65 +28,77 @@ def _swap(x):
 
 
 @jit
-def _between(low, high, turn):
-    """A rank above ``low`` and not above ``high``: of the score in the middle, or the middle."""
-    a = _swap(low).to(tl.float32, bitcast=True)
-    b = _swap(high).to(tl.float32, bitcast=True)
-    mean = _swap((0.5 * a + 0.5 * b).to(tl.int32, bitcast=True))
-    middle = (low | high) - ((low ^ high) >> 1)
-    return tl.minimum(tl.maximum(tl.where(turn < LINEAR, mean, middle), low + 1), high)
+def _bound(ranks, wanted, total):
+    """The largest rank that ``wanted`` of ``total`` candidates reach, or one that just so many do.
 
-
-@jit
-def _bound(ranks, wanted):
-    """The largest rank that ``wanted`` candidates reach, or any that just so many do."""
+    Between a rank that enough reach and one that too few do, the next one tried is where a line
+    between both counts would be right, every third time the middle.
+    """
     low = tl.min(tl.where(ranks == NONE, 0x7FFFFFFF, ranks), 0)
     high = tl.max(ranks, 0)
-    found = wanted + 1
+    reach = total
+    few = wanted - wanted
     turn = wanted - wanted
-    while (low < high) & (found != wanted):
-        middle = _between(low, high, turn)
-        count = tl.sum((ranks >= middle).to(tl.int32), 0)
+    while (low < high) & (reach != wanted):
+        a = _swap(low).to(tl.float32, bitcast=True)
+        b = _swap(high).to(tl.float32, bitcast=True)
+        part = (reach - wanted).to(tl.float32) / (reach - few).to(tl.float32)
+        line = _swap((a + (b - a) * part).to(tl.int32, bitcast=True))
+        middle = (low | high) - ((low ^ high) >> 1)
+        tried = tl.minimum(tl.maximum(tl.where(turn == 2, middle, line), low + 1), high)
+        count = tl.sum((ranks >= tried).to(tl.int32), 0)
         enough = count >= wanted
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle - 1)
-        found = tl.where(enough, count, found)
-        turn += 1
+        low = tl.where(enough, tried, low)
+        high = tl.where(enough, high, tried - 1)
+        reach = tl.where(enough, count, reach)
+        few = tl.where(enough, few, count)
+        turn = tl.where(turn == 2, 0, turn + 1)
     return low
 
 
 @jit
-def _candidates(
-    j, old_ranks, old_line, chunk, line, first, part, start, end,
-    OLD: tl.constexpr, NEW: tl.constexpr,
-):  # fmt: skip
-    """Ranks of candidates ``j``, entries of lists before columns; ``NONE`` where there is none."""
-    r = tl.full(j.shape, NONE, tl.int32)
-    if NEW[0]:
-        column = part * NEW[0] + j - OLD[0]
-        seen = (j >= OLD[0]) & (j < OLD[0] + NEW[0]) & (column < NEW[1])
-        seen = seen & (first + j >= start) & (first + j < end)
-        r = tl.load(chunk + line * NEW[1] + column, mask=seen, other=NONE)
-    if OLD[0]:
-        listed = (j < OLD[0]) & (part * OLD[0] + j < OLD[1])
-        old = tl.load(old_ranks + old_line + j, mask=listed, other=NONE)
-        r = tl.where(listed, old, r)
-    return r
+def _keep(r, where, total, ranks, places, K: tl.constexpr):
+    """Store the best ``K`` of all candidates of a program in order; returns the bound.
+
+    ``where`` are their places. They may lie where the best are stored.
+    """
+    wanted = tl.minimum(total, K)
+    bound = NONE
+    if total > K:
+        bound = _bound(r, wanted, total)
+    there = r != NONE
+    above = there & (r > bound)
+    same = there & (r == bound)
+    equals = wanted - tl.sum(above.to(tl.int32), 0)
+    both = above.to(tl.int32) + (same.to(tl.int32) << 16)
+    before = tl.cumsum(both, 0) - both
+    kept = above | (same & ((before >> 16) < equals))
+    at = (before & 0xFFFF) + tl.minimum(before >> 16, equals)
+    tl.debug_barrier()  # all have read what some overwrite
+    tl.store(ranks + at, r, mask=kept)
+    tl.store(places + at, where, mask=kept)
+    return bound
+
+
+@jit
+def _everything(places, count, K: tl.constexpr, STEP: tl.constexpr):
+    """The places of a row that sees at most ``K`` keys."""
+    for i in tl.static_range(0, K, STEP):
+        p = i + tl.arange(0, STEP)
+        tl.store(places + p, tl.where(p < count, p, -1), mask=p < K)
 
 
 @jit
 def best_of(
     old_ranks, old_places, chunk, starts, ends, base, ranks, places,
-    K: tl.constexpr, OLD: tl.constexpr, NEW: tl.constexpr, SIZE: tl.constexpr, STEP: tl.constexpr,
+    K: tl.constexpr, OLD: tl.constexpr, NEW: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """The best ``K`` of a program's candidates, in order of place, ranks beside them.
+    """The best ``K`` of a part of a row's columns, or of its lists, in order of place.
 
-    Candidates are a part of the row's lists, then a part of its columns. ``OLD`` are entries of
-    such a part and of the row, ``NEW`` columns of such a part and of the row; a part of one of them
-    is 0. Column 0 is key ``base``. ``SIZE`` is a power of two that holds a program's candidates,
-    ``STEP`` one of those that are stored at once. Behind less than ``K`` stand ranks of ``NONE``
-    and places of -1. A row that sees at most ``K`` keys in all takes them; nothing was scored for
-    it. The result may take the memory of lists that are one for each row.
+    ``OLD`` are entries of such a part and of the row, ``NEW`` columns of such a part and of the
+    row; one of both is 0. Column 0 is key ``base``. ``SIZE`` is a power of two that holds a part.
+    Behind less than ``K`` stand ranks of ``NONE`` and places of -1. A row that sees at most ``K``
+    keys in all takes them; nothing was scored for it.
     """
     PARTS: tl.constexpr = tl.cdiv(NEW[1], NEW[0]) if NEW[0] else tl.cdiv(OLD[1], OLD[0])
     row = tl.program_id(0) // PARTS
@@ -98,47 +107,84 @@ def best_of(
     start = tl.load(starts + line)
     end = tl.load(ends + line)
     to = (line * PARTS + part) * K
-    old_line = line * OLD[1] + part * OLD[0]
-    j = tl.arange(0, SIZE)
-    first = tl.load(base) + part * NEW[0] - OLD[0]  # the key that candidate 0 would be
     if end - start <= K:
         if part == 0:
-            for i in tl.static_range(0, K, STEP):
-                p = i + tl.arange(0, STEP)
-                tl.store(places + to + p, tl.where(p < end - start, p, -1), mask=p < K)
-    elif (OLD[0] == 0) | (NEW[0] == 0) | (first + OLD[0] < end):
-        r = _candidates(j, old_ranks, old_line, chunk, line, first, part, start, end, OLD, NEW)
+            _everything(places + to, end - start, K, SIZE)
+    else:
+        j = tl.arange(0, SIZE)
+        if NEW[0]:
+            column = part * NEW[0] + j
+            key = tl.load(base) + column
+            seen = (j < NEW[0]) & (column < NEW[1]) & (key >= start) & (key < end)
+            r = tl.load(chunk + line * NEW[1] + column, mask=seen, other=NONE)
+            where = key - start
+        else:
+            entry = part * OLD[0] + j
+            listed = (j < OLD[0]) & (entry < OLD[1])
+            r = tl.load(old_ranks + line * OLD[1] + entry, mask=listed, other=NONE)
+            where = tl.load(old_places + line * OLD[1] + entry, mask=listed, other=-1)
         total = tl.sum((r != NONE).to(tl.int32), 0)
-        wanted = tl.minimum(total, K)
-        bound = NONE
-        if total > K:
-            bound = _bound(r, wanted)
-        equals = wanted - tl.sum((r > bound).to(tl.int32), 0)
-        written = part - part  # of what is above the bound, then of what equals it
-        tied = part - part
-        for i in range(0, OLD[0] + NEW[0], STEP):
-            n = i + tl.arange(0, STEP)
-            c = _candidates(n, old_ranks, old_line, chunk, line, first, part, start, end, OLD, NEW)
-            above = (c > bound).to(tl.int32)
-            same = ((c == bound) & (c != NONE)).to(tl.int32)
-            both = above + (same << 16)
-            before = tl.cumsum(both, 0) - both
-            ties = tied + (before >> 16)
-            kept = (above != 0) | ((same != 0) & (ties < equals))
-            at = written + (before & 0xFFFF) + tl.minimum(ties, equals)
-            place = first - start + n
-            if OLD[0]:
-                listed = n < OLD[0]
-                was = tl.load(old_places + old_line + n, mask=kept & listed, other=-1)
-                place = tl.where(listed, was, place)
-                tl.debug_barrier()  # all have read what some overwrite
-            tl.store(ranks + to + at, c, mask=kept)
-            tl.store(places + to + at, place, mask=kept)
-            here = tl.sum(both, 0)
-            written += here & 0xFFFF
-            tied += here >> 16
-        for i in tl.static_range(0, K, STEP):
-            p = i + tl.arange(0, STEP)
-            behind = (p >= wanted) & (p < K)
-            tl.store(ranks + to + p, NONE, mask=behind)
-            tl.store(places + to + p, -1, mask=behind)
+        _keep(r, where, total, ranks + to, places + to, K)
+        if total < K:
+            behind = (j >= total) & (j < K)
+            tl.store(ranks + to + j, NONE, mask=behind)
+            tl.store(places + to + j, -1, mask=behind)
+
+
+@jit
+def stream(
+    old_ranks, old_places, old_state, chunk, starts, ends, base, ranks, places, state, chosen,
+    K: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, SIZE: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr,
+):  # fmt: skip
+    """A row's candidates so far with those of a chunk; behind the last one, the best ``K``.
+
+    Up to ``SIZE`` candidates lie in the row's list, in order of place. ``state`` [rows, 2] is how
+    many they are, and a rank that ``K`` of them reach: what comes later must be above it. ``STEP``
+    columns are looked at together; where they do not fit, the list is cut down to its best ``K``.
+    """
+    line = tl.program_id(0).to(tl.int64)
+    start = tl.load(starts + line)
+    end = tl.load(ends + line)
+    first = tl.load(base)
+    mine = ranks + line * SIZE
+    where = places + line * SIZE
+    if end - start <= K:
+        if LAST:
+            _everything(chosen + line * K, end - start, K, STEP)
+    else:
+        count = start - start
+        bound = count + NONE
+        if not FIRST:
+            count = tl.load(old_state + 2 * line)
+            bound = tl.load(old_state + 2 * line + 1)
+        a = tl.maximum(start - first, 0) // STEP * STEP
+        b = tl.minimum(end - first, COLUMNS)
+        j = tl.arange(0, STEP)
+        whole = tl.arange(0, SIZE)
+        for i in range(a, b, STEP):
+            key = first + i + j
+            seen = (i + j < b) & (key >= start)
+            r = tl.load(chunk + line * COLUMNS + i + j, mask=seen, other=NONE)
+            more = tl.sum((r > bound).to(tl.int32), 0)
+            if count + more > SIZE:
+                tl.debug_barrier()  # what other threads stored is there
+                old = tl.load(mine + whole, mask=whole < count, other=NONE)
+                at = tl.load(where + whole, mask=whole < count, other=-1)
+                bound = _keep(old, at, count, mine, where, K)
+                count = count - count + K
+                tl.debug_barrier()
+            kept = r > bound
+            n = kept.to(tl.int32)
+            to = count + tl.cumsum(n, 0) - n
+            tl.store(mine + to, r, mask=kept)
+            tl.store(where + to, key - start, mask=kept)
+            count += tl.sum(n, 0)
+        if LAST:
+            tl.debug_barrier()
+            old = tl.load(mine + whole, mask=whole < count, other=NONE)
+            at = tl.load(where + whole, mask=whole < count, other=-1)
+            _keep(old, at, count, mine, chosen + line * K, K)
+        else:
+            tl.store(state + 2 * line, count)
+            tl.store(state + 2 * line + 1, bound)

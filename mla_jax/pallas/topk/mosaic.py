@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mla_jax.cache import RecordCache
+from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.registry import OneOf, Requirement, Within
 from mla_jax.pallas.topk import triton
 from mla_jax.types import Array, Float, Int, cdiv, round_up
@@ -35,8 +36,8 @@ PREFILL = Requirement(
 QUERIES = 128
 """Of a thread block over gathered keys, about."""
 
-SPAN = 16
-"""Pages of a warpgroup, or fewer where that would leave multiprocessors without work."""
+WAVES, LEAST = (2, 1), 8
+"""Thread blocks over pages for each multiprocessor: two where a warpgroup then has ``LEAST`` pages."""
 
 
 def select_decode(
@@ -53,22 +54,24 @@ def select_decode(
     from mla_jax.pallas.indexer import scores_sm90 as scores
 
     rows, queries, heads, _ = q.shape
-    width = page_table.shape[1]
-    lens = jnp.clip(lens, 0, width * cache.page)
+    width, page, sms = page_table.shape[1], cache.page, DeviceInfo.current().sms
+    lens = jnp.clip(lens, 0, width * page)
     longest = jnp.max(jnp.where(lens > k, lens, 0), axis=1)
     pages = cache.pages.reshape(cache.layers or 1, cache.num_pages, -1)
     number = jnp.zeros((), jnp.int32) if layer is None else layer
     flat = lens.reshape(-1)
-    side = _side(weights.reshape(-1, heads), flat, extra=scores.SIDE)
+    side = _side(weights.reshape(-1, heads), flat, multiple=scores.SIDE)
 
     def ranks(base: Array, columns: int) -> Array:
-        span = min(max(cdiv(rows * columns, 132 * scores.KEYS), 1), SPAN)
+        blocks = cdiv(columns, scores.STREAMS * page)
+        spans = [cdiv(blocks, max(waves * sms // rows, 1)) for waves in WAVES]
+        span = next((n for n in spans if n >= LEAST), spans[-1])
         return scores.paged_ranks(
             q, side, pages, page_table, longest, number, base,
-            columns=columns, page=cache.page, span=span,
+            columns=columns, page=page, span=span,
         )  # fmt: skip
 
-    chosen = triton.select(ranks, jnp.zeros_like(flat), flat, width * cache.page, k=k)
+    chosen = triton.select(ranks, jnp.zeros_like(flat), flat, width * page, k=k)
     return chosen.reshape(rows, queries, k)
 
 
@@ -85,17 +88,17 @@ def select_prefill(
     """``xla.select_prefill``."""
     from mla_jax.pallas.indexer import scores_sm90 as scores
 
-    queries, count = q.shape[0], keys.shape[0]
+    queries, count, sms = q.shape[0], keys.shape[0], DeviceInfo.current().sms
     starts, ends = (jnp.clip(x, 0, count) for x in (starts, ends))
     scales = jnp.ones((count,), jnp.float32) if scales is None else scales
     rest = round_up(count, 8) - count
     keys, scales = jnp.pad(keys, ((0, rest), (0, 0))), jnp.pad(scales, (0, rest))
-    side = _side(weights, ends, extra=scores.SIDE)
+    side = _side(weights, ends, multiple=scores.SIDE)
 
     def ranks(base: Array, columns: int) -> Array:
         tiles = cdiv(columns, scores.KEYS)
-        waves = max(round(queries * tiles / (132 * QUERIES)), 1)
-        some = cdiv(queries * tiles, 132 * waves)
+        waves = max(round(queries * tiles / (sms * QUERIES)), 1)
+        some = cdiv(queries * tiles, sms * waves)
         rows = jnp.arange(cdiv(queries, some) * some) < queries
         pad = (0, len(rows) - queries)
         scored = rows & jnp.pad(ends - starts > k, pad)
@@ -110,8 +113,9 @@ def select_prefill(
 
 
 def _side(
-    weights: Float[Array, "queries heads"], ends: Int[Array, "queries"], *, extra: int
+    weights: Float[Array, "queries heads"], ends: Int[Array, "queries"], *, multiple: int
 ) -> Int[Array, "queries words"]:
     """Words of each query: halves of its weights, its end, then what is not read."""
     halves = lax.bitcast_convert_type(0.5 * weights.astype(jnp.float32), jnp.int32)
-    return jnp.concatenate([halves, jnp.broadcast_to(ends[:, None], (len(ends), extra))], axis=1)
+    rest = round_up(halves.shape[1] + 1, multiple) - halves.shape[1]
+    return jnp.concatenate([halves, jnp.broadcast_to(ends[:, None], (len(ends), rest))], axis=1)

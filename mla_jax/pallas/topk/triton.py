@@ -1,16 +1,20 @@
 """Selection in Triton: scores of a chunk of keys into a workspace, then the best of each row.
 
-    ranks    scores as integers of the same order, tensor cores        [rows, columns]
-    best_of  the best of up to 8,192 candidates, all in registers      [rows, parts, k]
+    ranks    scores as integers of the same order, tensor cores            [rows, columns]
+    best_of  few rows: the best of up to 8,192 candidates, in registers    [rows, parts, k]
+    stream   many rows: a row's candidates so far, and those of a chunk    [rows, 2 k]
 
 Few rows have all of their columns in one chunk: parts of a row are taken side by side, then lists
-of parts are joined until one is left. Many rows have a chunk after the other, each taken together
-with the best so far. A chunk has ``WORKSPACE`` elements, or one part for each row where these are
-more, whatever the context's length. Ranks keep the order of scores exactly and places ascend, so
-equal scores go to the lower position, and no chunk and no part changes a result.
+of parts are joined until one is left. Many rows have a chunk after the other, of which a row takes
+what is above the ``k``-th of its candidates so far; a list that is full is cut down to its best. A
+chunk has ``WORKSPACE`` elements, or ``STEP`` for each row where these are more, whatever the
+context's length. Ranks keep the order of scores exactly and places ascend, so equal scores go to
+the lower position, and no chunk and no part changes a result.
 """
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,11 +61,14 @@ GATHERED = 256, 32
 CANDIDATES = 8192
 """Of a program of ``best_of``, or four lists where these are more."""
 
-STEP = 2048
-"""Candidates that such a program stores at once."""
+FEW = 1024
+"""Parts of all rows up to which they are taken side by side."""
 
-Lists = tuple[Array, Array]
-"""Ranks and places, both ``[rows, lists * k]``."""
+STEP = 2048
+"""Columns that ``stream`` looks at together, at most."""
+
+REGISTERS = 80
+"""Of a thread of ``stream``: three programs share a multiprocessor."""
 
 UNROLLED = 32
 """Chunks up to which the loop over them is none: each is launched, and ends at once behind the
@@ -163,63 +170,96 @@ def select(
     if not rows or longest <= k:
         return jnp.where(at < (ends - starts)[:, None], at, -1)
     size = max(CANDIDATES, 4 * power_of_two(k))
-    columns = max(WORKSPACE // rows // size, 1) * size
-    whole, one = columns >= longest, columns == size
-    if whole:
-        columns = round_up(longest, GATHERED[0])
-    elif one:
-        columns -= round_up(k, 16)  # room for the best so far
-
-    def chunk(i: Array | int, best: Lists | None) -> Lists:
-        base = jnp.asarray(i, jnp.int32) * columns + jnp.zeros_like(starts, shape=())
-        facts = {"bounds": (starts, ends, base), "k": k, "size": size}
-        found = ranks(base, columns)
-        if best is not None and one:
-            return _best(best, found, **facts)
-        lists = _best(None, found, **facts)
-        if best is not None:
-            lists = tuple(jnp.concatenate(pair, axis=1) for pair in zip(best, lists, strict=True))
-        while lists[0].shape[1] > k:
-            lists = _best(lists, None, **facts)
-        return lists
-
-    best, turns = chunk(0, None), cdiv(longest, columns)
-    if turns <= UNROLLED:
-        for i in range(1, turns):
-            best = chunk(i, best)
-    else:
-        best = lax.fori_loop(1, cdiv(jnp.max(ends), columns), chunk, best)
-    return best[1]
+    if rows * cdiv(longest, size) <= FEW and rows * longest <= WORKSPACE:
+        return _parts(ranks, starts, ends, round_up(longest, 16), k=k, size=size)
+    step = min(power_of_two(k), STEP)
+    columns = min(max(WORKSPACE // rows // step, 1) * step, round_up(longest, step))
+    return _stream(ranks, starts, ends, cdiv(longest, columns), k=k, columns=columns)
 
 
-def _best(
-    lists: Lists | None, chunk: Array | None, *, bounds: tuple[Array, ...], k: int, size: int
-) -> Lists:
-    """Lists of ``k``: of one list and a chunk, of parts of a chunk, or of a few lists each."""
+def _parts(
+    ranks: Callable[[Array, int], Array],
+    starts: Int[Array, "rows"],
+    ends: Int[Array, "rows"],
+    columns: int,
+    *,
+    k: int,
+    size: int,
+) -> Int[Array, "rows {k}"]:
+    """``select`` with all columns at once: parts of them, then lists of parts."""
     from mla_jax.pallas import triton_lib
     from mla_jax.pallas.topk import kernels_triton as kernels
 
-    rows = bounds[0].shape[0]
-    old = new = (0, 0)
-    if chunk is not None:
-        new = (min(size, chunk.shape[1]), chunk.shape[1])
-    if lists is not None:
-        entries = lists[0].shape[1]
-        old = (k if chunk is not None else min(size // k * k, entries), entries)
-    parts = cdiv(new[1], new[0]) if new[0] else cdiv(old[1], old[0])
-    out = jax.ShapeDtypeStruct((rows, parts * k), jnp.int32)
-    nothing = bounds[0]  # never read
-    return triton_lib.call(
-        kernels.best_of,
-        *(lists or (nothing, nothing)), nothing if chunk is None else chunk, *bounds,
-        out=(out, out),
-        grid=rows * parts,
-        warps=8,
-        stages=2,
-        aliases={0: 0, 1: 1} if lists is not None and chunk is not None else None,
-        K=k,
-        OLD=old,
-        NEW=new,
-        SIZE=power_of_two(old[0] + new[0]),
-        STEP=STEP,
-    )  # fmt: skip
+    rows, base = starts.shape[0], jnp.zeros_like(starts, shape=())
+
+    def best(given: tuple[Array, ...], *, old: tuple[int, int], new: tuple[int, int]) -> Any:
+        parts = cdiv(*reversed(new)) if new[0] else cdiv(*reversed(old))
+        out = jax.ShapeDtypeStruct((rows, parts * k), jnp.int32)
+        return triton_lib.call(
+            kernels.best_of,
+            *given, starts, ends, base,
+            out=(out, out),
+            grid=rows * parts,
+            warps=8,
+            stages=2,
+            K=k,
+            OLD=old,
+            NEW=new,
+            SIZE=power_of_two(max(old[0], new[0], k)),
+        )  # fmt: skip
+
+    new = min(size, columns), columns
+    lists = best((starts, starts, ranks(base, columns)), old=(0, 0), new=new)
+    while (entries := lists[0].shape[1]) > k:
+        old = min(size // k * k, entries), entries
+        lists = best((*lists, starts), old=old, new=(0, 0))
+    return lists[1]
+
+
+def _stream(
+    ranks: Callable[[Array, int], Array],
+    starts: Int[Array, "rows"],
+    ends: Int[Array, "rows"],
+    turns: int,
+    *,
+    k: int,
+    columns: int,
+) -> Int[Array, "rows {k}"]:
+    """``select``, chunk by chunk."""
+    from mla_jax.pallas import triton_lib
+    from mla_jax.pallas.topk import kernels_triton as kernels
+
+    rows, step = starts.shape[0], min(power_of_two(k), STEP)
+    size = 2 * power_of_two(k)
+    shapes = (rows, size), (rows, size), (rows, 2), (rows, k)
+    out = tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
+
+    def chunk(i: Array | int, kept: Any, *, first: bool, last: bool) -> Any:
+        base = jnp.asarray(i, jnp.int32) * columns + jnp.zeros_like(starts, shape=())
+        *kept, chosen = triton_lib.call(
+            kernels.stream,
+            *(kept or (starts, starts, starts)), ranks(base, columns), starts, ends, base,
+            out=out,
+            grid=rows,
+            warps=8,
+            stages=2,
+            aliases=None if first else {0: 0, 1: 1, 2: 2},
+            registers=REGISTERS,
+            K=k,
+            COLUMNS=columns,
+            STEP=step,
+            SIZE=size,
+            FIRST=first,
+            LAST=last,
+        )  # fmt: skip
+        return chosen if last else tuple(kept)
+
+    kept = chunk(0, None, first=True, last=turns == 1)
+    if turns <= UNROLLED:
+        for i in range(1, turns):
+            kept = chunk(i, kept, first=False, last=i == turns - 1)
+    else:
+        some = functools.partial(chunk, first=False, last=False)
+        end = jnp.maximum(cdiv(jnp.max(ends), columns), 2)
+        kept = chunk(end - 1, lax.fori_loop(1, end - 1, some, kept), first=False, last=True)
+    return kept
