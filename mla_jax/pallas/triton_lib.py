@@ -30,7 +30,7 @@ from triton.compiler import ASTSource
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.types import Array
 
-__all__ = ["call", "compiled", "jit", "tl"]
+__all__ = ["call", "compiled", "jit", "scatter", "tl"]
 
 TARGET = "triton_kernel_call_ffi"
 """Where jaxlib's CUDA plugin takes Triton kernels; typed."""
@@ -51,6 +51,32 @@ def jit(fn: Callable) -> Any:
     Triton reads the source, and would otherwise resolve names where the wrapper lives.
     """
     return triton.jit(inspect.unwrap(fn))
+
+
+if triton.knobs.runtime.interpret:
+
+    @jit
+    def scatter(pointers, values, mask):
+        """Store each value where its pointer says."""
+        tl.store(pointers, values, mask=mask)
+
+else:
+
+    @jit
+    def scatter(pointers, values, mask):
+        """Store each value where its pointer says, from whichever thread has it.
+
+        Before a ``tl.store`` to places that are no neighbours Triton exchanges pointers, values and
+        mask through shared memory, for an order in which neighbours would be stored together.
+        """
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.global.b32 [$1], $2; mov.b32 $0, 0; }",
+            "=r,l,r,r",
+            [pointers.to(tl.int64), values, mask.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 def call(

@@ -47,8 +47,8 @@ KEYS = GROUPS * BLOCK
 SIDE = 32
 """Of a multiple of so many words is what goes with a query, 128 bytes as the copy engine wants."""
 
-QUERIES, AHEAD = 16, 12
-"""Queries in shared memory, and those loaded ahead: a warpgroup may lag behind by the rest."""
+PAIRS, AHEAD = 8, 6
+"""Pairs of queries in shared memory, and those loaded ahead: a warpgroup may lag by the rest."""
 
 STREAMS = 6
 """Warpgroups of a thread block over pages: each hides what another one waits for."""
@@ -74,23 +74,24 @@ def gathered_ranks(
     """Ranks ``[queries, columns]`` of keys from ``base`` on; what nobody sees is left as it was.
 
     ``q`` [queries, heads, DIM] and ``keys`` [keys, DIM] are codes, ``side`` [queries, words] words:
-    halves of weights, then the key behind the last one. ``bounds`` [groups, 2] are the first key and the one behind
-    the last of each ``queries`` queries. ``base`` and the number of keys are multiples of 8.
+    halves of weights, then the key behind the last one. ``bounds`` [groups, 2] are the first key
+    and the one behind the last of each ``queries`` queries. ``base`` and the number of keys are
+    multiples of 8.
     """
     count, heads, _ = q.shape
     words = side.shape[1]
-    body = functools.partial(_gathered, columns=columns, queries=queries)
+    body = functools.partial(_gathered, columns=columns, queries=queries, heads=heads)
     kernel = lib.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((count, columns), I32),
         scratch_types={
-            "q": lib.swizzled((QUERIES, heads, DIM), F8),
-            "side": plgpu.SMEM((QUERIES, words), I32),
+            "q": lib.swizzled((PAIRS, 2 * heads, DIM), F8),
+            "side": plgpu.SMEM((PAIRS, 2, words), I32),
             "k": lib.swizzled((KEYS, DIM), F8),
             "s": plgpu.SMEM((KEYS,), jnp.float32),
             "k_full": lib.barrier(2),
-            "full": lib.barrier(2, QUERIES),
-            "free": lib.barrier(GROUPS, QUERIES),
+            "full": lib.barrier(2, PAIRS),
+            "free": lib.barrier(GROUPS, PAIRS),
         },
         grid=(cdiv(count, queries) * cdiv(columns, KEYS),),
         grid_names=("item",),
@@ -101,74 +102,67 @@ def gathered_ranks(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
     )
-    return kernel(q, side, keys, scales, bounds, base.reshape(1))
+    return kernel(q.reshape(count * heads, DIM), side, keys, scales, bounds, base.reshape(1))
 
 
 def _gathered(
-    q_g, side_g, k_g, s_g, bounds_g, base_g, ranks_g, *, columns, queries, **refs
+    q_g, side_g, k_g, s_g, bounds_g, base_g, ranks_g, *, columns, queries, heads, **refs
 ) -> None:
-    """One thread block: its keys, and its queries one after the other."""
+    """One thread block: its keys, and its queries two by two."""
     wg, item = lax.axis_index("wg"), lax.axis_index("item")
     tiles = cdiv(columns, KEYS)
     group, tile = lax.div(item, tiles), lax.rem(item, tiles)
     first, column = group * queries, tile * KEYS
     key = pl.multiple_of(base_g[0] + column, 8)
-    n = jnp.minimum(queries, q_g.shape[0] - first)
+    n = jnp.minimum(queries, side_g.shape[0] - first)
+    pairs = cdiv_(n, 2)
     seen = (key < bounds_g[group, 1]) & (key + KEYS > bounds_g[group, 0])
+    full, free = refs["full"], refs["free"]
+
+    def load(p):
+        """Pair ``p`` into its slot, once that is free; zeros stand behind the last query."""
+        slot = lax.rem(jnp.asarray(p, I32), PAIRS)
+        if not isinstance(p, int):
+            pl.when(p >= PAIRS)(lambda: plgpu.barrier_wait(free.at[slot]))
+        start = pl.multiple_of((first + 2 * p) * heads, 8)
+        sources = q_g.at[pl.ds(start, 2 * heads)], side_g.at[pl.ds(first + 2 * p, 2)]
+        for src, name in zip(sources, ("q", "side"), strict=True):
+            plgpu.copy_gmem_to_smem(src, refs[name].at[slot], full.at[slot])
 
     @pl.when(seen)
     def _():
-        stream = functools.partial(_load_query, q_g, side_g, first=first, refs=refs)
-
         @pl.when(wg == 0)
         def _():
             for src, name in ((k_g, "k"), (s_g, "s")):
                 plgpu.copy_gmem_to_smem(src.at[pl.ds(key, KEYS)], refs[name], refs["k_full"])
-            for i in range(AHEAD):
-                pl.when(i < n)(lambda i=i: stream(i))
+            for p in range(AHEAD):
+                pl.when(p < pairs)(lambda p=p: load(p))
 
         plgpu.barrier_wait(refs["k_full"])
         k = plgpu.load(refs["k"].at[pl.ds(wg * BLOCK, BLOCK)], layout=EIGHT)
         scale = _scale(refs["s"], wg * BLOCK)
         facts = {"column": column + wg * BLOCK, "columns": columns}
 
-        @pl.loop(0, cdiv_(n, 2))
-        def _(pair):
-            numbers = [2 * pair, 2 * pair + 1]
-
-            @pl.when(wg == 0)
-            def _():
-                for i in numbers:
-                    pl.when(i + AHEAD < n)(lambda i=i: stream(i + AHEAD))
-
-            found = []
-            for i in numbers:  # the second may be behind the last: then it is not stored
-                slot = lax.rem(i, QUERIES)
-                pl.when(i < n)(lambda slot=slot: plgpu.barrier_wait(refs["full"].at[slot]))
-                found.append(_multiply(k, refs["q"].at[slot]))
-            for later, i, x in ((1, numbers[0], found[0]), (0, numbers[1], found[1])):
-                slot = lax.rem(i, QUERIES)
-                x = _landed(x, later)
-                heads = x.shape[1]
-                w = plgpu.load(refs["side"].at[slot, pl.ds(0, heads)], layout=COLUMN)
-                last = refs["side"][slot, heads]
-                pl.when(i < n)(lambda slot=slot: plgpu.barrier_arrive(refs["free"].at[slot]))
-                limit = jnp.where(i < n, jnp.minimum(last - base_g[0], columns), 0)
-                _store(x, w, scale, ranks_g, first + i, limit, **facts)
+        @pl.loop(0, pairs)
+        def _(p):
+            pl.when((wg == 0) & (p + AHEAD < pairs))(lambda: load(p + AHEAD))
+            slot = lax.rem(p, PAIRS)
+            plgpu.barrier_wait(full.at[slot])
+            both = _landed(_multiply(k, refs["q"].at[slot]), 0)
+            for i in range(2):
+                x = both[:, i * heads : (i + 1) * heads]
+                w = plgpu.load(refs["side"].at[slot, i, pl.ds(0, heads)], layout=COLUMN)
+                last = refs["side"][slot, i, heads]
+                if i == 1:
+                    plgpu.barrier_arrive(free.at[slot])
+                mine = 2 * p + i
+                limit = jnp.where(mine < n, jnp.minimum(last - base_g[0], columns), 0)
+                _store(x, w, scale, ranks_g, first + mine, limit, **facts)
 
 
 def cdiv_(a, b: int):
     """``cdiv`` of a number that is not known while tracing, and not negative."""
     return lax.div(a + (b - 1), b)
-
-
-def _load_query(q_g, side_g, i, *, first, refs) -> None:
-    """Query ``i`` of the thread block into its slot, once that is free."""
-    slot = lax.rem(jnp.asarray(i, I32), QUERIES)
-    if not isinstance(i, int):
-        pl.when(i >= QUERIES)(lambda: plgpu.barrier_wait(refs["free"].at[slot]))
-    for src, name in ((q_g, "q"), (side_g, "side")):
-        plgpu.copy_gmem_to_smem(src.at[first + i], refs[name].at[slot], refs["full"].at[slot])
 
 
 @lib.lowered_once("columns", "page", "span")
@@ -284,15 +278,15 @@ def _paged(
 
 
 def _multiply(k: jax.Array, q) -> jax.Array:
-    """``k q^T`` [64, heads] in flight, of keys in registers."""
-    heads = q.shape[0]
+    """``k q^T`` [64, columns] in flight, of keys in registers."""
+    columns = q.shape[0]
 
     @plgpu.inline_mgpu(
         arg_types=(EIGHT, plgpu.RefType(_TILES)),
-        return_type=plgpu.ShapeDtypeStruct((BLOCK, heads), jnp.float32, layout=lib.WGMMA),
+        return_type=plgpu.ShapeDtypeStruct((BLOCK, columns), jnp.float32, layout=lib.WGMMA),
     )
     def issue(_, k, q):
-        return _group(k, q, heads)
+        return _group(k, q, columns)
 
     return issue(k, q)
 

@@ -13,7 +13,7 @@ Imported only where Triton is there: by ``triton.py``, when it runs.
 # pyright: reportPossiblyUnboundVariable=false
 # pyright: reportGeneralTypeIssues=false
 
-from mla_jax.pallas.triton_lib import jit, tl
+from mla_jax.pallas.triton_lib import jit, scatter, tl
 
 __all__ = ["best_of", "stream"]
 
@@ -57,27 +57,27 @@ def _bound(ranks, wanted, total):
 
 
 @jit
-def _keep(r, where, total, ranks, places, K: tl.constexpr):
-    """Store the best ``K`` of all candidates of a program in order; returns the bound.
-
-    ``where`` are their places. They may lie where the best are stored.
-    """
-    wanted = tl.minimum(total, K)
+def _places(r, total, wanted):
+    """Where each candidate goes if the best ``wanted`` are stored in order, or -1; the bound."""
     bound = NONE
-    if total > K:
+    if total > wanted:
         bound = _bound(r, wanted, total)
     there = r != NONE
     above = there & (r > bound)
     same = there & (r == bound)
-    equals = wanted - tl.sum(above.to(tl.int32), 0)
+    equals = tl.minimum(wanted, total) - tl.sum(above.to(tl.int32), 0)
     both = above.to(tl.int32) + (same.to(tl.int32) << 16)
     before = tl.cumsum(both, 0) - both
     kept = above | (same & ((before >> 16) < equals))
-    at = (before & 0xFFFF) + tl.minimum(before >> 16, equals)
+    return tl.where(kept, (before & 0xFFFF) + tl.minimum(before >> 16, equals), -1), bound
+
+
+@jit
+def _move(at, r, p, ranks, places):
+    """Store entries of a list ``at`` their new places, which may lie in the same list."""
     tl.debug_barrier()  # all have read what some overwrite
-    tl.store(ranks + at, r, mask=kept)
-    tl.store(places + at, where, mask=kept)
-    return bound
+    scatter(ranks + at, r, at >= 0)
+    scatter(places + at, p, at >= 0)
 
 
 @jit
@@ -117,14 +117,14 @@ def best_of(
             key = tl.load(base) + column
             seen = (j < NEW[0]) & (column < NEW[1]) & (key >= start) & (key < end)
             r = tl.load(chunk + line * NEW[1] + column, mask=seen, other=NONE)
-            where = key - start
         else:
-            entry = part * OLD[0] + j
-            listed = (j < OLD[0]) & (entry < OLD[1])
-            r = tl.load(old_ranks + line * OLD[1] + entry, mask=listed, other=NONE)
-            where = tl.load(old_places + line * OLD[1] + entry, mask=listed, other=-1)
+            listed = (j < OLD[0]) & (part * OLD[0] + j < OLD[1])
+            entry = line * OLD[1] + part * OLD[0] + j
+            r = tl.load(old_ranks + entry, mask=listed, other=NONE)
         total = tl.sum((r != NONE).to(tl.int32), 0)
-        _keep(r, where, total, ranks + to, places + to, K)
+        at, _ = _places(r, total, K)
+        where = key - start if NEW[0] else tl.load(old_places + entry, mask=at >= 0, other=-1)
+        _move(at, r, where, ranks + to, places + to)
         if total < K:
             behind = (j >= total) & (j < K)
             tl.store(ranks + to + j, NONE, mask=behind)
@@ -139,9 +139,10 @@ def stream(
 ):  # fmt: skip
     """A row's candidates so far with those of a chunk; behind the last one, the best ``K``.
 
-    Up to ``SIZE`` candidates lie in the row's list, in order of place. ``state`` [rows, 2] is how
-    many they are, and a rank that ``K`` of them reach: what comes later must be above it. ``STEP``
-    columns are looked at together; where they do not fit, the list is cut down to its best ``K``.
+    Up to ``SIZE = 2 K`` candidates lie in the row's list, in order of place. ``state`` [rows, 2] is
+    how many they are, and a rank that ``K`` of them reach: what comes later must be above it.
+    ``STEP`` columns are looked at together. Where they do not fit, the list is cut down to its best
+    ``K``; where they still do not, they are.
     """
     line = tl.program_id(0).to(tl.int64)
     start = tl.load(starts + line)
@@ -167,24 +168,30 @@ def stream(
             seen = (i + j < b) & (key >= start)
             r = tl.load(chunk + line * COLUMNS + i + j, mask=seen, other=NONE)
             more = tl.sum((r > bound).to(tl.int32), 0)
+            wanted = more
             if count + more > SIZE:
-                tl.debug_barrier()  # what other threads stored is there
-                old = tl.load(mine + whole, mask=whole < count, other=NONE)
-                at = tl.load(where + whole, mask=whole < count, other=-1)
-                bound = _keep(old, at, count, mine, where, K)
-                count = count - count + K
-                tl.debug_barrier()
-            kept = r > bound
-            n = kept.to(tl.int32)
-            to = count + tl.cumsum(n, 0) - n
-            tl.store(mine + to, r, mask=kept)
-            tl.store(where + to, key - start, mask=kept)
-            count += tl.sum(n, 0)
+                if count > K:
+                    tl.debug_barrier()  # what other threads stored is there
+                    old = tl.load(mine + whole, mask=whole < count, other=NONE)
+                    at, cut = _places(old, count, K)
+                    p = tl.load(where + whole, mask=at >= 0, other=-1)
+                    _move(at, old, p, mine, where)
+                    bound = tl.maximum(bound, cut)
+                    count = count - count + K
+                    tl.debug_barrier()
+                    more = tl.sum((r > bound).to(tl.int32), 0)
+                wanted = tl.minimum(more, K)
+            to, cut = _places(tl.where(r > bound, r, NONE), more, wanted)
+            scatter(mine + count + to, r, to >= 0)
+            scatter(where + count + to, key - start, to >= 0)
+            count += wanted
+            bound = tl.maximum(bound, cut)
         if LAST:
             tl.debug_barrier()
             old = tl.load(mine + whole, mask=whole < count, other=NONE)
-            at = tl.load(where + whole, mask=whole < count, other=-1)
-            _keep(old, at, count, mine, chosen + line * K, K)
+            at, _ = _places(old, count, K)
+            p = tl.load(where + whole, mask=at >= 0, other=-1)
+            _move(at, old, p, mine, chosen + line * K)
         else:
             tl.store(state + 2 * line, count)
             tl.store(state + 2 * line + 1, bound)

@@ -37,7 +37,7 @@ QUERIES = 128
 """Of a thread block over gathered keys, about."""
 
 WAVES, LEAST = (2, 1), 8
-"""Thread blocks over pages for each multiprocessor: two where a warpgroup then has ``LEAST`` pages."""
+"""Thread blocks over pages for each multiprocessor: two if a warpgroup then has ``LEAST`` pages."""
 
 
 def select_decode(

@@ -7,7 +7,7 @@
 Few rows have all of their columns in one chunk: parts of a row are taken side by side, then lists
 of parts are joined until one is left. Many rows have a chunk after the other, of which a row takes
 what is above the ``k``-th of its candidates so far; a list that is full is cut down to its best. A
-chunk has ``WORKSPACE`` elements, or ``STEP`` for each row where these are more, whatever the
+chunk has ``WORKSPACE`` elements, or ``LEAST`` for each row where these are more, whatever the
 context's length. Ranks keep the order of scores exactly and places ascend, so equal scores go to
 the lower position, and no chunk and no part changes a result.
 """
@@ -64,11 +64,14 @@ CANDIDATES = 8192
 FEW = 1024
 """Parts of all rows up to which they are taken side by side."""
 
-STEP = 2048
+STEP = 8192
 """Columns that ``stream`` looks at together, at most."""
 
-REGISTERS = 80
-"""Of a thread of ``stream``: three programs share a multiprocessor."""
+LEAST = 256
+"""Of a multiple of so many columns is a chunk."""
+
+REGISTERS = 128
+"""Of a thread of ``stream``: two programs share a multiprocessor."""
 
 UNROLLED = 32
 """Chunks up to which the loop over them is none: each is launched, and ends at once behind the
@@ -172,8 +175,10 @@ def select(
     size = max(CANDIDATES, 4 * power_of_two(k))
     if rows * cdiv(longest, size) <= FEW and rows * longest <= WORKSPACE:
         return _parts(ranks, starts, ends, round_up(longest, 16), k=k, size=size)
-    step = min(power_of_two(k), STEP)
-    columns = min(max(WORKSPACE // rows // step, 1) * step, round_up(longest, step))
+    columns = max(WORKSPACE // rows // LEAST, 1) * LEAST
+    if columns > STEP:
+        columns = columns // STEP * STEP
+    columns = min(columns, round_up(longest, LEAST))
     return _stream(ranks, starts, ends, cdiv(longest, columns), k=k, columns=columns)
 
 
@@ -229,7 +234,7 @@ def _stream(
     from mla_jax.pallas import triton_lib
     from mla_jax.pallas.topk import kernels_triton as kernels
 
-    rows, step = starts.shape[0], min(power_of_two(k), STEP)
+    rows, step = starts.shape[0], min(power_of_two(columns), STEP)
     size = 2 * power_of_two(k)
     shapes = (rows, size), (rows, size), (rows, 2), (rows, k)
     out = tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
