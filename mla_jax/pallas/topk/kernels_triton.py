@@ -28,14 +28,33 @@ def _swap(x):
 
 
 @jit
+def _grid(SIZE: tl.constexpr):
+    """Numbers of candidates, as rows of which a warp has several: [SIZE / LINE, LINE]."""
+    LINE: tl.constexpr = min(SIZE, 128)
+    return tl.arange(0, SIZE // LINE)[:, None] * LINE + tl.arange(0, LINE)[None, :]
+
+
+@jit
+def _flat(x):
+    """All elements in any order: each thread's are joined before threads exchange anything."""
+    return tl.reshape(x, (x.shape[0] * x.shape[1],), can_reorder=True)
+
+
+@jit
+def _count(x):
+    return tl.sum(_flat(x.to(tl.int32)), 0)
+
+
+@jit
 def _bound(ranks, wanted, total):
-    """The largest rank that ``wanted`` of ``total`` candidates reach, or one that just so many do.
+    """The largest rank that ``wanted`` of ``total`` candidates reach, or one that just so many do;
+    and how many of those that equal it are among them.
 
     Between a rank that enough reach and one that too few do, the next one tried is where a line
     between both counts would be right, every third time the middle.
     """
-    low = tl.min(tl.where(ranks == NONE, 0x7FFFFFFF, ranks), 0)
-    high = tl.max(ranks, 0)
+    low = tl.min(_flat(tl.where(ranks == NONE, 0x7FFFFFFF, ranks)), 0)
+    high = tl.max(_flat(ranks), 0)
     reach = total
     few = wanted - wanted
     turn = wanted - wanted
@@ -46,29 +65,30 @@ def _bound(ranks, wanted, total):
         line = _swap((a + (b - a) * part).to(tl.int32, bitcast=True))
         middle = (low | high) - ((low ^ high) >> 1)
         tried = tl.minimum(tl.maximum(tl.where(turn == 2, middle, line), low + 1), high)
-        count = tl.sum((ranks >= tried).to(tl.int32), 0)
+        count = _count(ranks >= tried)
         enough = count >= wanted
         low = tl.where(enough, tried, low)
         high = tl.where(enough, high, tried - 1)
         reach = tl.where(enough, count, reach)
         few = tl.where(enough, few, count)
         turn = tl.where(turn == 2, 0, turn + 1)
-    return low
+    return low, tl.where(reach == wanted, total, wanted - few)
 
 
 @jit
 def _places(r, total, wanted):
     """Where each candidate goes if the best ``wanted`` are stored in order, or -1; the bound."""
     bound = NONE
+    equals = total
     if total > wanted:
-        bound = _bound(r, wanted, total)
-    there = r != NONE
-    above = there & (r > bound)
-    same = there & (r == bound)
-    equals = tl.minimum(wanted, total) - tl.sum(above.to(tl.int32), 0)
-    both = above.to(tl.int32) + (same.to(tl.int32) << 16)
-    before = tl.cumsum(both, 0) - both
-    kept = above | (same & ((before >> 16) < equals))
+        bound, equals = _bound(r, wanted, total)
+    above = (r > bound).to(tl.int32)
+    same = ((r == bound) & (r != NONE)).to(tl.int32)
+    both = above + (same << 16)
+    here = tl.cumsum(both, 1)
+    lines = tl.sum(both, 1)
+    before = (tl.cumsum(lines, 0) - lines)[:, None] + here - both
+    kept = (above != 0) | ((same != 0) & ((before >> 16) < equals))
     return tl.where(kept, (before & 0xFFFF) + tl.minimum(before >> 16, equals), -1), bound
 
 
@@ -111,7 +131,7 @@ def best_of(
         if part == 0:
             _everything(places + to, end - start, K, SIZE)
     else:
-        j = tl.arange(0, SIZE)
+        j = _grid(SIZE)
         if NEW[0]:
             column = part * NEW[0] + j
             key = tl.load(base) + column
@@ -121,7 +141,7 @@ def best_of(
             listed = (j < OLD[0]) & (part * OLD[0] + j < OLD[1])
             entry = line * OLD[1] + part * OLD[0] + j
             r = tl.load(old_ranks + entry, mask=listed, other=NONE)
-        total = tl.sum((r != NONE).to(tl.int32), 0)
+        total = _count(r != NONE)
         at, _ = _places(r, total, K)
         where = key - start if NEW[0] else tl.load(old_places + entry, mask=at >= 0, other=-1)
         _move(at, r, where, ranks + to, places + to)
@@ -161,13 +181,13 @@ def stream(
             bound = tl.load(old_state + 2 * line + 1)
         a = tl.maximum(start - first, 0) // STEP * STEP
         b = tl.minimum(end - first, COLUMNS)
-        j = tl.arange(0, STEP)
-        whole = tl.arange(0, SIZE)
+        j = _grid(STEP)
+        whole = _grid(SIZE)
         for i in range(a, b, STEP):
             key = first + i + j
             seen = (i + j < b) & (key >= start)
             r = tl.load(chunk + line * COLUMNS + i + j, mask=seen, other=NONE)
-            more = tl.sum((r > bound).to(tl.int32), 0)
+            more = _count(r > bound)
             wanted = more
             if count + more > SIZE:
                 if count > K:
@@ -179,7 +199,7 @@ def stream(
                     bound = tl.maximum(bound, cut)
                     count = count - count + K
                     tl.debug_barrier()
-                    more = tl.sum((r > bound).to(tl.int32), 0)
+                    more = _count(r > bound)
                 wanted = tl.minimum(more, K)
             to, cut = _places(tl.where(r > bound, r, NONE), more, wanted)
             scatter(mine + count + to, r, to >= 0)
