@@ -134,6 +134,19 @@ SPARSE: Columns = {
     "workspace, bytes": ("workspace_bytes", 0),
     "error": ("error", 4),
 }
+V32_DENSE: Columns = {
+    "sparse µs": ("sparse_us", 1),
+    "select µs": ("select_us", 1),
+    "attend µs": ("attend_us", 1),
+    "dense µs": ("dense_us", 1),
+    "ratio": ("ratio", 2),
+    "sparse span": ("sparse_span_us", 1),
+    "dense span": ("dense_span_us", 1),
+    "ratio span": ("ratio_span", 2),
+    "floor µs": ("floor_us", 1),
+    "dense floor": ("dense_floor_us", 1),
+    "error": ("error", 4),
+}
 V4_LAYER: Columns = {
     "µs": ("ours_us", 1),
     "kernels, µs": ("busy_us", 1),
@@ -208,6 +221,12 @@ SUITES = {
         "V4's decode over a window and compressed rows of a second cache, beside FlashMLA's. Case "
         "names: requests, heads, rows of both, rows in a page of the second cache.",
         SPARSE,
+    ),
+    "v32_dense": Suite(
+        "V3.2's attention as a whole (index scores, the best 2,048, sparse attention) beside this "
+        "library's dense kernels over the same lengths. Case names: requests x new tokens of each, "
+        "context. The ratio: dense over sparse.",
+        V32_DENSE,
     ),
     "v4_layer": Suite(
         "A decode step of one V4-Flash-shaped layer of each kind: a floor, no peer. Case names: "

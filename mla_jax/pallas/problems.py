@@ -375,6 +375,17 @@ def gather_rows(cache, slots, *, dtype, layer=None) -> Problem:
     return Problem.of(op, out=out, **_any_cache(cache), rows=math.prod(slots.shape))
 
 
+def gather_codes(cache, slots, *, layer=None) -> Problem:
+    op = "gather_codes"
+    _layer(op, cache, layer)
+    if not isinstance(cache, RecordCache) or cache.format.name != "index_key":
+        hint = "gather_rows reads the values of any cache."
+        raise ArgumentError(f"{op}: format of the cache", cache.format.name, "index_key", hint)
+    if not jnp.issubdtype(slots.dtype, jnp.integer):
+        raise ArgumentError(f"{op}: slots", f"dtype {slots.dtype}", "an integer dtype")
+    return Problem.of(op, **_any_cache(cache), rows=math.prod(slots.shape))
+
+
 def select_decode(q, weights, cache, page_table, lens, *, k, layer=None) -> Problem:
     op = "select_topk_decode"
     _layer(op, cache, layer)
@@ -660,6 +671,7 @@ PROBLEMS: dict[str, Callable[..., Problem]] = {
     "matmul_fp8": matmul_fp8,
     "write_rows": write_rows,
     "gather_rows": gather_rows,
+    "gather_codes": gather_codes,
     "indexer_logits": logits,
     "select_topk_decode": select_decode,
     "select_topk_prefill": select_prefill,
