@@ -1,0 +1,48 @@
+"""Where a row lies in any cache, as the static numbers that ``kernels_triton.store_row`` takes."""
+
+from typing import Any
+
+from mla_jax.cache import LatentCache, RecordCache
+from mla_jax.pallas.registry import OneOf
+
+__all__ = ["ROWS", "layout"]
+
+ROWS = OneOf("bf16", "fp16", "fp32", "v4", "index_key")
+"""Formats that ``store_row`` stores; e4m3 elements need a scale."""
+
+
+def layout(cache: LatentCache | RecordCache) -> dict[str, Any]:
+    """``CACHE``: layers, slots of each. ``RECORD`` and ``RULE``: None for elements.
+
+    ``RECORD``: tokens and bytes of a page, codes of a row, codes of a group, stored scales and
+    padding, then first byte and bytes of a token's part for codes, scales and elements (-1: there
+    are none), whether scales are exponents, and how many elements there are. ``RULE``: whether
+    scales are powers of two, their floor, whether it is that of the maximum, and whether values
+    are rounded to bfloat16 first.
+    """
+    found = {"CACHE": (cache.layers or 1, cache.num_slots), "RECORD": None, "RULE": None}
+    if isinstance(cache, LatentCache):
+        return found
+    fmt, page = cache.format, cache.page
+    planes = {f.name: p for p, plane in enumerate(fmt.planes) for f in plane}
+
+    def part(name: str) -> tuple[int, int]:
+        return fmt.offset(name, 0, page=page), fmt.widths[planes[name]]
+
+    (codes,) = (f for f in fmt.values if f.scale)
+    plain = next((f for f in fmt.values if not f.scale), None)
+    scales = fmt.field(codes.scale)
+    padding = sum(f.count for f in fmt.planes[planes[scales.name]] if f.padding)
+    rule = fmt.rules[0]
+    record = (
+        *(page, fmt.page_bytes(page), codes.count, codes.count // scales.count),
+        scales.count + padding,
+        *part(codes.name),
+        *part(scales.name),
+        *((-1, 0) if plain is None else part(plain.name)),
+        scales.dtype != "float32",
+        0 if plain is None else plain.count,
+    )
+    first = rule.floor_of == "amax"
+    rules = rule.power_of_two, rule.floor, first, fmt.rounds == "bfloat16"
+    return found | {"RECORD": record, "RULE": rules}
