@@ -31,10 +31,7 @@ def call(kernel, *args, out, grid, warps, stages, aliases=None, **constants):
     arrays = [np.array(x) for x in args if not isinstance(x, int)]
     place = {result: arrays[given] for given, result in (aliases or {}).items()}
     results = [
-        place.get(
-            i,
-            np.full(s.shape, np.nan if jnp.issubdtype(s.dtype, jnp.floating) else GARBAGE, s.dtype),
-        )
+        place[i] if i in place else np.full(s.shape, _unwritten(s.dtype), s.dtype)
         for i, s in enumerate(out if many else (out,))
     ]
     rest = iter(arrays)
@@ -42,6 +39,10 @@ def call(kernel, *args, out, grid, warps, stages, aliases=None, **constants):
     kernel[(grid,)](*given, *map(torch.from_numpy, results), **constants)
     results = tuple(map(jnp.asarray, results))
     return results if many else results[0]
+
+
+def _unwritten(dtype):
+    return np.nan if jnp.issubdtype(dtype, jnp.floating) else GARBAGE
 
 
 def in_a_process(name):

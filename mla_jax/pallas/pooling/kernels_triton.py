@@ -60,9 +60,10 @@ def pool(
         row = tl.load(kept + group * SPAN + j, mask=j < SPAN, other=-1)
         layer = tl.load(number)
         here = token >= 0
+        row = tl.where(here, -1, row)
         there = here | (row >= 0)
-        waits = (row >= 0) & (row < RING[1]) & (layer >= 0) & (layer < RING[0])
-        waits = (waits & (token < 0))[:, None] & (c < DIM)
+        rows = tl.where((layer >= 0) & (layer < RING[0]), RING[1], 0)
+        waits = ((row >= 0) & (row < rows))[:, None] & (c < DIM)
         fresh = here[:, None] & (c < DIM)
         half = (j * HALVES // SPAN * DIM)[:, None]
         at = tl.where(here, token, 0).to(tl.int64)[:, None] * (HALVES * DIM) + half + c

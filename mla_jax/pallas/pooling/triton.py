@@ -37,8 +37,8 @@ REQUIREMENT = Requirement(
     packages=("triton",),
 )
 
-ELEMENTS = 4096
-"""Of a program of ``pool``: places times channels."""
+ELEMENTS = 1024
+"""Of a warp of ``pool``: places times channels; up to four warps, 32 channels or more."""
 
 
 def pool_states(
@@ -83,7 +83,7 @@ def _one(
         *inputs, ring.pages, groups.ends, groups.tokens, groups.kept, number,
         out=spec((count, dim), jnp.float32),
         grid=count * cdiv(dim, channels),
-        warps=4,
+        warps=min(max(places * channels // ELEMENTS, 1), 4),
         stages=1,
         **sizes,
         TILE=(places, channels),
