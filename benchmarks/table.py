@@ -227,7 +227,7 @@ SUITES = {
         V4_LAYER,
     ),
     "v4_step": Suite(
-        "V4's small steps: new rows and queries, and the compressed states of all pools of a layer, "
+        "V4's small steps: new rows and queries, compressed states of all pools of a layer, "
         "beside vLLM's kernels. Case names: operation (and ratio or format), tokens.",
         V4_STEP,
     ),

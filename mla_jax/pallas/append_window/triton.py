@@ -61,7 +61,7 @@ def append_window(
         warps=WARPS,
         stages=1,
         SIZES=(heads, dim, cos.shape[1]),
-        **layout(cache),
+        STORE=layout(cache),
         TILE=(few, power_of_two(dim)),
         EPS=float(eps),
     )  # fmt: skip

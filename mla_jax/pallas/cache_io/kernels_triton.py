@@ -21,7 +21,7 @@ __all__ = ["clamp", "place", "store_row"]
 def place(slots, number, token, CACHE: tl.constexpr):
     """Whether a token's slot is in the cache; its layer and its slot there, 0 if it is not.
 
-    ``CACHE`` are layers and slots of each.
+    ``CACHE`` begins with layers and slots of each.
     """
     slot = tl.load(slots + token)
     layer = tl.load(number)
@@ -50,16 +50,16 @@ def _e4m3(x):
 
 
 @jit
-def _scale(amax, RULE: tl.constexpr):
+def _scale(amax, STORE: tl.constexpr):
     """float32 scales of groups with these maxima, by ``ScaleRule.choose``."""
     LARGEST: tl.constexpr = 448.0
-    FLOOR: tl.constexpr = RULE[1]
+    FLOOR: tl.constexpr = STORE[16]
     whole = tl.zeros_like(amax) + LARGEST
-    if RULE[2]:
+    if STORE[17]:
         s = tl.div_rn(tl.maximum(amax, FLOOR), whole)
     else:
         s = tl.maximum(tl.div_rn(amax, whole), FLOOR)
-    if RULE[0]:
+    if STORE[15]:
         bits = s.to(tl.int32, bitcast=True)
         up = ((bits & 0x7FFFFF) != 0).to(tl.int32)
         s = (((bits >> 23) + up) << 23).to(tl.float32, bitcast=True)
@@ -67,27 +67,24 @@ def _scale(amax, RULE: tl.constexpr):
 
 
 @jit
-def _store_record(
-    x, pages, layer, slot,
-    CACHE: tl.constexpr, RECORD: tl.constexpr, RULE: tl.constexpr,
-):  # fmt: skip
+def _store_record(x, pages, layer, slot, STORE: tl.constexpr):
     """The bytes of one row in the planes of its page."""
-    PAGE: tl.constexpr = RECORD[0]
-    CODED: tl.constexpr = RECORD[2]
-    GROUP: tl.constexpr = RECORD[3]
-    STORED: tl.constexpr = RECORD[4]
+    PAGE: tl.constexpr = STORE[2]
+    CODED: tl.constexpr = STORE[4]
+    GROUP: tl.constexpr = STORE[5]
+    STORED: tl.constexpr = STORE[6]
     COLUMNS: tl.constexpr = x.shape[1]
     GROUPS: tl.constexpr = COLUMNS // GROUP
-    begin = (layer.to(tl.int64) * (CACHE[1] // PAGE) + slot // PAGE) * RECORD[1]
+    begin = (layer.to(tl.int64) * (STORE[1] // PAGE) + slot // PAGE) * STORE[3]
     offset = slot % PAGE
-    if RULE[3]:
+    if STORE[18]:
         x = x.to(tl.bfloat16)
     x = x.to(tl.float32)
     grouped = tl.reshape(x, (GROUPS, GROUP))
-    s = _scale(tl.max(tl.where(grouped != grouped, 0.0, tl.abs(grouped)), 1), RULE)
+    s = _scale(tl.max(tl.where(grouped != grouped, 0.0, tl.abs(grouped)), 1), STORE)
     i = tl.arange(0, GROUPS)
-    to = pages + begin + RECORD[7] + offset * RECORD[8]
-    if RECORD[11]:  # exponents; infinity is none
+    to = pages + begin + STORE[9] + offset * STORE[10]
+    if STORE[13]:  # exponents; infinity is none
         code = s.to(tl.int32, bitcast=True) >> 23
         s = tl.where(code == 255, float("nan"), s)
         code = tl.where(i < CODED // GROUP, code, 0)
@@ -97,25 +94,22 @@ def _store_record(
     divisor = tl.zeros_like(grouped) + tl.reshape(s, (GROUPS, 1))
     codes = tl.reshape(_e4m3(clamp(tl.div_rn(grouped, divisor), 448.0)), (1, COLUMNS))
     c = tl.arange(0, COLUMNS)[None, :]
-    tl.store(pages + begin + RECORD[5] + offset * RECORD[6] + c, codes, mask=c < CODED)
-    if RECORD[9] >= 0:
-        tail = (pages + begin + RECORD[9] + offset * RECORD[10]).to(tl.pointer_type(tl.bfloat16))
-        wide = (c >= CODED) & (c < CODED + RECORD[12])
+    tl.store(pages + begin + STORE[7] + offset * STORE[8] + c, codes, mask=c < CODED)
+    if STORE[11] >= 0:
+        tail = (pages + begin + STORE[11] + offset * STORE[12]).to(tl.pointer_type(tl.bfloat16))
+        wide = (c >= CODED) & (c < CODED + STORE[14])
         tl.store(tail + (c - CODED), x.to(tl.bfloat16), mask=wide)
 
 
 @jit
-def store_row(
-    x, pages, layer, slot, DIM: tl.constexpr,
-    CACHE: tl.constexpr, RECORD: tl.constexpr, RULE: tl.constexpr,
-):  # fmt: skip
+def store_row(x, pages, layer, slot, DIM: tl.constexpr, STORE: tl.constexpr):
     """Store ``[1, columns]``, of which ``DIM`` count, as one row of any cache without a scale.
 
-    ``cache_io.triton.layout`` makes ``CACHE``, ``RECORD`` (None: elements) and ``RULE``.
+    ``STORE`` as ``cache_io.triton.layout`` makes it.
     """
-    if RECORD is None:
+    if STORE[2] == 0:
         c = tl.arange(0, x.shape[1])[None, :]
-        to = pages + (layer.to(tl.int64) * CACHE[1] + slot) * DIM
+        to = pages + (layer.to(tl.int64) * STORE[1] + slot) * DIM
         tl.store(to + c, x.to(pages.dtype.element_ty), mask=c < DIM)
     else:
-        _store_record(x, pages, layer, slot, CACHE, RECORD, RULE)
+        _store_record(x, pages, layer, slot, STORE)
