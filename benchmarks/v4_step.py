@@ -21,7 +21,7 @@ from mla_jax.ops import append_window, gather_rows, pool_states
 from mla_jax.pallas.append.ref import rms_norm
 from mla_jax.types import cdiv, round_up
 
-__all__ = ["CASES", "METHOD", "Case", "run"]
+__all__ = ["CASES", "METHOD", "Case", "Made", "made", "run"]
 
 HEADS, DIM, INDEX, PAIRS, PAGE, EPS = 64, 512, 128, 32, 64, 1e-6
 CONTEXT, RECORD, KEY = 4096, 584, 132
@@ -100,7 +100,7 @@ CASES = tuple(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Made:
+class Made:
     """One side of a case: ``call(backend)(held, *given) -> (held, out)``."""
 
     call: Callable[[str], Callable[..., Any]]
@@ -113,38 +113,43 @@ class _Made:
 def run(peers: Path | None, chosen: list[str], turn: AbstractContextManager) -> Iterator[dict]:
     """Check and time the chosen cases; compiles outside of ``turn``, measures inside."""
     for case in (c for c in CASES if c.name in chosen):
-        made = _pools(case) if case.ratio else _rows(case)
+        both = made(case)
         programs = {
-            backend: jax.jit(made.call(backend), donate_argnums=0)
-            .lower(made.held, *made.given)
+            backend: jax.jit(both.call(backend), donate_argnums=0)
+            .lower(both.held, *both.given)
             .compile()
             for backend in ("triton", "xla")
         }
         with turn:
-            row = _measured(case, made, programs, peers)
+            row = _measured(case, both, programs, peers)
         print({k: v for k, v in row.items() if "kernels" not in k}, flush=True)
         yield row
 
 
-def _measured(case: Case, made: _Made, programs: dict[str, Any], peers: Path | None) -> dict:
+def made(case: Case) -> Made:
+    """The arrays of a case and its calls."""
+    return _pools(case) if case.ratio else _rows(case)
+
+
+def _measured(case: Case, both: Made, programs: dict[str, Any], peers: Path | None) -> dict:
     """Errors and times of our backends and of the peer."""
     results, sides = {}, {}
     for backend, program in programs.items():
-        held = [jax.tree.map(jnp.copy, made.held)]
+        held = [jax.tree.map(jnp.copy, both.held)]
 
         def once(program=program, held=held):
-            held[0], out = program(held[0], *made.given)
+            held[0], out = program(held[0], *both.given)
             jax.block_until_ready((held[0], out))
             return out
 
         out = once()
-        results[backend] = [*made.rows(held[0]), *jax.tree.leaves(out)]
+        results[backend] = [*both.rows(held[0]), *jax.tree.leaves(out)]
         sides[backend] = once
     row: dict[str, Any] = {"case": case.name, "floor_us": 1e6 * case.bytes / BYTES_PER_S}
     row["error"] = _error(results["triton"], results["xla"])
     assert row["error"] < ALLOWED, f"{case.name}: off by {row['error']}"
     if peers is not None:
-        name, call, read = made.peer(peers)
+        name, call, read = both.peer(peers)
         row |= {"peer": name, "peer_error": _error(read(_waited(call)), results["xla"])}
         if row["peer_error"] < ALLOWED:
             sides["peer"] = functools.partial(_waited, call)
@@ -216,7 +221,7 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(int(np.prod(shape[i + 1 :])) for i in range(len(shape)))
 
 
-def _rows(case: Case) -> _Made:
+def _rows(case: Case) -> Made:
     """Queries and the one row of each token."""
     tokens, keys = case.tokens, jax.random.split(jax.random.key(0), 3)
     q = jax.random.normal(keys[0], (tokens, HEADS, DIM), jnp.bfloat16)
@@ -250,7 +255,7 @@ def _rows(case: Case) -> _Made:
 
     given = q, kv, gain, *map(jnp.asarray, (cos, sin, slots))
     stored = functools.partial(gather_rows, slots=jnp.asarray(slots), dtype=jnp.float32)
-    return _Made(call=call, held=cache, given=given, rows=lambda c: [stored(c)], peer=peer)
+    return Made(call=call, held=cache, given=given, rows=lambda c: [stored(c)], peer=peer)
 
 
 def _step(case: Case):
@@ -271,7 +276,7 @@ def _step(case: Case):
     return common, Pools(states=states, ring=ring).build(common)
 
 
-def _pools(case: Case) -> _Made:
+def _pools(case: Case) -> Made:
     """The states of all pools that one layer has."""
     common, meta = _step(case)
     tokens, halves, span = case.tokens, case.halves, case.ratio * case.halves
@@ -313,7 +318,7 @@ def _pools(case: Case) -> _Made:
         at = jnp.asarray(slots)
         return [gather_rows(cache, at, dtype=jnp.float32) for cache in held[1]]
 
-    return _Made(
+    return Made(
         call=call,
         held=(ring, tuple(p.cache for p in pools)),
         given=(apart, meta, common.positions, angles),

@@ -102,16 +102,16 @@ class V4Attention(nnx.Module):
             facts: dict[str, Any] = {"eps": self.config.eps, "layer": layer, "backend": naming}
             return ops.append_window(cache, q, kv, gain, angles, slots, **facts)
 
-        divided_heads = placement is not None and divides(placement, self.config.heads)
-        if divided_heads:
-            append = divided(append, placement, given=(None, 1, *(None,) * 5), returned=(1, None))
+        shards = placement if divides(placement, self.config.heads) else None
+        if shards is not None:
+            append = divided(append, shards, given=(None, 1, *(None,) * 5), returned=(1, None))
         new = self.q_up(low), self.kv(x), self.kv_norm.scale[...]
         numbers = jnp.asarray(layer), jnp.asarray(number)
         given = caches["window"], *new, shared.angles, slots["window"], numbers[0]
         q, caches["window"] = append(*given)
         chosen = None
         if self.pool is not None:
-            caches |= self._complete_groups(x, meta, caches, shared, number, backend)
+            caches |= self._complete_groups(x, meta, caches, shared, numbers[1], backend, shards)
         if self.indexer is not None:
             assert meta.indexer is not None, "the builder of this model has one"
             chosen = ops.select_topk(
@@ -134,9 +134,9 @@ class V4Attention(nnx.Module):
                 out = scopes.prefills(out, q, sink)
             return out
 
-        if divided_heads:
+        if shards is not None:
             given = 1, 0, *(None,) * 7
-            attend = divided(attend, placement, given=given, returned=1)
+            attend = divided(attend, shards, given=given, returned=1)
         given = q, self.sink[...], caches["window"], states, chosen, *numbers, meta, shared
         out = attend(*given)
         return self._project(out, shared.angles), caches
@@ -147,8 +147,9 @@ class V4Attention(nnx.Module):
         meta: V4Metadata,
         caches: Mapping[str, Cache],
         shared: _OfRatio,
-        number: Int[Array, ""] | int,
+        number: Int[Array, ""],
         backend: str | None,
+        shards: Placement | None,
     ) -> dict[str, Cache]:
         """Store the states of groups that end in this step, and what later groups need."""
         assert self.pool is not None and shared.pool is not None and shared.firsts is not None
@@ -156,15 +157,17 @@ class V4Attention(nnx.Module):
         if self.indexer is not None:
             pools["index_keys"] = self.indexer.pool
         slots, ring = meta.common.slots, f"open_{self.ratio}"
-        written, found = ops.pool_states(
-            caches[ring],
-            tuple(pool.given(x, caches[name], slots[name]) for name, pool in pools.items()),
-            shared.pool,
-            meta.positions,
-            shared.firsts,
-            eps=self.config.eps,
-            layer=number,
-            backend=ops.named("pool_states", backend),
+
+        def complete(ring, given, groups, positions, firsts, number):
+            naming = ops.named("pool_states", backend)
+            facts: dict[str, Any] = {"eps": self.config.eps, "layer": number, "backend": naming}
+            return ops.pool_states(ring, given, groups, positions, firsts, **facts)
+
+        if shards is not None:  # whole on every device
+            complete = divided(complete, shards, given=(None,) * 6, returned=None)
+        given = tuple(pool.given(x, caches[name], slots[name]) for name, pool in pools.items())
+        written, found = complete(
+            caches[ring], given, shared.pool, meta.positions, shared.firsts, number
         )
         return {ring: written, **dict(zip(pools, found, strict=True))}
 
