@@ -93,8 +93,8 @@ class Case:
 
 
 CASES = tuple(
-    Case(tokens=tokens, **kind)
-    for kind in ({}, {"form": "bf16"}, {"ratio": 4}, {"ratio": 128})
+    Case(tokens=tokens, ratio=ratio, form=form)
+    for ratio, form in ((0, "v4"), (0, "bf16"), (4, "v4"), (128, "v4"))
     for tokens in (1, 32, 128, 8192)
 )
 

@@ -79,8 +79,8 @@ class Pool(nnx.Module):
         v, g = self.products(x)
         g = g + self.gate_bias[...][jnp.arange(tokens, dtype=jnp.int32) % ratio]
         v, g = (y[jnp.maximum(at, 0)] for y in (v, g))
-        angles = tuple(a[first] for a in angles)
-        states = pooled(v, g, at >= 0, self.norm.scale[...], *angles, eps=self.eps)
+        cos, sin = (a[first] for a in angles)
+        states = pooled(v, g, at >= 0, self.norm.scale[...], cos, sin, eps=self.eps)
         return states.astype(x.dtype)
 
 

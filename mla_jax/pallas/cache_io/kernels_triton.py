@@ -52,9 +52,8 @@ def _e4m3(x):
 @jit
 def _scale(amax, STORE: tl.constexpr):
     """float32 scales of groups with these maxima, by ``ScaleRule.choose``."""
-    LARGEST: tl.constexpr = 448.0
     FLOOR: tl.constexpr = STORE[16]
-    whole = tl.zeros_like(amax) + LARGEST
+    whole = tl.zeros_like(amax) + 448.0  # the largest code
     if STORE[17]:
         s = tl.div_rn(tl.maximum(amax, FLOOR), whole)
     else:

@@ -56,7 +56,7 @@ def _stored(pool, parts, groups, eps, layer) -> LatentCache | RecordCache:
     return _write(pool.cache, states.astype(pool.gain.dtype), slots, layer)
 
 
-def _write(cache: LatentCache | RecordCache, rows, slots, layer) -> LatentCache | RecordCache:
+def _write[C: (LatentCache, RecordCache)](cache: C, rows: Array, slots: Array, layer: Layer) -> C:
     """``rows`` at ``slots`` of any cache."""
     if isinstance(cache, RecordCache):
         cuts = np.cumsum([f.count for f in cache.format.values])[:-1].tolist()
