@@ -13,7 +13,7 @@ from mla_jax.errors import ArgumentError, UnsupportedError
 from mla_jax.ops import append_window, gather_rows
 from mla_jax.pallas.device import DeviceInfo
 from tests import aot
-from tests.cases import run
+from tests.cases import draw, run
 from tests.pallas import v4_steps
 from tests.pallas.experts import missing
 from tests.pallas.v4_steps import EPS, PAGE, PAGES
@@ -94,6 +94,35 @@ def test_no_tokens(backend, rng):
     q, after = run(append_window, cache, *as_arrays(*rest), eps=EPS, backend=backend)
     assert q.shape == (0, 4, 48)
     assert np.isnan(np.asarray(after.pages, np.float32)).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", ["bf16", "v4"])
+def test_model_widths_past_31_bits(format, rng):
+    """64 heads of 512, into the last layer of more than 2^31 elements; twice the same bits."""
+    tokens, pages = 300, 32768
+    widths = {"rank": 448, "rope": 64} if format == "bf16" else {}
+    alloc = LatentCache.alloc if widths else RecordCache.alloc
+    q, kv = draw(rng, tokens, 64, 512, dtype="bfloat16"), draw(rng, tokens, 512, dtype="bfloat16")
+    gain, turn = draw(rng, 512, dtype="bfloat16"), rng.uniform(-3, 3, (tokens, 32))
+    slots = pages * 64 - 1 - rng.permutation(tokens).astype(np.int32)
+    given = as_arrays(q, kv, gain, turn, slots)
+    step = jax.jit(in_layer, static_argnames="backend", donate_argnums=0)
+    queries, rows = v4_steps.window_truth(q, kv, gain, turn)
+    found = []
+    for _ in range(2):
+        cache = alloc(num_pages=pages, page=64, format=format, layers=3, **widths)
+        assert cache.pages.size > 2**31
+        got, cache = step(cache, *given, jnp.int32(2), backend="triton")
+        stored = gather_rows(cache, given[-1], dtype=jnp.float32, layer=2)
+        near = v4_steps.near("fp32", "bfloat16")
+        np.testing.assert_allclose(np.asarray(got, np.float64), queries, **near)
+        np.testing.assert_allclose(stored, rows, **v4_steps.near(format, "bfloat16"))
+        assert not gather_rows(cache, given[-1], dtype=jnp.float32, layer=0).any()
+        found.append([np.asarray(got).view(np.uint8), np.asarray(stored)])
+        del cache
+    for a, b in zip(*found, strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def test_refusals(rng, our_errors, monkeypatch):

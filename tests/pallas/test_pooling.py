@@ -124,6 +124,18 @@ def test_a_state_without_a_slot(backend, rng):
     np.testing.assert_allclose(got[1], s.truth(0, 0)[1], atol=1e-5)
 
 
+@pytest.mark.gpu
+def test_model_widths_past_31_bits(rng):
+    """Groups of 128, in the last layer of rings of more than 2^31 elements, as records."""
+    s = sequences(rng, (300, 130), ratio=128, overlap=False, formats=("v4",), dtype="bfloat16")
+    memory = Memory(rng, s, layers=3, extra=8192)
+    assert memory.ring.pages.size > 2**31
+    _, (cache,) = walked(rng, memory, 90, "triton", tokens=180, layer=2)
+    for r in range(2):
+        got = gather_rows(cache, jnp.asarray(memory.rows(r)), dtype=jnp.float32, layer=2)
+        np.testing.assert_allclose(got, s.truth(0, r), **v4_steps.near("v4", "bfloat16"))
+
+
 def test_refusals(rng, our_errors, monkeypatch):
     s = sequences(rng, (8,))
     memory = Memory(rng, s)
