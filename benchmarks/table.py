@@ -154,6 +154,18 @@ V4_LAYER: Columns = {
     "floor of attention µs": ("attention_floor_us", 1),
     "caches, bytes": ("cache_bytes", 0),
 }
+V4_STEP: Columns = {
+    "µs": ("us", 1),
+    "span µs": ("span_us", 1),
+    "vLLM µs": ("peer_us", 1),
+    "ratio": ("ratio", 2),
+    "peer": ("peer", 0),
+    "xla µs": ("xla_us", 1),
+    "its ratio": ("ratio_xla", 2),
+    "floor µs": ("floor_us", 1),
+    "error": ("error", 4),
+    "peer's error": ("peer_error", 4),
+}
 START: Columns = {
     "layers": ("layers", 0),
     "programs": ("programs", 0),
@@ -232,6 +244,11 @@ SUITES = {
         "A decode step of one V4-Flash-shaped layer of each kind: a floor, no peer. Case names: "
         "ratio of the states, requests, tokens of each.",
         V4_LAYER,
+    ),
+    "v4_step": Suite(
+        "V4's small steps: new rows and queries, compressed states of all pools of a layer, "
+        "beside vLLM's kernels. Case names: operation (and ratio or format), tokens.",
+        V4_STEP,
     ),
     "indexer": Suite(
         "Selection as a whole: index scores and the best 2,048. Case names: queries x keys of "

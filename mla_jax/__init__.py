@@ -10,6 +10,7 @@ from mla_jax.cache import (
     RecordCache,
     RecordFormat,
     SparseScope,
+    StatePool,
 )
 from mla_jax.config import IndexerConfig, MLADims, ModelConfig, MoEConfig, RopeConfig, YarnConfig
 from mla_jax.config_v4 import StreamConfig, V4Config, read_config
@@ -96,6 +97,7 @@ __all__ = [
     "RopeConfig",
     "SamplingParams",
     "SparseScope",
+    "StatePool",
     "StreamConfig",
     "UnsupportedError",
     "V4Config",
