@@ -23,6 +23,9 @@ from mla_jax.pallas.axes import Groups
 from mla_jax.pallas.indexer.ref import quantise_queries
 from mla_jax.types import Array, AttnState, Float, Int, gathered
 
+Gathered = tuple[Array, Array | None]
+"""Keys, or codes with the scale of each."""
+
 __all__ = [
     "append_window",
     "indexer_logits",
@@ -113,33 +116,40 @@ def _select_prefills(
     """``found`` with the rows of prefills, chunk by chunk: keys gathered, queries scored."""
     bucket, tokens = meta.bucket, found.shape[0]
     dim, lane = q.shape[-1], jnp.arange(bucket.chunk_queries, dtype=jnp.int32)
-    exact = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "index_key": jnp.bfloat16}
-    dtype = exact.get(cache.format.name, jnp.float32)  # of a power of two times e4m3 too
+    coded = isinstance(cache, RecordCache)
+    exact = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
+    dtype = exact.get(cache.format.name, jnp.float32)
 
-    def one_chunk(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+    def one_chunk(i: Array, carry: tuple[Array, Gathered]) -> tuple[Array, Gathered]:
         found, keys = carry
         chunk = meta.chunk(i)
 
-        def gather() -> Array:
+        def gather() -> Gathered:
             r = jnp.minimum(chunk.token_to_seq, bucket.chunk_requests - 1)
             p = jnp.arange(bucket.chunk_keys, dtype=jnp.int32) - chunk.cu_seq_lens[r]
             column = jnp.clip(p // cache.page, 0, chunk.page_table.shape[1] - 1)
             slots = chunk.page_table[r, column] * cache.page + p % cache.page
             slots = jnp.where(chunk.token_to_seq < bucket.chunk_requests, slots, -1)
+            if coded:
+                problem = problems.gather_codes(cache, slots, layer=layer)
+                run = choose(problem, named("gather_codes", backend))
+                return run(cache, slots, layer=number(layer))
             problem = problems.gather_rows(cache, slots, dtype=dtype, layer=layer)
             run = choose(problem, named("gather_rows", backend))
-            return run(cache, slots, dtype=dtype, layer=number(layer))
+            return run(cache, slots, dtype=dtype, layer=number(layer)), None
 
         keys = lax.cond(chunk.skip_kv_gather, lambda: keys, gather)
         token = chunk.token_start + lane
         real = token < chunk.token_end
         at = jnp.minimum(token, tokens - 1)
         bounds = chunk.cu_seqlen_ks, chunk.cu_seqlen_ke
-        given = q[at], weights[at], keys, *bounds
-        chosen = choose(problems.select_prefill(*given, k=k), backend)(*given, k=k)
+        given, scales = (q[at], weights[at], keys[0], *bounds), keys[1]
+        problem = problems.select_prefill(*given, k=k, scales=scales)
+        chosen = choose(problem, backend)(*given, k=k, scales=scales)
         return found.at[jnp.where(real, token, tokens)].set(chosen, mode="drop"), keys
 
-    keys = jnp.zeros((bucket.chunk_keys, dim), dtype)
+    keys = jnp.zeros((bucket.chunk_keys, dim), jnp.float8_e4m3fn if coded else dtype)
+    keys = keys, jnp.zeros(bucket.chunk_keys) if coded else None
     return lax.fori_loop(0, meta.num_chunks, one_chunk, (found, keys))[0]
 
 

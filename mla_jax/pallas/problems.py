@@ -430,16 +430,17 @@ def select_decode(q, weights, cache, page_table, lens, *, k, layer=None) -> Prob
     return Problem.of(op, dtype=str(q.dtype), **_any_cache(cache), **facts, k=_best(op, k))
 
 
-def select_prefill(q, weights, keys, starts, ends, *, k) -> Problem:
+def select_prefill(q, weights, keys, starts, ends, *, k, scales=None) -> Problem:
     op = "select_topk_prefill"
     size = _bind(
         op,
         {},
         q=(q, "codes", "queries heads dim"),
         weights=(weights, "float", "queries heads"),
-        keys=(keys, "float", "keys dim"),
+        keys=(keys, "float" if scales is None else "codes", "keys dim"),
         starts=(starts, "int", "queries"),
         ends=(ends, "int", "queries"),
+        **({} if scales is None else {"scales": (scales, "float", "keys")}),
     )
     facts = {name: size[name] for name in ("heads", "dim", "queries", "keys")}
     kinds = {"dtype": str(q.dtype), "keys_dtype": str(keys.dtype)}

@@ -154,16 +154,21 @@ def best_of(
 @jit
 def stream(
     old_ranks, old_places, old_state, chunk, starts, ends, base, ranks, places, state, chosen,
-    K: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, SIZE: tl.constexpr,
-    FIRST: tl.constexpr, LAST: tl.constexpr,
+    K: tl.constexpr, SIZES: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
     """A row's candidates so far with those of a chunk; behind the last one, the best ``K``.
 
     Up to ``SIZE = 2 K`` candidates lie in the row's list, in order of place. ``state`` [rows, 2] is
     how many they are, and a rank that ``K`` of them reach: what comes later must be above it.
     ``STEP`` columns are looked at together. Where they do not fit, the list is cut down to its best
-    ``K``; where they still do not, they are.
+    ``K``; where they still do not, they are. ``SIZES`` are columns of a chunk, ``STEP`` and
+    ``SIZE``; ``TURN`` is whether it is the first chunk, and whether it is the last.
     """
+    COLUMNS: tl.constexpr = SIZES[0]
+    STEP: tl.constexpr = SIZES[1]
+    SIZE: tl.constexpr = SIZES[2]
+    FIRST: tl.constexpr = TURN[0]
+    LAST: tl.constexpr = TURN[1]
     line = tl.program_id(0).to(tl.int64)
     start = tl.load(starts + line)
     end = tl.load(ends + line)

@@ -37,10 +37,10 @@ DECODE = Requirement(
 )
 
 PREFILL = Requirement(
-    sm=Within(low=80),
+    sm=Within(low=89),
     features={
         "dtype": OneOf("bfloat16", "float16", "float8_e4m3fn"),
-        "keys_dtype": OneOf("bfloat16", "float16"),
+        "keys_dtype": OneOf("bfloat16", "float16", "float8_e4m3fn"),
         "dim": OneOf(64, 128),
     },
     packages=("triton",),
@@ -251,11 +251,8 @@ def _stream(
             aliases=None if first else {0: 0, 1: 1, 2: 2},
             registers=REGISTERS,
             K=k,
-            COLUMNS=columns,
-            STEP=step,
-            SIZE=size,
-            FIRST=first,
-            LAST=last,
+            SIZES=(columns, step, size),
+            TURN=(first, last),
         )  # fmt: skip
         return chosen if last else tuple(kept)
 
