@@ -33,7 +33,8 @@ PAGE, STEPS, TRACED = 64, 64, 4
 BYTES_PER_S = 4.25e12
 METHOD = (
     "One layer of V4-Flash's widths (experts among them; a vocabulary of 1,024), bf16, random "
-    f"weights and rows; wall time of {STEPS} decode steps behind each other, then {TRACED} traced. "
+    f"weights, rows and token ids; wall time of {STEPS} decode steps behind each other, then "
+    f"{TRACED} traced. "
     "attention_floor: window, selected or all states and index keys of every request, read once at "
     "4.25 TB/s; floor: the layer's weights too, of the experts those that so many tokens reach"
 )
@@ -113,9 +114,11 @@ def made(case: Case) -> tuple[Engine, StepBatch]:
         width = group.pages_of(keys) - first
         own = group.pool.alloc(case.requests * width)
         table[: case.requests, first : first + width] = np.reshape(own, (case.requests, width))
+    ids = np.random.default_rng(0).integers(0, case.layer.vocab, batch.token_ids.shape, np.int32)
     sampling = dataclasses.replace(batch.sampling, position=lens)
     return engine, dataclasses.replace(
         batch,
+        token_ids=ids,
         query_starts=starts,
         seq_lens=lens,
         num_requests=np.asarray(count, np.int32),
