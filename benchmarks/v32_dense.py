@@ -4,7 +4,6 @@ Sparse: index scores, the best of them, and attention over these rows of a 656-b
 bf16 rows; decodes absorbed over all pages, a prefill expanded over its context in chunks.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -128,7 +127,7 @@ def _row(case: Case, meta: V32Metadata, dense: V32Metadata, turn: AbstractContex
     latent, keys, rows = _caches(case, meta)
     q, weights, q_latent, q_rope = _queries(case)
     selecting = q, weights, keys, meta
-    select, attend = _compiled(_selected, *selecting), None
+    select = _compiled(_selected, *selecting)
     slots = select(*selecting)
     attending = q_latent, q_rope, latent, slots
     attend = _compiled(_attended, *attending)
@@ -272,7 +271,4 @@ def _metadata(case: Case, topk: int | None) -> V32Metadata:
         facts = {"bucket": bucket, "groups": builder.groups}
         return builder.build(build_common(starts, seq_lens, tables, requests, **facts), decision)
 
-    device = dataclasses.replace(
-        decision, indexer=jax.tree.map(jnp.asarray, decision.indexer)
-    )  # host arrays of the decision
-    return build(starts, seq_lens, requests, table, device)
+    return build(starts, seq_lens, requests, table, decision)
