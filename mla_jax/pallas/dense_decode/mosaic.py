@@ -13,9 +13,8 @@ from jax.typing import DTypeLike
 
 from mla_jax.cache import FORMATS, CacheFormat
 from mla_jax.errors import ArgumentError
-from mla_jax.pallas import registry
+from mla_jax.pallas import axes, registry
 from mla_jax.pallas import tuning as tuning_table
-from mla_jax.pallas.axes import CacheScale, Layer, Pages, PageTable, PerRequest, Starts
 from mla_jax.pallas.dense_decode import work_plan as wp
 from mla_jax.pallas.dense_decode.sizes_sm90 import (
     BLOCK,
@@ -102,16 +101,9 @@ def heuristic(heads: int, max_query_len: int, quantised: bool = False, *, worker
 
 
 def make_plan(
-    seq_lens: PerRequest,
-    query_starts: Starts,
-    *,
-    tokens: int,
-    heads: int,
-    max_query_len: int,
-    page: int,
-    width: int,
-    tuning: Tuning,
-) -> wp.WorkPlan:
+    seq_lens: axes.PerRequest, query_starts: axes.Starts, *, tokens: int, heads: int,
+    max_query_len: int, page: int, width: int, tuning: Tuning,
+) -> wp.WorkPlan:  # fmt: skip
     """The work plan of one step; the same for all layers. ``width`` is the page table's."""
     sizes = _sizes(heads, max_query_len, page, tuning)
     lens = jnp.clip(seq_lens, 0, width * page).astype(jnp.int32)
@@ -152,23 +144,12 @@ def _balanced(lens: Array, starts: Array, **sizes: int) -> wp.WorkPlan:
 
 
 def dense_decode(
-    q_latent: Float[Array, "tokens heads rank"],
-    q_rope: Float[Array, "tokens heads rope"],
-    pages: Pages,
-    cache_scale: CacheScale,
-    page_table: PageTable,
-    seq_lens: PerRequest,
-    query_starts: Starts,
-    *,
-    max_query_len: int,
-    scale: float,
-    format: CacheFormat,
-    out_dtype: DTypeLike,
-    tuning: Tuning,
-    layer: Layer = None,
-    plan: wp.WorkPlan | None = None,
+    q_latent: axes.LatentQueries, q_rope: axes.RopeQueries, pages: axes.Pages,
+    cache_scale: axes.CacheScale, page_table: axes.PageTable, seq_lens: axes.PerRequest,
+    query_starts: axes.Starts, *, max_query_len: int, scale: float, format: CacheFormat,
+    out_dtype: DTypeLike, tuning: Tuning, layer: axes.Layer = None, plan: wp.WorkPlan | None = None,
     interpret: object = None,
-) -> AttnState:
+) -> AttnState:  # fmt: skip
     """``ref.dense_decode`` at the dtype of the queries, accumulating in float32.
 
     The weights of the values are rounded to that dtype. ``plan`` is ``make_plan`` of the same

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from mla_jax.errors import ArgumentError
 from mla_jax.pallas import registry
 from mla_jax.pallas import tuning as tuning_table
-from mla_jax.pallas.axes import Starts
+from mla_jax.pallas.axes import KeyValues, Queries, RopeKeys, Starts
 from mla_jax.pallas.dense_prefill import tile_plan as tp
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.registry import OneOf, Problem, Requirement, Tuned, Within
@@ -122,14 +122,9 @@ def _fits(tuning: Tuning, nope: int, rope: int, v: int, device: DeviceInfo) -> b
 
 
 def make_plan(
-    query_starts: Starts,
-    key_starts: Starts,
-    *,
-    tokens: int,
-    keys: int,
-    causal: bool,
+    query_starts: Starts, key_starts: Starts, *, tokens: int, keys: int, causal: bool,
     tuning: Tuning,
-) -> tp.TilePlan:
+) -> tp.TilePlan:  # fmt: skip
     """The tiles of one step; the same for all layers."""
     return tp.tiles(
         query_starts, key_starts, tokens=tokens, keys=keys,
@@ -138,19 +133,10 @@ def make_plan(
 
 
 def dense_prefill(
-    q: Float[Array, "tokens heads qk"],
-    kv: Float[Array, "keys heads nope_v"],
-    k_rope: Float[Array, "keys rope"],
-    query_starts: Starts,
-    key_starts: Starts,
-    *,
-    scale: float,
-    causal: bool,
-    out_dtype: DTypeLike,
-    tuning: Tuning,
-    plan: tp.TilePlan | None = None,
-    interpret: object = None,
-) -> AttnState:
+    q: Queries, kv: KeyValues, k_rope: RopeKeys, query_starts: Starts, key_starts: Starts, *,
+    scale: float, causal: bool, out_dtype: DTypeLike, tuning: Tuning,
+    plan: tp.TilePlan | None = None, interpret: object = None,
+) -> AttnState:  # fmt: skip
     """``ref.dense_prefill`` at the dtype of the queries, accumulating in float32.
 
     The weights of the values are rounded to that dtype. A value that is not finite spoils the

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 
+from mla_jax.pallas.axes import Starts
 from mla_jax.types import Array, Int
 
 __all__ = [
@@ -56,13 +57,7 @@ class TilePlan:
 
 
 def tiles(
-    query_starts: Int[Array, "starts"],
-    key_starts: Int[Array, "starts"],
-    *,
-    tokens: int,
-    keys: int,
-    block: int,
-    causal: bool,
+    query_starts: Starts, key_starts: Starts, *, tokens: int, keys: int, block: int, causal: bool
 ) -> TilePlan:
     """Tiles of ``ROWS`` queries, the first of a request at its first query.
 

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 
 from mla_jax.errors import ArgumentError
 from mla_jax.pallas import tuning as tuning_table
+from mla_jax.pallas.axes import Choices, ChoiceWeights, ExpertsIn, ExpertsOut, Hidden
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.registry import OneOf, Problem, Requirement, Tuned, Within
 from mla_jax.types import Array, Float, Int, power_of_two
@@ -166,16 +167,9 @@ def shared_bytes(rows: int, columns: int, depth: int, stages: int, matrices: int
 
 
 def routed_experts(
-    x: Float[Array, "tokens hidden"],
-    gate: Float[Array, "experts hidden width"],
-    up: Float[Array, "experts hidden width"],
-    down: Float[Array, "experts width hidden"],
-    weights: Float[Array, "tokens topk"],
-    experts: Int[Array, "tokens topk"],
-    *,
-    limit: float | None,
-    tuning: Tuning,
-) -> Float[Array, "tokens hidden"]:
+    x: Hidden, gate: ExpertsIn, up: ExpertsIn, down: ExpertsOut, weights: ChoiceWeights,
+    experts: Choices, *, limit: float | None, tuning: Tuning,
+) -> Hidden:  # fmt: skip
     """``ref.routed_experts``; gated products and each choice's result are rounded to x's dtype."""
     from mla_jax.pallas import triton_lib
     from mla_jax.pallas.grouped_matmul import kernels_triton as kernels
