@@ -27,6 +27,7 @@ from mla_jax.commands.roofline import roofline
 from mla_jax.commands.show import checked_out, fit_report, parity_report, roofline_report, show
 from mla_jax.config import IndexerConfig, MLADims, ModelConfig
 from mla_jax.config_v4 import AnyConfig, V4Config, read_config
+from mla_jax.demo import main as serve_demo
 from mla_jax.engine import Engine, WarmUp
 from mla_jax.errors import EngineError, MLAError
 from mla_jax.generation_config import GenerationDefaults
@@ -691,6 +692,4 @@ def support_matrix() -> None:
 @app.command()
 def demo() -> None:
     """Serve the small trained model of the package and check its answers."""
-    from mla_jax.demo import main as run
-
-    raise typer.Exit(run())
+    raise typer.Exit(serve_demo())

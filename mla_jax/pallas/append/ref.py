@@ -34,11 +34,7 @@ def rms_norm(
 
 
 def rotate(
-    x: Float[Array, "tokens ... dim"],
-    cos: Float[Array, "tokens pairs"],
-    sin: Float[Array, "tokens pairs"],
-    *,
-    interleaved: bool,
+    x: Float[Array, "tokens ... dim"], cos: Angles, sin: Angles, *, interleaved: bool
 ) -> Float[Array, "tokens ... dim"]:
     """``y_a = x_a cos - x_b sin, y_b = x_a sin + x_b cos`` for every pair ``(a, b)``.
 
