@@ -145,11 +145,9 @@ LONG_LISTS = {
     "cli.py explain": "the options of a command",
     "engine.py __init__": "the options of an engine",
     "pallas/dense_decode/mosaic.py dense_decode": "the operation's own, a plan, the interpreter",
-    "pallas/append/kernels_triton.py _row": "Triton passes pointers and strides one by one",
-    "pallas/append/kernels_triton.py append": "Triton passes pointers and strides one by one",
-    "pallas/sparse_attention/kernels_triton.py _over_records": "not done yet",
+    "pallas/append/kernels_triton.py append": "a launch passes arrays one by one",
 }
-"""Functions with more parameters, and why; the last two are to be divided."""
+"""Functions with more parameters, and why."""
 
 LONG: set[str] = set()
 """Functions with more lines."""

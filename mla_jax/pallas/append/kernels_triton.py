@@ -29,7 +29,7 @@ def _encode(x, factor, like, LARGEST: tl.constexpr):
 
 @jit
 def _row(
-    kv, gain, cos, sin, slots, number, scale, pages, token,
+    kv, gain, angles, cache, token,
     SIZES: tl.constexpr, CACHE: tl.constexpr, TILE: tl.constexpr, EPS: tl.constexpr,
     INTERLEAVED: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
@@ -38,6 +38,8 @@ def _row(
     RANK: tl.constexpr = SIZES[3]
     PAIRS: tl.constexpr = TILE[2]
     COLUMNS: tl.constexpr = TILE[3]
+    cos, sin = angles
+    slots, number, scale, pages = cache
     slot = tl.load(slots + token)
     layer = tl.load(number)
     LAYERS: tl.constexpr = CACHE[0]
@@ -118,7 +120,7 @@ def append(
     part = pid % (1 + BLOCKS)
     if part == 0:
         _row(
-            kv, gain, cos, sin, slots, number, scale, pages, token,
+            kv, gain, (cos, sin), (slots, number, scale, pages), token,
             SIZES, CACHE, TILE, EPS, INTERLEAVED, LARGEST,
         )  # fmt: skip
     else:
