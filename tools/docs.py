@@ -1,8 +1,12 @@
 """Write what the documentation derives from the code: ``python tools/docs.py [--check]``.
 
-The support matrix of README.md comes from the registry, docs/cache_formats.md from ``FORMATS``.
+The support matrix of README.md comes from the registry, docs/cache_formats.md from ``FORMATS``, and
+the tables of measurements in docs/kernels from the newest JSON file of each suite.
 """
 
+import functools
+import json
+import re
 import sys
 from pathlib import Path
 
@@ -98,7 +102,53 @@ def _holds(f: RecordFormat, x: Field) -> str:
     return "`s = 2^(byte - 127)`; 255 is NaN" if x.dtype == "float8_e8m0fnu" else "`s`"
 
 
-GENERATED = {"README.md": readme, "docs/cache_formats.md": cache_formats}
+MEASURED = re.compile(
+    r"<!-- measured (?P<suite>\w+): (?P<keys>[^:\n]+): (?P<cases>[^:\n]+) -->\n"
+    r".*?<!-- end of measured -->",
+    re.DOTALL,
+)
+"""A table of a kernel's page: suite, keys of a row, cases. What is between is written here."""
+
+COLUMNS = {
+    "us": "µs", "span_us": "µs", "ours_span_us": "µs", "floor_us": "floor µs", "peer": "peer",
+    "peer_span_us": "peer µs", "copy_span_us": "copy µs", "ratio_span": "peer / ours",
+    "floor_percent": "% of the floor", "copy_percent": "% of a copy", "recall": "recall",
+    "copy_percent_ordered": "%, pages in order", "times_floor": "times the floor",
+}  # fmt: skip
+"""Keys of a result that pages may show."""
+
+
+def measured(found: re.Match[str]) -> str:
+    """The table of one marker, from the newest results of its suite."""
+    files = sorted((ROOT / "benchmarks" / "results").glob(f"nvidia_h200_{found['suite']}_2*.json"))
+    rows = {row["case"]: row for row in json.loads(files[-1].read_text())["rows"]}
+    keys, cases = found["keys"].split(), found["cases"].split()
+    lines = [f"| case | {' | '.join(COLUMNS[k] for k in keys)} |", "|---" * (1 + len(keys)) + "|"]
+    for case in cases:
+        cells = (_cell(key, rows[case].get(key)) for key in keys)
+        lines.append(f"| `{case}` | {' | '.join(cells)} |")
+    opening, _, _ = found[0].partition("\n")
+    date = files[-1].stem[-10:]
+    table = "\n".join(lines)
+    return f"{opening}\nSuite `{found['suite']}`, {date}.\n\n{table}\n<!-- end of measured -->"
+
+
+def _cell(key: str, value: float | str | None) -> str:
+    if value is None or isinstance(value, str):
+        return value or "–"
+    digits = 0 if "percent" in key else 2 if key in ("ratio_span", "times_floor", "recall") else 1
+    return f"{value:.{digits}f}"
+
+
+def kernel_page(path: Path) -> str:
+    """A page with the tables of all of its markers."""
+    return MEASURED.sub(measured, path.read_text())
+
+
+GENERATED = {"README.md": readme, "docs/cache_formats.md": cache_formats} | {
+    str(path.relative_to(ROOT)): functools.partial(kernel_page, path)
+    for path in sorted((ROOT / "docs" / "kernels").glob("*.md"))
+}
 
 
 def main(check: bool) -> int:

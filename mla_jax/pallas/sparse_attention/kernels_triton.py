@@ -107,7 +107,8 @@ def _store(
 
 @jit
 def _over_elements(
-    q, cache, token, piece, state, SIZES: tl.constexpr, CACHE: tl.constexpr, TILE: tl.constexpr, SCALE: tl.constexpr,
+    q, cache, token, piece, state,
+    SIZES: tl.constexpr, CACHE: tl.constexpr, TILE: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """All turns over one cache ``(pages, slots, layer)``. ``q``: columns of the value, and those
     behind it, which count only if there are any. ``state`` is maxima, sums and values so far.
