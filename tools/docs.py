@@ -33,12 +33,26 @@ def cache_formats() -> str:
     """Every token record and page, byte by byte; elements at the widths of DeepSeek V3."""
     elements = "".join(_elements(f) for f in ELEMENT_FORMATS.values())
     records = "".join(_record(f) for f in RECORD_FORMATS.values())
+    record = RECORD_FORMATS["ds_mla"]
     return f"""# Cache formats
 
 A token has a slot, `page_id * page + offset`. Numbers are little-endian. Rows that no token was
 written to hold anything and are never used.
 
-This page is printed from `mla_jax.formats.FORMATS` by `make docs`.
+This page is for those who read or write cache memory from other code. It is printed from
+`mla_jax.formats.FORMATS` by `make docs`.
+
+```python
+from mla_jax.formats import FORMATS
+
+records = FORMATS["ds_mla"]
+print(records.row_bytes, records.page_bytes(64))  # {record.row_bytes} {record.page_bytes(64)}
+```
+
+## Limits
+
+An e4m3 cache of elements has one scale for each layer; scales for groups of a token exist in byte records only. Records
+have the published widths.
 
 # Elements of one dtype
 
