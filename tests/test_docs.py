@@ -1,5 +1,6 @@
 """What the documentation says is what the code does."""
 
+import json
 import re
 import subprocess
 import sys
@@ -70,6 +71,17 @@ def test_readme_examples_run(source, tmp_path, monkeypatch, capsys):
     weights.save(tmp_path / "DeepSeek-V2-Lite", TINY, leaves)
     monkeypatch.chdir(tmp_path)
     check_prints(source, capsys)
+
+
+def test_the_readme_says_how_long_starting_takes():
+    """Of V2-Lite's widths and 27 layers, from the newest results of the suite ``start``."""
+    file = max((imports.ROOT / "benchmarks" / "results").glob("nvidia_h200_start_*.json"))
+    rows = {row["case"]: row for row in json.loads(file.read_text())["rows"]}
+    row = rows["v2_lite_27l_start"]
+    readme = " ".join((imports.ROOT / "README.md").read_text().split())
+    pattern = r"ready in (\S+) s with nothing compiled before, and in (\S+) s with stored programs"
+    cold, warm = re.search(pattern, readme).groups()
+    assert (cold, warm) == (f"{row['cold_s']:.0f}", f"{row['warm_s']:.1f}")
 
 
 def test_the_readme_says_how_large_models_are():

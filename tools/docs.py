@@ -1,7 +1,7 @@
 """Write what the documentation derives from the code: ``python tools/docs.py [--check]``.
 
 The support matrix of README.md comes from the registry, docs/cache_formats.md from ``FORMATS``, and
-the tables of measurements in docs/kernels from the newest JSON file of each suite.
+the tables of measurements on other pages from the newest JSON file of each suite.
 """
 
 import functools
@@ -51,8 +51,8 @@ print(records.row_bytes, records.page_bytes(64))  # {record.row_bytes} {record.p
 
 ## Limits
 
-An e4m3 cache of elements has one scale for each layer; scales for groups of a token exist in byte records only. Records
-have the published widths.
+An e4m3 cache of elements has one scale for each layer; scales for groups of a token exist in byte
+records only. Records have the published widths.
 
 # Elements of one dtype
 
@@ -121,15 +121,18 @@ MEASURED = re.compile(
     r".*?<!-- end of measured -->",
     re.DOTALL,
 )
-"""A table of a kernel's page: suite, keys of a row, cases. What is between is written here."""
+"""A table of a page: suite, keys of a row, cases. What is between is written here."""
 
 COLUMNS = {
     "us": "µs", "span_us": "µs", "ours_span_us": "µs", "floor_us": "floor µs", "peer": "peer",
     "peer_span_us": "peer µs", "copy_span_us": "copy µs", "ratio_span": "peer / ours",
     "floor_percent": "% of the floor", "copy_percent": "% of a copy", "recall": "recall",
     "copy_percent_ordered": "%, pages in order", "times_floor": "times the floor",
+    "bf16_us": "bf16 weights, µs", "of_bf16": "part of bf16's time", "error": "error",
 }  # fmt: skip
 """Keys of a result that pages may show."""
+
+HUNDREDTHS = ("ratio_span", "times_floor", "recall", "of_bf16")
 
 
 def measured(found: re.Match[str]) -> str:
@@ -148,20 +151,25 @@ def measured(found: re.Match[str]) -> str:
 
 
 def _cell(key: str, value: float | str | None) -> str:
-    if value is None or isinstance(value, str):
-        return value or "–"
-    digits = 0 if "percent" in key else 2 if key in ("ratio_span", "times_floor", "recall") else 1
+    if value is None or value != value:  # absent, or NaN
+        return "–"
+    if isinstance(value, str):
+        return value
+    if key == "error":
+        return f"{value:.4f}"
+    digits = 0 if "percent" in key else 2 if key in HUNDREDTHS else 1
     return f"{value:.{digits}f}"
 
 
-def kernel_page(path: Path) -> str:
+def page(path: Path) -> str:
     """A page with the tables of all of its markers."""
     return MEASURED.sub(measured, path.read_text())
 
 
 GENERATED = {"README.md": readme, "docs/cache_formats.md": cache_formats} | {
-    str(path.relative_to(ROOT)): functools.partial(kernel_page, path)
-    for path in sorted((ROOT / "docs" / "kernels").glob("*.md"))
+    str(path.relative_to(ROOT)): functools.partial(page, path)
+    for path in sorted((ROOT / "docs").rglob("*.md"))
+    if "<!-- measured " in path.read_text()
 }
 
 
