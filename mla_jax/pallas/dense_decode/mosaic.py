@@ -5,7 +5,6 @@ The kernels are imported where they run: Mosaic GPU takes more than a second to 
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -76,14 +75,13 @@ class Tuning:
 
 def tune(problem: Problem, device: DeviceInfo) -> Tuned:
     """The measured choice for a problem, or the heuristic where nothing near was measured."""
-    if found := tuning_table.lookup(problem, device):
-        record, source = found
-        fields: dict[str, Any] = record.tuning | {"workers": device.sms}
-        return Tuned(value=Tuning(**fields), source=source)
-    quantised = FORMATS[str(problem["cache"])].quantised
-    sizes = int(problem["heads"]), int(problem["max_query_len"])
-    value = heuristic(*sizes, quantised, workers=device.sms)
-    return Tuned(value=value, source=f"heuristic: nothing near was measured on {device.kind}")
+
+    def choose() -> Tuning:
+        quantised = FORMATS[str(problem["cache"])].quantised
+        sizes = int(problem["heads"]), int(problem["max_query_len"])
+        return heuristic(*sizes, quantised, workers=device.sms)
+
+    return tuning_table.tuned(problem, device, Tuning, choose, workers=device.sms)
 
 
 def heuristic(heads: int, max_query_len: int, quantised: bool = False, *, workers: int) -> Tuning:

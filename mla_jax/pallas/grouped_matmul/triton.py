@@ -17,6 +17,7 @@ is split over its depth, nothing is added atomically, and what a row is multipli
 depend on its tile: a row's bits are those it has alone in an equal call.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,11 +107,8 @@ class Tuning:
 
 def tune(problem: Problem, device: DeviceInfo) -> Tuned:
     """The measured choice for a problem, or the heuristic where nothing near was measured."""
-    if found := tuning_table.lookup(problem, device):
-        record, source = found
-        return Tuned(value=Tuning(**record.tuning), source=source)
-    source = f"heuristic: nothing near was measured on {device.kind}"
-    return Tuned(value=heuristic(problem, device), source=source)
+    choose = functools.partial(heuristic, problem, device)
+    return tuning_table.tuned(problem, device, Tuning, choose)
 
 
 def heuristic(problem: Problem, device: DeviceInfo) -> Tuning:
