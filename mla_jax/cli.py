@@ -268,7 +268,7 @@ def generate(
 def warm(
     model: Model,
     programs: Annotated[
-        Path, typer.Option(help="Where the programs go. Yours alone: whoever reads them runs them.")
+        Path, typer.Option(help="Where programs go: a folder of your own, for reading one runs it.")
     ],
     dtype: DtypeOption = "bfloat16",
     cache_dtype: CacheOption = "auto",
@@ -361,7 +361,7 @@ def _load(folder: Path, *, dtype: str, **settings: Any) -> Engine:
 def _serve(
     engine: Engine, prompts: list[list[int]], params: SamplingParams, *, as_json: bool
 ) -> None:
-    """Print every completion as it comes, under a bar where somebody watches."""
+    """Print every completion when it is finished; on a terminal below a progress bar."""
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     # Into a file or a pipe it is printed at once; on a terminal the bar makes room for it.
     watched = sys.stdout.isatty()

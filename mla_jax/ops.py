@@ -3,7 +3,8 @@
 Arrays are positional, everything else is keyword-only. Every operation takes ``backend=None``,
 the best one that qualifies; a name means that backend or an ``UnsupportedError``. All work
 under ``jit``; the choice is made while tracing, from shapes, dtypes and the device alone.
-Those of sparse attention are in ``sparse_ops``.
+Those of sparse attention are in ``sparse_ops``. Arguments that do not fit each other or the cache
+raise an ``ArgumentError``.
 """
 
 import dataclasses
@@ -158,8 +159,8 @@ def gather_latent(
     """Cached rows of each request, from position ``first[r]`` on, laid end to end.
 
     Request ``r`` fills rows ``row_starts[r]`` to ``row_starts[r + 1]``; any start is allowed.
-    Rows that nobody fills are zeros. A quantised cache is dequantised. ``layer`` is the one of a
-    stack; an array is clamped to its layers.
+    Rows that no request fills are zeros. A quantised cache is dequantised. ``layer`` is the one of
+    a stack; an array is clamped to its layers.
     """
     problem = problems.gather(
         cache, page_table, first, row_starts, rows=rows, dtype=dtype, layer=layer
@@ -262,7 +263,7 @@ def plan_decode(
     backend: str | None = None,
     tuning: object = None,
 ) -> Any:
-    """Who attends to which keys in ``mla_decode``: once per step, the same for all layers.
+    """The division of ``mla_decode``'s work: made once per step, the same for all layers.
 
     Depends on lengths alone; ``tokens``, ``heads`` and ``dtype`` are those of the queries. A
     stacked cache is taken as it is. None where the backend makes no plan.

@@ -38,7 +38,7 @@ def test_more_than_is_free_is_a_bug_of_the_caller(n):
 def test_release_of_a_page_that_nobody_holds_is_a_bug(page):
     pool = PagePool(4)
     pool.release([3] if pool.alloc(1) == [3] else [])
-    with pytest.raises(AssertionError, match=f"page {page}, which nobody holds"):
+    with pytest.raises(AssertionError, match=f"page {page}, which no request holds"):
         pool.release([page])
 
 

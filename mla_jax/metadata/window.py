@@ -254,7 +254,7 @@ class WindowMetadata(SplitCounts):
 
 @dataclass(frozen=True, kw_only=True)
 class Windows:
-    """Plans and builds ``WindowMetadata`` in a bucket that somebody else chooses."""
+    """Plans and builds ``WindowMetadata`` in a bucket that the caller chooses."""
 
     group: GroupSpec  # of the raw tokens
     window: int

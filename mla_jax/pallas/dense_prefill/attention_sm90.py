@@ -137,7 +137,7 @@ class Attention:
 
         def without():
             done = self._landed(add_last())
-            pl.when(self.wg == 0)(self._give_turn)  # nobody would await the last one
+            pl.when(self.wg == 0)(self._give_turn)  # no warpgroup would wait for the last one
             b.free("v", b.slot(g + n - 1))
             finish(done)
             return self._nothing()

@@ -151,7 +151,7 @@ class Loader:
         return b.facts[b.draw_slot(t), 0] + self.sizes.workers
 
     def _locate(self, number):
-        """Tile and head of an item: the dearest tiles of a few heads, then the next heads."""
+        """Tile and head of an item: the most expensive tiles of a few heads, then the next heads."""
         heads, together = self.q.shape[1], self.sizes.heads_together
         full = max((heads - self.sizes.heads_last) // together, 0)  # then a wider section
         group = self.with_keys * together

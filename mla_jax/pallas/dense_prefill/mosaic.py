@@ -80,8 +80,8 @@ def heuristic(
     """As many heads side by side as have their keys in the L2 cache; as many keys as fit.
 
     Where tiles differ, heads that run at the same time anyway are together, and the last ones are
-    more, up to three tiles for each thread block or twice those keys: whoever begins an expensive
-    tile near the end finishes last. Where one request sees all keys, tiles cost the same, and a
+    more, up to three tiles for each thread block or twice those keys: a thread block that begins
+    an expensive tile near the end finishes last. Where one request sees all keys, tiles cost the same, and a
     fixed order serves.
 
     Queries in registers relieve shared memory. They and the hardware barriers that come with

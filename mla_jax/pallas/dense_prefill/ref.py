@@ -37,7 +37,7 @@ def dense_prefill(
     """``out = softmax(scale * q [k_nope | k_rope]^T) v`` per request, with ``kv = [k_nope | v]``.
 
     ``nope = qk - rope``. A query without keys gives ``(0, -inf)``. A value that is not finite
-    spoils the queries that see it, and nobody else. ``xla.dense_prefill`` needs less memory.
+    spoils the queries that see it, and no others. ``xla.dense_prefill`` needs less memory.
     """
     keys, nope = kv.shape[0], q.shape[2] - k_rope.shape[1]
     einsum = functools.partial(jnp.einsum, precision="highest")

@@ -70,7 +70,7 @@ def dense_prefill(
             if rope:
                 s = s + jnp.einsum("qhd,kd->hqk", q[..., nope:], k_rope, **f32)
             key = first + jnp.arange(cols, dtype=first.dtype)
-            # A value that is not finite spoils the queries that see it, and nobody else.
+            # A value that is not finite spoils the queries that see it, and no others.
             v_tile = kv[..., nope:]
             spoilt = ~jnp.isfinite(v_tile).all(axis=-1).T[:, None]  # [heads, 1, keys]
             s = jnp.where(spoilt, jnp.nan, s)

@@ -204,7 +204,7 @@ def gate_up(
     tile of no more rows than the tail's is computed as one of so many. ``PAIRS`` > 0, a power of
     two from ``pairs`` on: no plan, pairs lead themselves; ``rows`` and ``tiles`` are not read, and
     of ``choices`` times as many programs as blocks each takes every so many'th pair that has an
-    expert. Of the pairs without one nobody hears.
+    expert. Pairs without an expert are skipped.
     """
     pid = tl.program_id(0)
     BLOCKS: tl.constexpr = SIZES[3] // TILE[2]
