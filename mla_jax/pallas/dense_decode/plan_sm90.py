@@ -1,7 +1,7 @@
 """``work_plan.balanced`` in one kernel: its small steps as kernels of their own cost 30 µs.
 
-It computes the same integers. A row of the plan belongs to one request; rows, requests and workers are
-lanes of vectors. A lane finds *its* request by bisection, for the first rows of the requests
+It computes the same integers. A row of the plan belongs to one request; rows, requests and workers
+are lanes of vectors. A lane finds *its* request by bisection, for the first rows of the requests
 ascend, and then looks up what it needs of it. Every thread block sums up all requests
 (warpgroup 0), prices the shares (17, divided among four warpgroups) and then writes up to four
 chunks of 128 rows, one a warpgroup::

@@ -81,8 +81,8 @@ def heuristic(
 
     Where tiles differ, heads that run at the same time anyway are together, and the last ones are
     more, up to three tiles for each thread block or twice those keys: a thread block that begins
-    an expensive tile near the end finishes last. Where one request sees all keys, tiles cost the same, and a
-    fixed order serves.
+    an expensive tile near the end finishes last. Where one request sees all keys, tiles cost the
+    same, and a fixed order serves.
 
     Queries in registers relieve shared memory. They and the hardware barriers that come with
     them are faster in blocks of 64 keys and where all keys are seen, but slower in causal blocks

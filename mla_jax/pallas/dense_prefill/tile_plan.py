@@ -48,7 +48,7 @@ class TilePlan:
 
     Each tile is ``ROW`` (its first query), ``LIVE`` (how many queries it has), ``FIRST_KEY`` and
     ``KEYS`` of its request, ``OFFSET`` (query ``i`` of the tile sees keys up to ``i + OFFSET``),
-    ``BLOCKS`` (how many blocks of keys it reads). The most expensive first; those without keys last.
+    ``BLOCKS`` (how many blocks of keys it reads). Costly ones first; those without keys last.
     """
 
     facts: PlanFacts = field(metadata={"static": True})

@@ -27,8 +27,8 @@ from mla_jax.pallas.mosaic_inline import arith, ir, nvvm
 from mla_jax.pallas.mosaic_lib import ROW, WGMMA
 
 __all__ = [
-    "add_values", "any_above", "arrive", "clear_rows", "draw", "give_turn", "landed", "scores",
-    "store_rows", "sync", "take_turn",
+    "add_values", "any_score_above", "arrive", "draw", "give_turn", "landed", "scores",
+    "store_live_rows", "sync", "take_turn", "zero_rows_from",
 ]  # fmt: skip
 
 _TILES = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
@@ -102,7 +102,7 @@ def landed(x: jax.Array, later: int) -> jax.Array:
     return wait(x)
 
 
-def any_above(x: jax.Array, bound: float, *after: jax.Array) -> jax.Array:
+def any_score_above(x: jax.Array, bound: float, *after: jax.Array) -> jax.Array:
     """Whether a number of a warp's is above a positive ``bound``; each warp asks for its own.
 
     Such numbers are ordered as their bits are, and the largest of three integers is one
@@ -161,7 +161,7 @@ def _barrier(verb: str, number, threads: int) -> None:
     issue(number)
 
 
-def store_rows(x: jax.Array, lse: jax.Array, out, lse_out, row, live, head) -> None:
+def store_live_rows(x: jax.Array, lse: jax.Array, out, lse_out, row, live, head) -> None:
     """``out[row:row + live, head] = x``, the same of ``lse``; other rows are not touched."""
 
     @plgpu.inline_mgpu(
@@ -276,7 +276,7 @@ def draw(counter, place) -> None:
     add(counter, place)
 
 
-def clear_rows(x, first) -> None:
+def zero_rows_from(x, first) -> None:
     """Zeros from row ``first`` on in a buffer of rows of 128 bytes, by one warp."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(_TILES), inline.SCALAR))
