@@ -6,10 +6,10 @@ import jax
 
 from mla_jax.errors import MetadataError
 from mla_jax.metadata.buckets import CommonBucket, StepBucket
+from mla_jax.metadata.builder import StepBuilder, StepDecision, StepMetadata, sizes_of
 from mla_jax.metadata.check import check
 from mla_jax.metadata.common import CommonMetadata, GroupSpec, HostBatch
 from mla_jax.metadata.indexer import Indexer, IndexerDecision, IndexerMetadata
-from mla_jax.metadata.step_builder import StepBuilder, StepDecision, StepMetadata, sizes_of
 from mla_jax.types import Array, Int
 
 __all__ = ["V32Decision", "V32Metadata", "V32MetadataBuilder"]

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 
 from mla_jax.errors import MetadataError
 from mla_jax.metadata.buckets import CommonBucket, StepBucket
+from mla_jax.metadata.builder import StepBuilder, StepDecision, StepMetadata, sizes_of
 from mla_jax.metadata.check import check, check_slots, on_host, require
 from mla_jax.metadata.common import CommonMetadata, GroupSpec, HostBatch, slot_mapping
 from mla_jax.metadata.indexer import Indexer, IndexerDecision, IndexerMetadata
-from mla_jax.metadata.step_builder import StepBuilder, StepDecision, StepMetadata, sizes_of
 from mla_jax.metadata.window import WindowDecision, WindowMetadata, Windows
 from mla_jax.types import PAD_SLOT, Array, Bool, Int
 
