@@ -27,6 +27,7 @@ from mla_jax.commands.roofline import roofline
 from mla_jax.commands.show import checked_out, fit_report, parity_report, roofline_report, show
 from mla_jax.config import IndexerConfig, MLADims, ModelConfig
 from mla_jax.config_v4 import AnyConfig, V4Config, read_config
+from mla_jax.demo import main as serve_demo
 from mla_jax.engine import Engine, WarmUp
 from mla_jax.errors import EngineError, MLAError
 from mla_jax.generation_config import GenerationDefaults
@@ -267,7 +268,7 @@ def generate(
 def warm(
     model: Model,
     programs: Annotated[
-        Path, typer.Option(help="Where the programs go. Yours alone: whoever reads them runs them.")
+        Path, typer.Option(help="Where programs go: a folder of your own, for reading one runs it.")
     ],
     dtype: DtypeOption = "bfloat16",
     cache_dtype: CacheOption = "auto",
@@ -360,7 +361,7 @@ def _load(folder: Path, *, dtype: str, **settings: Any) -> Engine:
 def _serve(
     engine: Engine, prompts: list[list[int]], params: SamplingParams, *, as_json: bool
 ) -> None:
-    """Print every completion as it comes, under a bar where somebody watches."""
+    """Print every completion when it is finished; on a terminal below a progress bar."""
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     # Into a file or a pipe it is printed at once; on a terminal the bar makes room for it.
     watched = sys.stdout.isatty()
@@ -691,6 +692,4 @@ def support_matrix() -> None:
 @app.command()
 def demo() -> None:
     """Serve the small trained model of the package and check its answers."""
-    from mla_jax.demo import main as run
-
-    raise typer.Exit(run())
+    raise typer.Exit(serve_demo())

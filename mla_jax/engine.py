@@ -7,7 +7,7 @@ a step moves one ``StepBatch`` to the device and reads only what was drawn. What
 The engine runs ahead: it sends the next step before it reads the tokens of the last one, so that
 the device need not wait for the host. Tokens that are not read yet reach the next step on the
 device (``step.drawn_by``). Where a request turns out to have ended, the step that was sent for it
-in vain changes nothing: its rows lie in pages that whoever gets them writes first.
+in vain changes nothing: its rows lie in pages that their next owner writes before it reads them.
 """
 
 import itertools

@@ -47,7 +47,7 @@ def listed(names: Sequence[object]) -> str:
 
 
 class MLAError(Exception):
-    """What every error of the library is."""
+    """The base class of every error of the library."""
 
 
 @dataclass

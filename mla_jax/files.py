@@ -1,4 +1,4 @@
-"""Reading files that somebody else wrote: regular ones, up to a size."""
+"""Reading files of unknown origin: regular files only, up to a size."""
 
 import errno
 import os

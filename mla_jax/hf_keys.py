@@ -57,7 +57,7 @@ def config_object(
 
 
 class Keys:
-    """Takes keys out of an object one by one; ``finish`` refuses what nobody took.
+    """Takes keys out of an object one by one; ``finish`` refuses what was not taken.
 
     ``ignored`` names unknown keys to pass over, with their prefix.
     """
@@ -154,7 +154,7 @@ class Keys:
             self.take(name, default=None)
 
     def finish(self) -> None:
-        """Raises ConfigError naming every key that nobody took, with the nearest known name.
+        """Raises ConfigError naming every key that was not taken, with the nearest known name.
 
         Keys that only say who wrote the file are a warning, and those of ``ignored`` nothing.
         """

@@ -13,7 +13,7 @@ class HistoryRows[T: Hashable]:
         self._lent: dict[T, int] = {}
 
     def of(self, request: T, running: Container[T]) -> int:
-        """The request's row. Rows of whoever does not run any more are lent again."""
+        """The request's row. Rows of requests that have ended are lent again."""
         if request not in self._lent and not self._free:
             for gone in [other for other in self._lent if other not in running]:
                 self._free.append(self._lent.pop(gone))

@@ -44,7 +44,7 @@ def check_cache_fits(groups: Sequence[Any], num_pages: Sequence[int], device: An
 
 
 def _memory_of(device: Any) -> int | None:
-    """Bytes of a ``jax.Device``; ``None`` where nobody says."""
+    """Bytes of a ``jax.Device``; ``None`` where the device does not say."""
     limit = (device.memory_stats() or {}).get("bytes_limit")
     if limit is None and device.platform == "cpu" and hasattr(os, "sysconf"):
         limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -3,7 +3,8 @@
 Arrays are positional, everything else is keyword-only. Every operation takes ``backend=None``,
 the best one that qualifies; a name means that backend or an ``UnsupportedError``. All work
 under ``jit``; the choice is made while tracing, from shapes, dtypes and the device alone.
-Those of sparse attention are in ``sparse_ops``.
+Those of sparse attention are in ``sparse_ops``. Arguments that do not fit each other or the cache
+raise an ``ArgumentError``.
 """
 
 import dataclasses
@@ -27,6 +28,13 @@ from mla_jax.dispatch import (
 )
 from mla_jax.metadata.mla import DecodeMetadata, PrefillMetadata
 from mla_jax.pallas import problems
+from mla_jax.pallas.axes import (
+    Choices,
+    ChoiceWeights,
+    ExpertsIn,
+    ExpertsOut,
+    Hidden,
+)
 from mla_jax.sparse_ops import (
     append_window,
     indexer_logits,
@@ -152,8 +160,8 @@ def gather_latent(
     """Cached rows of each request, from position ``first[r]`` on, laid end to end.
 
     Request ``r`` fills rows ``row_starts[r]`` to ``row_starts[r + 1]``; any start is allowed.
-    Rows that nobody fills are zeros. A quantised cache is dequantised. ``layer`` is the one of a
-    stack; an array is clamped to its layers.
+    Rows that no request fills are zeros. A quantised cache is dequantised. ``layer`` is the one of
+    a stack; an array is clamped to its layers.
     """
     problem = problems.gather(
         cache, page_table, first, row_starts, rows=rows, dtype=dtype, layer=layer
@@ -256,7 +264,7 @@ def plan_decode(
     backend: str | None = None,
     tuning: object = None,
 ) -> Any:
-    """Who attends to which keys in ``mla_decode``: once per step, the same for all layers.
+    """The division of ``mla_decode``'s work: made once per step, the same for all layers.
 
     Depends on lengths alone; ``tokens``, ``heads`` and ``dtype`` are those of the queries. A
     stacked cache is taken as it is. None where the backend makes no plan.
@@ -360,14 +368,9 @@ def apply_sinks(
 
 
 def route_tokens(
-    x: Float[Array, "tokens hidden"],
-    kernel: Float[Array, "hidden experts"],
-    choice_bias: Float[Array, "experts"] | None,
-    real: Bool[Array, "tokens"],
-    *,
-    moe: MoEConfig,
-    backend: str | None = None,
-) -> tuple[Float[Array, "tokens topk"], Int[Array, "tokens topk"]]:
+    x: Hidden, kernel: Float[Array, "hidden experts"], choice_bias: Float[Array, "experts"] | None,
+    real: Bool[Array, "tokens"], *, moe: MoEConfig, backend: str | None = None,
+) -> tuple[ChoiceWeights, Choices]:  # fmt: skip
     """``(weights, experts)`` of each token: the best of ``scores(x @ kernel)``, as ``moe`` says.
 
     Logits and weights are float32, whatever the dtype of ``x``; of equal scores the lower index is
@@ -379,17 +382,10 @@ def route_tokens(
 
 
 def routed_experts(
-    x: Float[Array, "tokens hidden"],
-    gate: Float[Array, "experts hidden width"],
-    up: Float[Array, "experts hidden width"],
-    down: Float[Array, "experts width hidden"],
-    weights: Float[Array, "tokens topk"],
-    experts: Int[Array, "tokens topk"],
-    *,
-    limit: float | None = None,
-    backend: str | None = None,
+    x: Hidden, gate: ExpertsIn, up: ExpertsIn, down: ExpertsOut, weights: ChoiceWeights,
+    experts: Choices, *, limit: float | None = None, backend: str | None = None,
     tuning: object = None,
-) -> Float[Array, "tokens hidden"]:
+) -> Hidden:  # fmt: skip
     """``y_t = sum_k weights[t, k] * down_e (silu(gate_e x_t) * up_e x_t)``, ``e = experts[t, k]``.
 
     An index that is no expert (padding: -1, or the number of experts) adds nothing, whatever the
@@ -404,16 +400,9 @@ def routed_experts(
 
 
 def routed_experts_fp8(
-    x: Float[Array, "tokens hidden"],
-    gate: BlockScaled,
-    up: BlockScaled,
-    down: BlockScaled,
-    weights: Float[Array, "tokens topk"],
-    experts: Int[Array, "tokens topk"],
-    *,
-    limit: float | None = None,
-    backend: str | None = None,
-) -> Float[Array, "tokens hidden"]:
+    x: Hidden, gate: BlockScaled, up: BlockScaled, down: BlockScaled, weights: ChoiceWeights,
+    experts: Choices, *, limit: float | None = None, backend: str | None = None,
+) -> Hidden:  # fmt: skip
     """``routed_experts`` with e4m3 weights in 128 x 128 blocks as published: rows are outputs.
 
     ``gate`` and ``up`` are [experts, width, hidden], ``down`` is [experts, hidden, width]. The

@@ -25,7 +25,7 @@ class PagePool:
         self.reset()
 
     def reset(self) -> None:
-        """Take every page back, whoever holds it."""
+        """Take every page back, held or not."""
         # Last in, first out: a page that was just freed is the likeliest to be in a cache.
         self._returned: list[int] = []
         self._fresh = NULL_PAGE + 1  # this page and those above were never given
@@ -55,7 +55,7 @@ class PagePool:
     def release(self, pages: Iterable[int]) -> None:
         """Take pages back; each must be one that was given and not yet taken back."""
         for page in pages:
-            assert page in self._used, f"PagePool: release of page {page}, which nobody holds"
+            assert page in self._used, f"PagePool: release of page {page}, which no request holds"
             self._used.remove(page)
             self._returned.append(page)
 

@@ -4,7 +4,7 @@ Continuous batching: a step holds every decoding request (one token each) and th
 chunks in order of arrival under one token budget. A prompt gets all its pages when it is
 admitted; a decode that finds no free page evicts the youngest running request, which later
 recomputes its prompt and its own tokens. Running followed by waiting is always in order of
-arrival, so the oldest request can evict every other and always advances: nobody starves.
+arrival, so the oldest request can evict every other and always advances: no request starves.
 
 Of a cache group with a window a request holds the pages that its next query sees, and gets those
 of a prompt chunk by chunk: older ones go back to the pool, and ``NULL_PAGE`` stands in their place.
@@ -310,7 +310,7 @@ class Scheduler:
 
     def _decodes(self) -> list[Work]:
         work = []
-        # Victims are younger than whoever needs a page, so they are never in ``work``.
+        # Victims are younger than the request that needs a page, so they are never in ``work``.
         for request in tuple(self.running):
             if request.remaining != 1 or request.computed == 0:
                 continue
@@ -361,7 +361,7 @@ class Scheduler:
     def _return_unseen(self, request: Request) -> None:
         """Give back the pages of windows that its next token does not see.
 
-        A step in flight may still read them: whoever gets them writes them in a later step.
+        A step in flight may still read them: their next owner writes them in a later step.
         """
         for group, pages in zip(self.groups, request.pages, strict=True):
             last = min(group.unseen(request.computed), len(pages))
@@ -465,7 +465,7 @@ class Scheduler:
             self._end(outcome.work.request, outcome.reason)
 
     def recover(self, outcomes: Sequence[Outcome] = ()) -> None:
-        """After an interruption anywhere: all pages are free, whoever lives waits, nothing is lost.
+        """After an interruption anywhere: all pages are free, live requests wait, nothing is lost.
 
         Steps in flight are forgotten: what they draw is drawn again. ``outcomes`` are those of a
         step that were applied in part, or not at all.

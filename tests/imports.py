@@ -42,6 +42,22 @@ def imported_names(path: Path, package: Path = PACKAGE) -> set[str]:
     return names
 
 
+def local_imports(path: Path, package: Path = PACKAGE) -> set[str]:
+    """Dotted names of the modules that functions of a file import, not the file itself."""
+    names = set()
+    for function in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        for node in ast.walk(function):
+            if isinstance(node, ast.Import):
+                names.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                base = _absolute(node, path, package)
+                ours = base.split(".")[0] == package.name
+                names.update(f"{base}.{a.name}" if ours else base for a in node.names)
+    return names
+
+
 def graph(package: Path = PACKAGE) -> dict[str, set[str]]:
     """Module → modules of the package that it imports; parents of an import do not count."""
     known = modules(package)

@@ -1,5 +1,6 @@
 """What the documentation says is what the code does."""
 
+import json
 import re
 import subprocess
 import sys
@@ -22,8 +23,14 @@ def blocks(name: str) -> list[str]:
 
 
 README = blocks("README.md")
-PAGES = {"metadata": 1, "sharding": 2, "starting": 1, "families": 1, "deepseek_v4": 1, "serving": 1}
-"""Pages of docs/ with examples, and how many."""
+DOCS = imports.ROOT / "docs"
+PAGES = sorted(str(p.relative_to(DOCS).with_suffix("")) for p in DOCS.rglob("*.md"))
+"""Every page: ``metadata``, ``kernels/indexer``, …"""
+
+EXAMPLES = [(name, i) for name in PAGES for i in range(len(blocks(f"docs/{name}.md")))]
+SHOWN_ELSEWHERE = {"README", "commands", "performance"}
+"""Pages without an example of their own: the index, one whose console examples
+tests/test_commands.py runs, and one of tables. So are diaries, ``log/…``."""
 
 COMPILE = {("starting", 0), ("sharding", 0), ("deepseek_v4", 0), ("serving", 0)}
 """Examples that compile several programs."""
@@ -66,6 +73,17 @@ def test_readme_examples_run(source, tmp_path, monkeypatch, capsys):
     check_prints(source, capsys)
 
 
+def test_the_readme_says_how_long_starting_takes():
+    """Of V2-Lite's widths and 27 layers, from the newest results of the suite ``start``."""
+    file = max((imports.ROOT / "benchmarks" / "results").glob("nvidia_h200_start_*.json"))
+    rows = {row["case"]: row for row in json.loads(file.read_text())["rows"]}
+    row = rows["v2_lite_27l_start"]
+    readme = " ".join((imports.ROOT / "README.md").read_text().split())
+    pattern = r"ready in (\S+) s with nothing compiled before, and in (\S+) s with stored programs"
+    cold, warm = re.search(pattern, readme).groups()
+    assert (cold, warm) == (f"{row['cold_s']:.0f}", f"{row['warm_s']:.1f}")
+
+
 def test_the_readme_says_how_large_models_are():
     """Weights in 16 bits, of the presets; a card of 80 GB holds those below its size."""
     readme = (imports.ROOT / "README.md").read_text()
@@ -89,19 +107,42 @@ def test_the_readme_says_how_large_models_are():
 @pytest.mark.parametrize(
     ("name", "index"),
     [
-        pytest.param(name, i, marks=[pytest.mark.slow] if (name, i) in COMPILE else [])
-        for name, count in PAGES.items()
-        for i in range(count)
+        pytest.param(*example, marks=[pytest.mark.slow] if example in COMPILE else [])
+        for example in EXAMPLES
     ],
 )
 def test_examples_of_documents_run(name, index, capsys):
     check_prints(blocks(f"docs/{name}.md")[index], capsys)
 
 
-def test_every_page_with_examples_is_run():
-    """Architecture and the kernels' pages show signatures and equations, which are not run."""
-    found = {p.stem: len(blocks(f"docs/{p.name}")) for p in (imports.ROOT / "docs").glob("*.md")}
-    assert {name: n for name, n in found.items() if n and name != "architecture"} == PAGES
+def explained() -> list[str]:
+    return [name for name in PAGES if name not in SHOWN_ELSEWHERE and not name.startswith("log/")]
+
+
+@pytest.mark.parametrize("name", explained())
+def test_every_page_has_an_example_and_says_its_limits(name):
+    page = (DOCS / f"{name}.md").read_text()
+    assert blocks(f"docs/{name}.md"), "no example that runs"
+    assert "\n## Limits\n" in page
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if name.startswith("kernels/")])
+def test_pages_of_kernels_have_their_sections(name):
+    """What bounds the kernel, its schedule as a diagram, what was measured, what remains."""
+    page = (DOCS / f"{name}.md").read_text()
+    wanted = ["Example", "Bound", "Schedule", "Measured", "Limits", "What remains"]
+    found = [title for title in re.findall(r"^## (.+)$", page, re.MULTILINE) if title in wanted]
+    assert found == wanted
+    schedule = page.partition("\n## Schedule\n")[2].partition("\n## ")[0]
+    assert "```mermaid\n" in schedule
+    assert "<!-- measured " in page.partition("\n## Measured\n")[2].partition("\n## ")[0]
+
+
+def test_the_index_lists_every_page_with_a_sentence():
+    index = (DOCS / "README.md").read_text()
+    rows = dict(re.findall(r"^\| \[[^\]]+\]\((\S+)\.md\) \| (\S.*\.) \|$", index, re.MULTILINE))
+    logs = set(re.findall(r"\]\((log/\S+)\.md\)", index))
+    assert set(rows) | logs == set(PAGES) - {"README"}
 
 
 LINK = re.compile(r"\]\(([^)\s#]+)(?:#[^)\s]*)?\)")
@@ -112,6 +153,70 @@ DOCUMENTS = [*imports.ROOT.glob("*.md"), *(imports.ROOT / "docs").rglob("*.md")]
 def test_links_lead_somewhere(page):
     links = [link for link in LINK.findall(page.read_text()) if "://" not in link]
     assert not [link for link in links if not (page.parent / link).exists()]
+
+
+HEADING = re.compile(r"^#+ (.+?)\s*$", re.MULTILINE)
+
+
+def anchors(page: str) -> set[str]:
+    """What a page's headings are called in links, as GitHub derives it."""
+    plain = (re.sub(r"[^\w\- ]", "", title.lower()) for title in HEADING.findall(page))
+    return {title.replace(" ", "-") for title in plain}
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda p: str(p.relative_to(imports.ROOT)))
+def test_links_to_headings_lead_to_one(page):
+    text = page.read_text()
+    dead = []
+    for file, anchor in re.findall(r"\]\(([^)\s#]*)#([^)\s]+)\)", text):
+        if "://" in file or (file and not file.endswith(".md")):
+            continue
+        there = (page.parent / file).read_text() if file else text
+        dead += [f"{file}#{anchor}"] * (anchor not in anchors(there))
+    assert not dead
+
+
+def broken_tables(text: str) -> list[str]:
+    """Lines of tables that GitHub does not show as such, outside of code."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    broken, table = [], []
+    for line in [*text.splitlines(), ""]:
+        if line.startswith("|"):
+            table.append(line)
+            continue
+        if table:
+            cells = [len(re.findall(r"(?<!\\)\|", row)) for row in table]
+            ruled = len(table) > 1 and re.fullmatch(r"\|(\s*:?-{3,}:?\s*\|)+", table[1])
+            broken += [table[0]] * (not ruled)
+            broken += [row for row, n in zip(table, cells, strict=True) if n != cells[0]]
+        table = []
+    return broken
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda p: str(p.relative_to(imports.ROOT)))
+def test_tables_parse(page):
+    assert not broken_tables(page.read_text())
+
+
+def test_these_rules_can_fail():
+    good = "| a | b |\n|---|---|\n| 1 | `x \\| y` |\n"
+    assert not broken_tables(good)
+    assert broken_tables(good + "\n| 2 | 3 |\n") == ["| 2 | 3 |"]  # a blank line ends a table
+    assert broken_tables(good + "| 2 |\n") == ["| 2 |"]
+    assert not broken_tables("```\n| no | table |\n```\n")
+    assert anchors("# Cache formats\n## `bf16`: 1152 bytes") == {"cache-formats", "bf16-1152-bytes"}
+    with pytest.raises(AssertionError):
+        check_prints("print(1 + 1)  # 3", FakeCapture("2\n"))
+
+
+class FakeCapture:
+    """Stands for ``capsys`` of an example that printed this."""
+
+    def __init__(self, out: str):
+        self.out = out
+
+    def readouterr(self) -> "FakeCapture":
+        return self
 
 
 NAMED = re.compile(r"`((?:mla_jax|tests|docs|tools|benchmarks)/[\w/]+\.\w+)`")

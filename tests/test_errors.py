@@ -93,7 +93,7 @@ INTERNAL = {
     # Contracts between modules, which no caller's input can break.
     "metadata/buckets": "raise AssertionError",
     "pages": "the scheduler asks what is free before it takes pages",
-    "pallas/dense_prefill/inline_sm90": "a layout that is written out twice",
+    "pallas/dense_prefill/steps_sm90": "a layout that is written out twice",
     "pallas/triton_lib": "what the compiler said of a kernel",
     "request_queue": "the scheduler knows which requests wait",
 }

@@ -3,6 +3,7 @@ docs/architecture.md.
 """
 
 import ast
+import re
 import tomllib
 from pathlib import Path
 
@@ -27,6 +28,9 @@ OPTIONAL = {  # package → the only modules that may import it
     "triton": {"pallas/triton_lib"},
     "typer": {"cli"},
 }
+
+PRIVATE = {"pallas/mosaic_inline", "pallas/triton_lib"}
+"""Modules that import ``jax._src``."""
 
 
 def rank_violations(edges: dict[str, set[str]], table: dict[str, int]) -> list[str]:
@@ -87,6 +91,31 @@ def test_optional_packages_stay_in_their_files(name):
         assert name in OPTIONAL.get(package, ()), f"{name} must not import {package}"
 
 
+SLOW = re.compile(r"mla_jax\.pallas\.(\w+\.)?(\w+_sm90|mosaic_lib|triton_lib|kernels_triton)$")
+"""Modules that functions may import: kernels, where they run. Mosaic GPU takes more than a second
+to import, and Triton need not be installed."""
+
+
+def hidden_imports(path: Path, package: Path = imports.PACKAGE) -> set[str]:
+    """What functions of a file import without one of these reasons."""
+    found = imports.local_imports(path, package)
+    return {n for n in found if n.split(".")[0] not in OPTIONAL and not SLOW.match(n)}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_functions_import_only_kernels_and_optional_packages(name):
+    assert not hidden_imports(MODULES[name])
+
+
+def test_one_module_imports_private_parts_of_jax():
+    private = {
+        name
+        for name, path in MODULES.items()
+        if any(n.startswith("jax._src") for n in imports.imported_names(path))
+    }
+    assert private == PRIVATE
+
+
 def test_every_dependency_is_imported():
     """And by the test above every import is a dependency, or an option in its own file."""
     unused = CORE.difference(*map(imports.third_party, MODULES.values()))
@@ -116,16 +145,13 @@ LONG_LISTS = {
     "cli.py explain": "the options of a command",
     "engine.py __init__": "the options of an engine",
     "pallas/dense_decode/mosaic.py dense_decode": "the operation's own, a plan, the interpreter",
-    "pallas/append/kernels_triton.py _row": "Triton passes pointers and strides one by one",
-    "pallas/append/kernels_triton.py append": "Triton passes pointers and strides one by one",
-    "pallas/pooling/kernels_triton.py store": "Triton passes pointers and strides one by one",
-    "pallas/sparse_attention/kernels_triton.py _over_records": "not done yet",
-    "pallas/sparse_attention/mosaic_sm90.py _body": "not done yet",
+    "pallas/append/kernels_triton.py append": "a launch passes arrays one by one",
+    "pallas/pooling/kernels_triton.py store": "a launch passes arrays one by one",
 }
-"""Functions with more parameters, and why; the last two are to be divided."""
+"""Functions with more parameters, and why."""
 
-LONG = {"pallas/sparse_attention/mosaic_sm90.py _body"}
-"""Functions with more lines, to be divided."""
+LONG: set[str] = set()
+"""Functions with more lines."""
 
 
 def oversized(name: str, source: str) -> dict[str, set[str]]:
@@ -188,7 +214,7 @@ def test_the_rules_can_fail(tmp_path):
     package = _package(
         tmp_path,
         {
-            "errors.py": "def f():\n    from toy.cache import x",
+            "errors.py": "def f():\n    from toy.cache import x\n    import torch, json",
             "cache.py": "from . import errors",
             "pallas/merge.py": "from ..metadata import plan",
             "metadata/plan.py": "import jax.numpy as jnp, torch",
@@ -200,4 +226,5 @@ def test_the_rules_can_fail(tmp_path):
         "pallas/merge (pallas/*) imports metadata/plan (metadata/*)",
     ]
     assert imports.cycles(edges) == [["cache", "errors"]]
+    assert hidden_imports(package / "errors.py", package) == {"toy.cache.x", "json"}
     assert imports.third_party(package / "metadata/plan.py", package) == {"jax", "torch"}

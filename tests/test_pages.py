@@ -35,10 +35,10 @@ def test_more_than_is_free_is_a_bug_of_the_caller(n):
 
 
 @pytest.mark.parametrize("page", [0, 3, 99])
-def test_release_of_a_page_that_nobody_holds_is_a_bug(page):
+def test_release_of_a_page_that_no_request_holds_is_a_bug(page):
     pool = PagePool(4)
     pool.release([3] if pool.alloc(1) == [3] else [])
-    with pytest.raises(AssertionError, match=f"page {page}, which nobody holds"):
+    with pytest.raises(AssertionError, match=f"page {page}, which no request holds"):
         pool.release([page])
 
 
@@ -46,7 +46,7 @@ def test_double_release_is_a_bug():
     pool = PagePool(4)
     pages = pool.alloc(2)
     pool.release(pages)
-    with pytest.raises(AssertionError, match="nobody holds"):
+    with pytest.raises(AssertionError, match="no request holds"):
         pool.release(pages)
 
 

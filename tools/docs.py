@@ -1,8 +1,12 @@
 """Write what the documentation derives from the code: ``python tools/docs.py [--check]``.
 
-The support matrix of README.md comes from the registry, docs/cache_formats.md from ``FORMATS``.
+The support matrix of README.md comes from the registry, docs/cache_formats.md from ``FORMATS``, and
+the tables of measurements on other pages from the newest JSON file of each suite.
 """
 
+import functools
+import json
+import re
 import sys
 from pathlib import Path
 
@@ -29,12 +33,26 @@ def cache_formats() -> str:
     """Every token record and page, byte by byte; elements at the widths of DeepSeek V3."""
     elements = "".join(_elements(f) for f in ELEMENT_FORMATS.values())
     records = "".join(_record(f) for f in RECORD_FORMATS.values())
+    record = RECORD_FORMATS["ds_mla"]
     return f"""# Cache formats
 
 A token has a slot, `page_id * page + offset`. Numbers are little-endian. Rows that no token was
 written to hold anything and are never used.
 
-This page is printed from `mla_jax.formats.FORMATS` by `make docs`.
+This page is for those who read or write cache memory from other code. It is printed from
+`mla_jax.formats.FORMATS` by `make docs`.
+
+```python
+from mla_jax.formats import FORMATS
+
+records = FORMATS["ds_mla"]
+print(records.row_bytes, records.page_bytes(64))  # {record.row_bytes} {record.page_bytes(64)}
+```
+
+## Limits
+
+An e4m3 cache of elements has one scale for each layer; scales for groups of a token exist in byte
+records only. Records have the published widths.
 
 # Elements of one dtype
 
@@ -98,7 +116,61 @@ def _holds(f: RecordFormat, x: Field) -> str:
     return "`s = 2^(byte - 127)`; 255 is NaN" if x.dtype == "float8_e8m0fnu" else "`s`"
 
 
-GENERATED = {"README.md": readme, "docs/cache_formats.md": cache_formats}
+MEASURED = re.compile(
+    r"<!-- measured (?P<suite>\w+): (?P<keys>[^:\n]+): (?P<cases>[^:\n]+) -->\n"
+    r".*?<!-- end of measured -->",
+    re.DOTALL,
+)
+"""A table of a page: suite, keys of a row, cases. What is between is written here."""
+
+COLUMNS = {
+    "us": "µs", "span_us": "µs", "ours_span_us": "µs", "floor_us": "floor µs", "peer": "peer",
+    "peer_span_us": "peer µs", "copy_span_us": "copy µs", "ratio_span": "peer / ours",
+    "floor_percent": "% of the floor", "copy_percent": "% of a copy", "recall": "recall",
+    "copy_percent_ordered": "%, pages in order", "times_floor": "times the floor",
+    "bf16_us": "bf16 weights, µs", "of_bf16": "part of bf16's time", "error": "error",
+}  # fmt: skip
+"""Keys of a result that pages may show."""
+
+HUNDREDTHS = ("ratio_span", "times_floor", "recall", "of_bf16")
+
+
+def measured(found: re.Match[str]) -> str:
+    """The table of one marker, from the newest results of its suite."""
+    files = sorted((ROOT / "benchmarks" / "results").glob(f"nvidia_h200_{found['suite']}_2*.json"))
+    rows = {row["case"]: row for row in json.loads(files[-1].read_text())["rows"]}
+    keys, cases = found["keys"].split(), found["cases"].split()
+    lines = [f"| case | {' | '.join(COLUMNS[k] for k in keys)} |", "|---" * (1 + len(keys)) + "|"]
+    for case in cases:
+        cells = (_cell(key, rows[case].get(key)) for key in keys)
+        lines.append(f"| `{case}` | {' | '.join(cells)} |")
+    opening, _, _ = found[0].partition("\n")
+    date = files[-1].stem[-10:]
+    table = "\n".join(lines)
+    return f"{opening}\nSuite `{found['suite']}`, {date}.\n\n{table}\n<!-- end of measured -->"
+
+
+def _cell(key: str, value: float | str | None) -> str:
+    if value is None or value != value:  # absent, or NaN
+        return "–"
+    if isinstance(value, str):
+        return value
+    if key == "error":
+        return f"{value:.4f}"
+    digits = 0 if "percent" in key else 2 if key in HUNDREDTHS else 1
+    return f"{value:.{digits}f}"
+
+
+def page(path: Path) -> str:
+    """A page with the tables of all of its markers."""
+    return MEASURED.sub(measured, path.read_text())
+
+
+GENERATED = {"README.md": readme, "docs/cache_formats.md": cache_formats} | {
+    str(path.relative_to(ROOT)): functools.partial(page, path)
+    for path in sorted((ROOT / "docs").rglob("*.md"))
+    if "<!-- measured " in path.read_text()
+}
 
 
 def main(check: bool) -> int:

@@ -26,11 +26,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import jax
 import jax.numpy as jnp
 
-from mla_jax.cache import FORMATS, CacheFormat
+from mla_jax.cache import FORMATS, RECORD_FORMATS, CacheFormat, LatentCache, RecordCache
 from mla_jax.pallas.cache_io import mosaic as cache_io
 from mla_jax.pallas.dense_decode import combine_sm90, plan_sm90
 from mla_jax.pallas.dense_decode import mosaic as decode
 from mla_jax.pallas.dense_prefill import mosaic as prefill
+from mla_jax.pallas.device import DeviceInfo
+from mla_jax.sparse_ops import SparseScope, mla_sparse_decode, mla_sparse_prefill
 from tests import aot
 from tests.cases import GLM, V2_LITE, V3
 
@@ -64,6 +66,14 @@ PREFILLS = (  # sizes, dtype, dtype of the result, causal, changes of the tuning
     (GLM, "bfloat16", "bfloat16", True, {}),
     (dataclasses.replace(GLM, nope=64, v=192), "bfloat16", "float32", False, {}),
 )
+SPARSE = (  # format, tokens, heads, keys, entries of a second list, sinks
+    ("ds_mla", 128, 128, 2048, 0, False),
+    ("ds_mla", 1, 16, 2048, 0, False),
+    ("bf16", 32, 128, 2048, 0, True),
+    ("fp16", 32, 40, 500, 0, False),
+    ("v4", 128, 64, 128, 512, True),
+    ("v4", 2, 128, 100, 500, False),
+)
 PAGE_IO = (("bf16", "bfloat16"), ("fp8_e4m3", "bfloat16"), ("fp16", "float16"))
 
 
@@ -75,6 +85,10 @@ def cases() -> Iterator[tuple[str, tuple]]:
     yield "decode 16 1 64 bfloat16 fp8_e4m3 of a layer", decoding(*DECODES[-4], layers=(27,))
     for case in PREFILLS:
         yield "prefill " + " ".join(map(str, case)), prefilling(*case)
+    for case in SPARSE:
+        yield "sparse " + " ".join(map(str, case)), attending(*case)
+    for width in (512, 576):
+        yield f"sparse prefill of {width} columns", attending_rows(width)
     for format, dtype in PAGE_IO:
         for page in (16, 64):
             yield f"gather {format} page {page}", gathering(format, dtype, page)
@@ -120,6 +134,39 @@ def prefilling(dims, dtype, out_dtype, causal, changes) -> tuple:
         spec((tokens, dims.heads, dims.nope + dims.v), dtype), spec((tokens, dims.rope), dtype),
         int32((5,)), int32((5,)),
     )  # fmt: skip
+
+
+def attending(form, tokens, heads, keys, more, sinks) -> tuple:
+    """As ``mla_sparse_decode`` calls it, in a layer of a stack."""
+    dtype = jnp.float16 if form == "fp16" else jnp.bfloat16
+    caches = [stacked(form, 64, 512), *([stacked(form, 2, 8192)] if more else [])]
+    lists = [int32((tokens, n)) for n in (keys, more) if n]
+    q = [spec((tokens, heads, n), dtype) for n in (448 if form == "v4" else 512, 64)]
+
+    def call(q, caches, lists, layer, sinks):
+        extra = None
+        if more:
+            extra = SparseScope(cache=caches[1], slots=lists[1], lengths=None, layer=layer)
+        return mla_sparse_decode(
+            *q, caches[0], lists[0], scale=0.1, value=512, layer=layer, extra=extra,
+            sinks=sinks, backend="mosaic",
+        )  # fmt: skip
+
+    return call, q, caches, lists, int32(()), spec((heads,), jnp.float32) if sinks else None
+
+
+def attending_rows(width) -> tuple:
+    q = [spec((200, 128, n), jnp.bfloat16) for n in (width - 64, 64)]
+    more = {"scale": 0.1, "value": 512, "backend": "mosaic"}
+    fn = lambda q, rows, indices: mla_sparse_prefill(*q, rows, indices, **more)  # noqa: E731
+    return fn, q, spec((5000, width), jnp.bfloat16), int32((200, 2048))
+
+
+def stacked(form, page, pages) -> LatentCache | RecordCache:
+    facts = {"num_pages": pages, "page": page, "format": form, "layers": 8}
+    if form in RECORD_FORMATS:
+        return jax.eval_shape(lambda: RecordCache.alloc(**facts))
+    return jax.eval_shape(lambda: LatentCache.alloc(**facts, rank=512, rope=64))
 
 
 def gathering(format, dtype, page) -> tuple:
@@ -171,6 +218,7 @@ def main() -> int:
     args = parser.parse_args()
     if why := aot.available():
         raise SystemExit(why)
+    DeviceInfo.current = lambda: aot.H200
     found = {}
     for name, case in cases():
         if args.only not in name:

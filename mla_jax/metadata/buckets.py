@@ -294,7 +294,7 @@ class MLALadder(StepLadder):
           below some 200 tokens is bound by reading weights, and padded requests read no cache: up
           to 4 times as many rows cost little.
         - Steps with prefills: 128, 512, …, ``max_prefill_tokens`` tokens beside ``max_requests``
-          decodes, and ``max_prefill_tokens`` alone for prompts that nobody decodes beside. Padding
+          decodes, and ``max_prefill_tokens`` alone for prompts without decodes beside them. Padding
           is at most the decodes, and 3 of 4 prompt tokens (below 128: weights bound again).
         - Every such step has the workspace: without cached context its loop runs zero times.
         - Absorbed steps (``buckets``): the same tokens, always beside ``max_requests``.

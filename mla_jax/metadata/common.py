@@ -68,15 +68,10 @@ def token_positions(
 
 
 def slot_mapping(
-    page_table: Int[Array, "requests pages"],
-    request: Int[Array, "tokens"],
-    positions: Int[Array, "tokens"],
-    real: Bool[Array, "tokens"],
-    *,
-    page: int,
-    ratio: int = 1,
+    page_table: Int[Array, "requests pages"], request: Int[Array, "tokens"],
+    positions: Int[Array, "tokens"], real: Bool[Array, "tokens"], *, page: int, ratio: int = 1,
     shard: ContextShard = WHOLE,
-) -> Int[Array, "tokens"]:
+) -> Int[Array, "tokens"]:  # fmt: skip
     """``page_table[request, p // page] * page + p % page``; ``PAD_SLOT`` where not real.
 
     A position outside the table has no slot either, so a wrong length can lose a token but
@@ -413,13 +408,10 @@ def build_common(
 
 
 def _ring_slots(
-    page_table: Int[Array, "requests 1"],
-    request: Int[Array, "tokens"],
-    positions: Int[Array, "tokens"],
-    real: Bool[Array, "tokens"],
-    seq_lens: Int[Array, "requests"],
+    page_table: Int[Array, "requests 1"], request: Int[Array, "tokens"],
+    positions: Int[Array, "tokens"], real: Bool[Array, "tokens"], seq_lens: Int[Array, "requests"],
     page: int,
-) -> Int[Array, "tokens"]:
+) -> Int[Array, "tokens"]:  # fmt: skip
     """Rows of the last ``page`` positions of each request; ``PAD_SLOT`` of all others."""
     kept = real & (positions >= seq_lens[request] - page)
     return slot_mapping(page_table, request, positions % page, kept, page=page)

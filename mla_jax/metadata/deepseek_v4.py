@@ -10,19 +10,17 @@ same however its sequence was cut into steps.
 Tokens carry their absolute index everywhere, so per-token arrays of the parts match.
 """
 
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
 
 from mla_jax.errors import MetadataError
-from mla_jax.metadata.buckets import CommonBucket, StepBucket, StepLadder
-from mla_jax.metadata.builder import AttentionMetadataBuilder
+from mla_jax.metadata.buckets import CommonBucket, StepBucket
+from mla_jax.metadata.builder import StepBuilder, StepDecision, StepMetadata, sizes_of
 from mla_jax.metadata.check import check, check_slots, on_host, require
 from mla_jax.metadata.common import CommonMetadata, GroupSpec, HostBatch, slot_mapping
 from mla_jax.metadata.indexer import Indexer, IndexerDecision, IndexerMetadata
-from mla_jax.metadata.split import split_decodes_and_prefills
 from mla_jax.metadata.window import WindowDecision, WindowMetadata, Windows
 from mla_jax.types import PAD_SLOT, Array, Bool, Int
 
@@ -105,59 +103,35 @@ class Pools:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class V4Decision:
+class V4Decision(StepDecision):
     """Sizes of the step, and the parts of windows and indexer."""
 
-    step: StepBucket = field(metadata={"static": True})
-    common_bucket: CommonBucket = field(metadata={"static": True})
     windows: WindowDecision
     indexer: IndexerDecision | None  # None iff the model has none
-
-    @property
-    def bucket(self) -> StepBucket:
-        """What decides the program: all other static sizes follow from it."""
-        return self.step
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class V4Metadata:
+class V4Metadata(StepMetadata):
     """Everything a V4 layer needs besides weights and caches.
 
     ``common`` has the page table and slots of every group; a compressed one's slot is the row of
     the state that a token completes.
     """
 
-    step: StepBucket = field(metadata={"static": True})
-    common: CommonMetadata
     windows: WindowMetadata  # with the counts of decodes and prefills
     indexer: IndexerMetadata | None  # None iff the model has none
     pools: tuple[PoolMetadata, ...]  # in the order of the builder's
 
-    @property
-    def positions(self) -> Int[Array, "tokens"]:
-        """Absolute; 0 on padding."""
-        return self.common.positions
-
-    @property
-    def real(self) -> Bool[Array, "tokens"]:
-        """Not padding."""
-        return self.common.real
-
 
 @dataclass(frozen=True, kw_only=True)
-class V4MetadataBuilder(AttentionMetadataBuilder[V4Decision, V4Metadata]):
-    """Groups: the window, compressed states (ratios 4 and 128), index keys (ratio 4), open groups.
+class V4MetadataBuilder(StepBuilder[V4Decision, V4Metadata]):
+    """Groups: window, compressed states (ratios 4 and 128), index keys (ratio 4), open groups."""
 
-    All sizes of the parts follow from the step's, so there are as many programs as rungs of the
-    ladder: with ``default_steps`` 6 for 128 requests x 4,096 tokens in chunks of 512.
-    """
-
-    ladder: StepLadder  # pages: of the window's cache
     windows: Windows
     compressed: tuple[GroupSpec, ...]
     indexer: Indexer | None
-    pools: tuple[Pools, ...] = ()  # () where somebody else makes the states
+    pools: tuple[Pools, ...] = ()  # () where the model makes its states otherwise
 
     def __post_init__(self):
         names = [g.name for g in self.groups]
@@ -171,52 +145,31 @@ class V4MetadataBuilder(AttentionMetadataBuilder[V4Decision, V4Metadata]):
         rings = (pool.ring for pool in self.pools)
         return (self.windows.group, *self.compressed, *keys, *rings)
 
-    @cached_property
-    def _empty(self) -> dict[StepBucket, V4Decision]:
-        """The empty decision of each rung."""
-        found = {}
-        for step in self.ladder.steps():
-            longest = step.pages * self.windows.group.tokens
-            widths = tuple(g.pages_of(longest) for g in self.groups)
-            sizes = {
-                "decodes": step.decodes,
-                "prefills": step.prefills,
-                "prefill_tokens": step.prefill_tokens,
-            }
-            windows = self.windows.bucket(**sizes, max_seq_len=longest)
-            indexer = None
-            if self.indexer is not None:
-                width = self.indexer.group.pages_of(longest)
-                indexer = IndexerDecision.nothing(self.indexer.bucket(**sizes, width=width))
-            found[step] = V4Decision(
-                step=step,
-                common_bucket=CommonBucket(
-                    requests=step.requests, tokens=step.tokens, pages=widths
-                ),
-                windows=WindowDecision.nothing(windows, len(self.windows.layer_types)),
-                indexer=indexer,
-            )
-        return found
+    @property
+    def paged(self) -> GroupSpec:
+        return self.windows.group
+
+    def nothing(self, step: StepBucket, common: CommonBucket, longest: int) -> V4Decision:
+        sizes, indexer = sizes_of(step), None
+        windows = self.windows.bucket(**sizes, max_seq_len=longest)
+        if self.indexer is not None:
+            width = self.indexer.group.pages_of(longest)
+            indexer = IndexerDecision.nothing(self.indexer.bucket(**sizes, width=width))
+        return V4Decision(
+            step=step,
+            common_bucket=common,
+            windows=WindowDecision.nothing(windows, len(self.windows.layer_types)),
+            indexer=indexer,
+        )
 
     def decide(self, host: HostBatch) -> V4Decision:
         """Split, rung, workspace chunks of each layer type, chunks of index keys."""
-        split = split_decodes_and_prefills(host, 1)
-        step = self.ladder.step(
-            decodes=split.num_decodes,
-            prefills=split.num_prefills,
-            prefill_tokens=split.num_prefill_tokens,
-            pages=self.windows.group.pages_of(host.max_seq_len),
-        )
-        empty = self._empty[step]
-        indexer = None
-        if self.indexer is not None and empty.indexer is not None:
-            indexer = self.indexer.decide(host, empty.indexer.bucket, split)
-        return V4Decision(
-            step=step,
-            common_bucket=empty.common_bucket,
-            windows=self.windows.decide(host, empty.windows.bucket, split),
-            indexer=indexer,
-        )
+        split, empty = self._rung(host)
+        windows = self.windows.decide(host, empty.windows.bucket, split)
+        if self.indexer is None or empty.indexer is None:
+            return replace(empty, windows=windows)
+        indexer = self.indexer.decide(host, empty.indexer.bucket, split)
+        return replace(empty, windows=windows, indexer=indexer)
 
     def build(self, common: CommonMetadata, decision: V4Decision) -> V4Metadata:
         self.check_common(common, decision)
@@ -230,12 +183,6 @@ class V4MetadataBuilder(AttentionMetadataBuilder[V4Decision, V4Metadata]):
             indexer=indexer,
             pools=tuple(pool.build(common) for pool in self.pools),
         )
-
-    def rungs(self) -> tuple[V4Decision, ...]:
-        return tuple(self._empty.values())
-
-    def warmup_decision(self, decision: V4Decision) -> V4Decision:
-        return self._empty[decision.step]
 
 
 @check.register

@@ -131,7 +131,7 @@ class IndexerDecision:
 
 @dataclass(frozen=True, kw_only=True)
 class Indexer:
-    """Plans and builds ``IndexerMetadata`` in a bucket that somebody else chooses."""
+    """Plans and builds ``IndexerMetadata`` in a bucket that the caller chooses."""
 
     group: GroupSpec  # of the keys
     max_logits_bytes: int = MAX_LOGITS_BYTES

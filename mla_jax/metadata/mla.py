@@ -89,13 +89,9 @@ class MLAMetadata:
 
 
 def query_runs(
-    query_starts: Int[Array, "starts"],
-    seq_lens: Int[Array, "requests"],
-    page_table: Int[Array, "requests pages"],
-    *,
-    longest: int,
-    runs: int,
-) -> tuple[DecodeMetadata, Int[Array, "{runs}"]]:
+    query_starts: Int[Array, "starts"], seq_lens: Int[Array, "requests"],
+    page_table: Int[Array, "requests pages"], *, longest: int, runs: int,
+) -> tuple[DecodeMetadata, Int[Array, "{runs}"]]:  # fmt: skip
     """Every request cut into runs of at most ``longest`` queries, and the request of each run.
 
     A run is a request of its own on the same pages: the ``n`` queries from query ``j`` of a
@@ -122,14 +118,10 @@ def query_runs(
 
 
 def build_mla(
-    query_starts: Int[Array, "starts"],
-    seq_lens: Int[Array, "requests"],
-    page_table: Int[Array, "requests pages"],
-    num_decodes: Int[Array, ""],
-    *,
-    bucket: MLABucket,
+    query_starts: Int[Array, "starts"], seq_lens: Int[Array, "requests"],
+    page_table: Int[Array, "requests pages"], num_decodes: Int[Array, ""], *, bucket: MLABucket,
     page: int,
-) -> MLAMetadata:
+) -> MLAMetadata:  # fmt: skip
     """Derive a step's metadata on the device, inside the compiled step.
 
     ``num_decodes`` leading requests have one token each; the rest are prefills; then padding

@@ -25,12 +25,9 @@ __all__ = [
 
 
 def convert_req_index_to_global_index(
-    page_table: Int[Array, "requests pages"],
-    request: Int[Array, "tokens"],
-    local: Int[Array, "tokens keys"],
-    *,
-    page: int,
-) -> Int[Array, "tokens keys"]:
+    page_table: Int[Array, "requests pages"], request: Int[Array, "tokens"],
+    local: Int[Array, "tokens keys"], *, page: int,
+) -> Int[Array, "tokens keys"]:  # fmt: skip
     """``page_table[request, x // page] * page + x % page``; -1 for x < 0 or beyond the table."""
     flat = local.reshape(-1)
     owner = jnp.broadcast_to(request[:, None], local.shape).reshape(-1)
@@ -52,13 +49,9 @@ def compact_indices(
 
 
 def compute_global_topk_indices_and_lens(
-    page_table: Int[Array, "requests pages"],
-    request: Int[Array, "tokens"],
-    topk: Int[Array, "tokens keys"],
-    is_valid_token: Bool[Array, "tokens"],
-    *,
-    page: int,
-) -> tuple[Int[Array, "tokens keys"], Int[Array, "tokens"]]:
+    page_table: Int[Array, "requests pages"], request: Int[Array, "tokens"],
+    topk: Int[Array, "tokens keys"], is_valid_token: Bool[Array, "tokens"], *, page: int,
+) -> tuple[Int[Array, "tokens keys"], Int[Array, "tokens"]]:  # fmt: skip
     """C4A: slots of a top-k list in its own columns, and how many there are.
 
     The length of a token that is not valid is 0; its row is converted all the same.

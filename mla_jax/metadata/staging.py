@@ -35,7 +35,7 @@ class _Slot:
         self.read: Array | None = None  # ready with the program that copies the words
 
     def write(self, words: Int[np.ndarray, "words"]) -> Int[Array, "words"]:
-        """Fill the buffer, after whoever reads it."""
+        """Fill the buffer, once its last reader is done."""
         if self.read is not None:
             self.read.block_until_ready()
         self.view[:] = words

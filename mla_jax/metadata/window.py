@@ -39,14 +39,10 @@ __all__ = [
 
 
 def sliding_window_indices(
-    page_table: Int[Array, "requests pages"],
-    request: Int[Array, "tokens"],
-    positions: Int[Array, "tokens"],
-    is_valid_token: Bool[Array, "tokens"],
-    *,
-    window: int,
+    page_table: Int[Array, "requests pages"], request: Int[Array, "tokens"],
+    positions: Int[Array, "tokens"], is_valid_token: Bool[Array, "tokens"], *, window: int,
     page: int,
-) -> tuple[Int[Array, "tokens window"], Int[Array, "tokens"]]:
+) -> tuple[Int[Array, "tokens window"], Int[Array, "tokens"]]:  # fmt: skip
     """Cache rows of the last ``window`` positions up to the token itself, oldest first.
 
     ``len = min(p + 1, window)``; a token that is not valid sees nothing: all -1, length 0.
@@ -258,7 +254,7 @@ class WindowMetadata(SplitCounts):
 
 @dataclass(frozen=True, kw_only=True)
 class Windows:
-    """Plans and builds ``WindowMetadata`` in a bucket that somebody else chooses."""
+    """Plans and builds ``WindowMetadata`` in a bucket that the caller chooses."""
 
     group: GroupSpec  # of the raw tokens
     window: int

@@ -28,7 +28,6 @@ class DecoderBlock[Attention: MLA](nnx.Module):
     def __init__(
         self,
         config: ModelConfig,
-        attention: Callable[[], Attention],
         *,
         kind: LayerKind,
         dtype: jnp.dtype,
@@ -37,13 +36,20 @@ class DecoderBlock[Attention: MLA](nnx.Module):
     ):
         facts = {"dtype": dtype, "rngs": rngs, "fp8": fp8}
         self.attn_norm = RMSNorm(config.hidden, eps=config.eps, dtype=dtype)
-        self.attn = attention()
+        self.attn = self.attention(config, kind, **facts)
         self.mlp_norm = RMSNorm(config.hidden, eps=config.eps, dtype=dtype)
         if kind.sparse:
             self.moe = MoE(config, **facts)
         else:
             self.mlp = SwiGLU(config.hidden, config.mlp, bias=config.mlp_bias, **facts)
         self.sparse = kind.sparse
+
+    @staticmethod
+    def attention(
+        config: ModelConfig, kind: LayerKind, *, dtype: jnp.dtype, rngs: nnx.Rngs, fp8: bool
+    ) -> Attention:
+        """The attention of a layer of this kind."""
+        raise NotImplementedError
 
     def feed_forward(
         self,
@@ -106,7 +112,7 @@ class Decoder[Block: DecoderBlock](nnx.Module):
         ]
 
     def absorb(self) -> None:
-        """Nothing: whoever serves derives the absorbed weights (``derive``), so none go stale.
+        """Nothing: the engine derives the absorbed weights (``derive``), so none go stale.
 
         Called before serving or not, tokens are the same.
         """

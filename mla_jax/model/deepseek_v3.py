@@ -1,6 +1,7 @@
 """The V2/V3 decoder: V2-Lite, V2, V3, R1, Kimi-K2, GLM-4.7-Flash and Youtu by config alone."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,17 +21,9 @@ __all__ = ["Block", "DeepseekV3"]
 class Block(DecoderBlock[MLA]):
     """``h += attn(norm(h)); h += mlp_or_moe(norm(h))`` with dense attention."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        kind: LayerKind,
-        dtype: jnp.dtype,
-        rngs: nnx.Rngs,
-        fp8: bool = False,
-    ):
-        facts = {"dtype": dtype, "rngs": rngs, "fp8": fp8}
-        super().__init__(config, lambda: MLA(config, **facts), kind=kind, **facts)
+    @staticmethod
+    def attention(config: ModelConfig, kind: LayerKind, **facts: Any) -> MLA:
+        return MLA(config, **facts)
 
     def __call__(
         self,

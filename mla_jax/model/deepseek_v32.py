@@ -250,21 +250,9 @@ def all_slots(decode: DecodeMetadata, *, page: int, most: int) -> Int[Array, "re
 class SparseBlock(DecoderBlock[SparseMLA]):
     """``h += attn(norm(h)); h += mlp_or_moe(norm(h))`` with sparse attention."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        kind: LayerKind,
-        dtype: jnp.dtype,
-        rngs: nnx.Rngs,
-        fp8: bool = False,
-    ):
-        facts = {"dtype": dtype, "rngs": rngs, "fp8": fp8}
-
-        def attention() -> SparseMLA:
-            return SparseMLA(config, selects=kind.selects, **facts)
-
-        super().__init__(config, attention, kind=kind, **facts)
+    @staticmethod
+    def attention(config: ModelConfig, kind: LayerKind, **facts: Any) -> SparseMLA:
+        return SparseMLA(config, selects=kind.selects, **facts)
 
     def step(
         self,

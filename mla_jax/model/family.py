@@ -1,7 +1,7 @@
 """A family of models as data: what the engine, the loader and the command line know of one.
 
 A family says which ``model_type`` it reads, what it caches, who builds its metadata and which
-module computes it. Whoever serves, loads or inspects a model asks its family and nobody else.
+module computes it. Serving, loading and inspecting a model ask its family alone.
 """
 
 from collections.abc import Callable, Sequence

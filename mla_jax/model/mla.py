@@ -156,22 +156,16 @@ class MLA(nnx.Module):
         return self.kv_up.dense(self.kv_norm.scale[...].dtype)
 
     def queries(
-        self,
-        x: Float[Array, "tokens hidden"],
-        angles: tuple[Array, Array],
-        *,
+        self, x: Float[Array, "tokens hidden"], angles: tuple[Array, Array], *,
         backend: str | None = None,
-    ) -> tuple[Float[Array, "tokens heads nope"], Float[Array, "tokens heads rope"]]:
+    ) -> tuple[Float[Array, "tokens heads nope"], Float[Array, "tokens heads rope"]]:  # fmt: skip
         """Per-head queries, the rotary part rotated."""
         return self._split_queries(self._project_queries(x, backend), angles)
 
     def latents(
-        self,
-        x: Float[Array, "tokens hidden"],
-        angles: tuple[Array, Array],
-        *,
+        self, x: Float[Array, "tokens hidden"], angles: tuple[Array, Array], *,
         backend: str | None = None,
-    ) -> tuple[Float[Array, "tokens rank"], Float[Array, "tokens rope"]]:
+    ) -> tuple[Float[Array, "tokens rank"], Float[Array, "tokens rope"]]:  # fmt: skip
         """What the cache stores: the normalised latent and the rotated shared key."""
         return self._split_row(self.kv_down(x, backend=backend), angles)
 
@@ -344,19 +338,11 @@ class MLA(nnx.Module):
         return out
 
     def prefill(
-        self,
-        q: Float[Array, "tokens heads qk"],
-        latent: Float[Array, "tokens rank"],
-        k_rope: Float[Array, "tokens rope"],
-        cache: LatentCache | RecordCache,
-        new: PrefillMetadata,
-        context: ContextMetadata | None,
-        *,
-        kv_up: Float[Array, "rank heads nope_v"] | None = None,
-        layer: Int[Array, ""] | int | None = None,
-        backend: str | None = None,
-        plan: object = None,
-    ) -> AttnState:
+        self, q: Float[Array, "tokens heads qk"], latent: Float[Array, "tokens rank"],
+        k_rope: Float[Array, "tokens rope"], cache: LatentCache | RecordCache, new: PrefillMetadata,
+        context: ContextMetadata | None, *, kv_up: Float[Array, "rank heads nope_v"] | None = None,
+        layer: Int[Array, ""] | int | None = None, backend: str | None = None, plan: object = None,
+    ) -> AttnState:  # fmt: skip
         """Expanded attention of new tokens among themselves and over their cached context.
 
         ``kv_up`` is the up-projection of these heads; None: the layer's own, of all heads.

@@ -204,7 +204,7 @@ def sample(
     total = scores.top + jnp.log(jnp.exp(scores.logits - scores.top[:, None]).sum(axis=-1))
     best, best_logits = _likeliest(scores.logits, jnp.asarray(batch.logprobs))
     if history is not None and fed is not None:
-        # Whoever reads the logits as they are does so before they are changed in place.
+        # What needs the logits unchanged reads them before they are changed in place.
         scores, total, best_logits = jax.lax.optimization_barrier((scores, total, best_logits))
         scores, history = adjusted(scores, batch.adjust, history, fed)
     token = _drawn(scores, batch)

@@ -218,7 +218,7 @@ class Step:
 
     @cached_property
     def _no_history(self) -> HistoryStore:
-        """Of whoever asks for no penalty; its arrays have the shapes of every other."""
+        """Of requests without penalties; its arrays have the same shapes as all others."""
         return self.new_history()
 
     def new_history(self) -> HistoryStore:

@@ -119,7 +119,7 @@ class HistoryStore:
         self.now: TokenHistory = jax.device_put(zeros, self._sharding)
 
     def begin(self, row: int, bias: tuple[tuple[int, float], ...]) -> None:
-        """A request begins at its first token; row ``rows`` is nobody's (to compile this)."""
+        """A request begins at its first token; row ``rows`` is of no request."""
         dense = np.zeros(self.vocab, np.float32)
         for token, value in bias:
             dense[token] = value

@@ -4,7 +4,28 @@ from typing import NamedTuple
 
 from mla_jax.types import Array, Float, Int
 
-__all__ = ["CacheScale", "Groups", "Layer", "Pages", "PageTable", "PerRequest", "Starts"]
+__all__ = [
+    "Angles",
+    "CacheScale",
+    "ChoiceWeights",
+    "Choices",
+    "ExpertsIn",
+    "ExpertsOut",
+    "Groups",
+    "Hidden",
+    "KeyValues",
+    "LatentQueries",
+    "Layer",
+    "PageTable",
+    "Pages",
+    "PerRequest",
+    "Queries",
+    "RopeKeys",
+    "RopeQueries",
+    "RowQueries",
+    "Slots",
+    "Starts",
+]
 
 Pages = Float[Array, "*layers pages page row"]
 """Latent rows of a cache, of one layer or of a stack."""
@@ -23,6 +44,45 @@ PerRequest = Int[Array, "requests"]
 
 Starts = Int[Array, "starts"]
 """Where the rows of each request begin, and behind them where the last one ends."""
+
+Slots = Int[Array, "tokens"]
+"""Where the row of each token is stored; -1 stores nothing."""
+
+Angles = Float[Array, "tokens pairs"]
+"""Cosines, or sines, of each token's pairs of channels."""
+
+LatentQueries = Float[Array, "tokens heads rank"]
+"""Queries with the up-projection of the keys absorbed."""
+
+RopeQueries = Float[Array, "tokens heads rope"]
+"""Rotated part of the queries."""
+
+RowQueries = Float[Array, "tokens heads row"]
+"""Both parts of the queries side by side, as wide as a cached row."""
+
+Queries = Float[Array, "tokens heads qk"]
+"""Queries of expanded heads, ``qk = nope + rope``."""
+
+KeyValues = Float[Array, "keys heads nope_v"]
+"""``[k_nope | v]`` of each head, as the up-projection leaves them."""
+
+RopeKeys = Float[Array, "keys rope"]
+"""Rotated part of the keys, which all heads share."""
+
+Hidden = Float[Array, "tokens hidden"]
+"""Activations of a layer."""
+
+ExpertsIn = Float[Array, "experts hidden width"]
+"""Weights of the experts' products into their inner width: gate, and up."""
+
+ExpertsOut = Float[Array, "experts width hidden"]
+"""Weights of the experts' products back."""
+
+ChoiceWeights = Float[Array, "tokens topk"]
+"""Weight of each chosen expert in its token's sum."""
+
+Choices = Int[Array, "tokens topk"]
+"""Experts that each token chose; an index that is no expert adds nothing."""
 
 
 class Groups(NamedTuple):

@@ -1,5 +1,7 @@
 """Instructions inside ``plgpu.inline_mgpu``: assembly, constants, addresses, registers as words.
 
+MLIR and its dialects are private parts of JAX: other kernels take them from here.
+
 Values are those of the code that Mosaic generates, not arrays.
 """
 
@@ -11,12 +13,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
+from jax._src.lib.mlir import ir
+from jax._src.lib.mlir.dialects import arith, gpu, llvm, memref, nvvm
+from jax._src.lib.mlir.dialects import vector as vectors
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 __all__ = [
-    "NUMBER", "SCALAR", "address", "any_lane", "any_of", "asm", "constant", "number", "strided",
-    "unpacked", "wide", "words",
+    "NUMBER", "SCALAR", "address", "any_lane", "any_of", "arith", "asm", "constant", "gpu", "ir",
+    "llvm", "memref", "number", "nvvm", "strided", "unpacked", "vectors", "wide", "words",
 ]  # fmt: skip
 
 SCALAR = plgpu.Layout.WGMMA
@@ -28,9 +34,6 @@ NUMBER = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
 
 def asm(text: str, operands: Sequence[Any], constraints: str, *, result: str = "void") -> Any:
     """Assembly that is neither moved nor dropped. ``result``: ``i32``, a struct in LLVM's words."""
-    from jax._src.lib.mlir import ir
-    from jax._src.lib.mlir.dialects import llvm
-
     kind = ir.Type.parse(result if result.startswith("i") else f"!llvm.{result}")
     return llvm.inline_asm(kind, operands, text, constraints, has_side_effects=True)
 
@@ -54,8 +57,6 @@ def any_lane(tests: str, operands: Sequence[Any], constraints: str) -> Any:
 
 def constant(n: int, bits: int = 32) -> Any:
     """The number ``n``."""
-    from jax._src.lib.mlir import ir
-
     return mgpu.utils.c(n, ir.IntegerType.get_signless(bits))
 
 
@@ -66,19 +67,12 @@ def number(x: Any) -> Any:
 
 def unpacked(found: Any, count: int, bits: int = 32) -> list[Any]:
     """The numbers of a struct of them, as ``asm`` gives it."""
-    from jax._src.lib.mlir import ir
-    from jax._src.lib.mlir.dialects import llvm
-
     kind = ir.IntegerType.get_signless(bits)
     return [llvm.extractvalue(kind, found, [i]) for i in range(count)]
 
 
 def strided(words: Sequence[Any], *, vector: int) -> Any:
     """A thread's words of 32 bits as an array in ``WG_STRIDED``."""
-    import numpy as np
-    from jax._src.lib.mlir import ir
-    from jax._src.lib.mlir.dialects import vector as vectors
-
     kind = ir.VectorType.get((vector,), ir.IntegerType.get_signless(32))
     registers = [
         vectors.from_elements(kind, list(words[i : i + vector]))
@@ -92,29 +86,20 @@ def strided(words: Sequence[Any], *, vector: int) -> Any:
 
 def wide(x: Any) -> Any:
     """A number of 32 bits in 64."""
-    from jax._src.lib.mlir import ir
-    from jax._src.lib.mlir.dialects import arith
-
     return arith.extsi(ir.IntegerType.get_signless(64), x)
 
 
 def address(ref: Any, offset: Any) -> Any:
     """Of the byte ``offset``, a number of 64 bits, in an array."""
-    from jax._src.lib.mlir import ir
-    from jax._src.lib.mlir.dialects import arith, llvm
-
     base = llvm.ptrtoint(ir.IntegerType.get_signless(64), mgpu.utils.memref_ptr(ref))
     return arith.addi(base, offset)
 
 
 def words(register: Any) -> list[Any]:
     """A register of some vector type as words of 32 bits."""
-    from jax._src.lib.mlir import ir
-    from jax._src.lib.mlir.dialects import arith, vector
-
     i32 = ir.IntegerType.get_signless(32)
     if not isinstance(register.type, ir.VectorType):
         return [arith.bitcast(i32, register)]
     n = mgpu.utils.bitwidth(register.type) // 32
-    found = vector.bitcast(ir.VectorType.get((n,), i32), register)
-    return [vector.extract(found, dynamic_position=[], static_position=[k]) for k in range(n)]
+    found = vectors.bitcast(ir.VectorType.get((n,), i32), register)
+    return [vectors.extract(found, dynamic_position=[], static_position=[k]) for k in range(n)]

@@ -349,6 +349,27 @@ def any_of_warp_above(x: jax.Array, bound: float, *, simulate: bool) -> jax.Arra
     return vote(x) != 0
 
 
+def lagging_top(
+    x: jax.Array, top: jax.Array, factor: jax.Array | float, *, simulate: bool
+) -> tuple[jax.Array, jax.Array]:
+    """The running maximum of each row of ``x * factor``, and the factor of what came before.
+
+    It rises only where a score is above it by ``LAG``, in base 2: in most blocks of keys no warp
+    has anything to rescale.
+    """
+
+    def rise():
+        found = x.max(axis=1) * factor
+        found = jnp.where(found > top + LAG, found, top)
+        return found, jnp.exp2(top - found)
+
+    def stay():
+        return top, row_vector(1.0, x.shape[0])
+
+    above = fold_columns(x, 8, jnp.maximum) * factor - fill_rows(top, 8)
+    return lax.cond(any_of_warp_above(above, LAG, simulate=simulate), rise, stay)
+
+
 def any_below_one(x: jax.Array, layout=ROW) -> jax.Array:
     """Whether a value of one of a warp's rows is below one; each warp asks for its own rows.
 

@@ -89,8 +89,12 @@ def append_window(cache, q, kv, gain, angles, slots, *, eps, layer=None) -> Prob
     )
     _same_dtype(op, q=q, kv=kv)
     _check_tail(op, size)
-    facts = {name: size[name] for name in ("heads", "dim", "pairs", "tokens")}
-    return Problem.of(op, dtype=str(q.dtype), **_any_cache(cache), **facts)
+    return Problem.of(
+        op,
+        dtype=str(q.dtype),
+        **_any_cache(cache),
+        **_sizes(size, "heads", "dim", "pairs", "tokens"),
+    )
 
 
 def pool_states(ring, pools, groups, positions, angles, *, eps, layer=None) -> Problem:
@@ -218,7 +222,7 @@ def _decode(op, q_latent, q_rope, cache, meta, scale, out_dtype) -> Problem:
     return Problem.of(
         "mla_decode",
         dtype=str(q_latent.dtype),
-        out=_activation(f"{op}: out_dtype", out_dtype or q_latent.dtype),
+        out=_out(op, out_dtype, q_latent),
         heads=size["heads"],
         **_cache_features(cache),
         max_query_len=meta.max_query_len,
@@ -267,7 +271,7 @@ def _prefill(op, q, kv, k_rope, meta, scale, causal, out_dtype) -> Problem:
     return Problem.of(
         "mla_prefill",
         dtype=str(q.dtype),
-        out=_activation(f"{op}: out_dtype", out_dtype or q.dtype),
+        out=_out(op, out_dtype, q),
         heads=size["heads"],
         nope=nope,
         rope=size["rope"],
@@ -324,8 +328,9 @@ def routed(x, gate, up, down, weights, experts, *, limit=None) -> Problem:
     )
     _same_dtype(op, x=x, gate=gate, up=up, down=down)
     _check_experts(op, weights, limit)
-    names = ("experts", "topk", "hidden", "width", "tokens")
-    return Problem.of(op, dtype=str(x.dtype), **{name: size[name] for name in names})
+    return Problem.of(
+        op, dtype=str(x.dtype), **_sizes(size, "experts", "topk", "hidden", "width", "tokens")
+    )
 
 
 def _check_experts(op: str, weights: Any, limit: Any) -> None:
@@ -355,8 +360,9 @@ def routed_fp8(x, gate, up, down, weights, experts, *, limit=None) -> Problem:
         experts=(experts, "int", "tokens topk"),
     )
     _check_experts(op, weights, limit)
-    names = ("experts", "topk", "hidden", "width", "tokens")
-    return Problem.of(op, dtype=str(x.dtype), **{name: size[name] for name in names})
+    return Problem.of(
+        op, dtype=str(x.dtype), **_sizes(size, "experts", "topk", "hidden", "width", "tokens")
+    )
 
 
 def route(x, kernel, choice_bias, real, *, moe) -> Problem:
@@ -373,8 +379,9 @@ def route(x, kernel, choice_bias, real, *, moe) -> Problem:
     if choice_bias is not None and not moe.biased:
         raise ArgumentError(f"{op}: choice_bias with method {moe.method}", "an array", "None")
     facts = {"method": moe.method, "topk": moe.topk, "groups": moe.groups}
-    names = ("experts", "hidden", "tokens")
-    return Problem.of(op, dtype=str(x.dtype), **facts, **{name: size[name] for name in names})
+    return Problem.of(
+        op, dtype=str(x.dtype), **facts, **_sizes(size, "experts", "hidden", "tokens")
+    )
 
 
 def write_rows(cache, values, slots, *, layer=None) -> Problem:
@@ -426,8 +433,13 @@ def select_decode(q, weights, cache, page_table, lens, *, k, layer=None) -> Prob
         page_table=(page_table, "int", "rows width"),
         lens=(lens, "int", "rows queries"),
     )
-    facts = {name: size[name] for name in ("heads", "dim", "queries", "rows", "width")}
-    return Problem.of(op, dtype=str(q.dtype), **_any_cache(cache), **facts, k=_best(op, k))
+    return Problem.of(
+        op,
+        dtype=str(q.dtype),
+        **_any_cache(cache),
+        **_sizes(size, "heads", "dim", "queries", "rows", "width"),
+        k=_best(op, k),
+    )
 
 
 def select_prefill(q, weights, keys, starts, ends, *, k, scales=None) -> Problem:
@@ -442,7 +454,7 @@ def select_prefill(q, weights, keys, starts, ends, *, k, scales=None) -> Problem
         ends=(ends, "int", "queries"),
         **({} if scales is None else {"scales": (scales, "float", "keys")}),
     )
-    facts = {name: size[name] for name in ("heads", "dim", "queries", "keys")}
+    facts = _sizes(size, "heads", "dim", "queries", "keys")
     kinds = {"dtype": str(q.dtype), "keys_dtype": str(keys.dtype)}
     return Problem.of(op, **kinds, **facts, k=_best(op, k))
 
@@ -487,7 +499,7 @@ def sparse_decode(
     return Problem.of(
         op,
         dtype=str(q_latent.dtype),
-        out=_activation(f"{op}: out_dtype", out_dtype or q_latent.dtype),
+        out=_out(op, out_dtype, q_latent),
         heads=size["heads"],
         cache=cache.format.name,
         rank=size["rank"],
@@ -510,7 +522,7 @@ def sparse_prefill(
     return Problem.of(
         op,
         dtype=str(q_latent.dtype),
-        out=_activation(f"{op}: out_dtype", out_dtype or q_latent.dtype),
+        out=_out(op, out_dtype, q_latent),
         heads=size["heads"],
         rank=size["rank"],
         rope=size["rope"],
@@ -595,6 +607,11 @@ def _bind(op: str, sizes: dict[str, int], **arrays: tuple[Any, str, str]) -> dic
     return sizes
 
 
+def _sizes(size: dict[str, int], *names: str) -> dict[str, int]:
+    """Those of these axes, in this order."""
+    return {name: size[name] for name in names}
+
+
 def _check_blocks(what: str, x: Any) -> None:
     """Refuse what is not an e4m3 matrix with a float32 scale for each of its blocks."""
     if not isinstance(x, BlockScaled):
@@ -663,6 +680,11 @@ def _activation(what: str, dtype: DTypeLike) -> str:
     if name not in ACTIVATIONS:
         raise ArgumentError(what, f"dtype {name}", ", ".join(ACTIVATIONS))
     return name
+
+
+def _out(op: str, dtype: DTypeLike | None, like: Any) -> str:
+    """The dtype of the result: that of ``like`` unless stated."""
+    return _activation(f"{op}: out_dtype", dtype or like.dtype)
 
 
 def _same_dtype(op: str, **arrays: Any) -> None:

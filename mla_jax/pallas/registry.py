@@ -6,9 +6,9 @@ the same backend. An explicit name means that backend or an error.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from importlib.util import find_spec
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from mla_jax.errors import ArgumentError, UnsupportedError
@@ -127,7 +127,7 @@ class Tuned:
     source: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Backend:
     """One implementation of one operation: data, and the function that runs it."""
 
@@ -135,9 +135,18 @@ class Backend:
     name: str
     run: Callable[..., Any]
     requirement: Requirement = field(default_factory=Requirement)
+    _: KW_ONLY
     tuning: type | None = None  # class of its tuning object; None = nothing to tune
     tune: Callable[[Problem, DeviceInfo], Tuned] | None = None  # None iff nothing to tune
     plan: Callable[..., Any] | None = None  # what calls of one step share; None = nothing
+
+    @classmethod
+    def tunable(
+        cls, op: str, module: ModuleType, run: Callable[..., Any], requirement: Requirement
+    ) -> "Backend":
+        """One whose module, named like it, has ``Tuning``, ``tune`` and perhaps ``make_plan``."""
+        name, plan = module.__name__.rpartition(".")[2], getattr(module, "make_plan", None)
+        return cls(op, name, run, requirement, tuning=module.Tuning, tune=module.tune, plan=plan)
 
 
 def differing(given: Any, allowed: Any) -> tuple[dict[str, Any], dict[str, Any]]:

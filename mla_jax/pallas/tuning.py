@@ -8,13 +8,14 @@ of ``REACH``; of several the nearest, by the sum of the distances in octaves.
 import functools
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
 from mla_jax.errors import ArgumentError
 from mla_jax.pallas.device import DeviceInfo
-from mla_jax.pallas.registry import Problem
+from mla_jax.pallas.registry import Problem, Tuned
 
 __all__ = [
     "Record",
@@ -24,6 +25,7 @@ __all__ = [
     "lookup",
     "packaged",
     "read",
+    "tuned",
 ]
 
 REACH = 2.0
@@ -73,6 +75,20 @@ def lookup(problem: Problem, device: DeviceInfo) -> tuple[Record, str] | None:
     how = "measured" if distance == 0 else f"nearest measured ({distance:.1f} octaves)"
     fastest = f"{record.us:g} us, the fastest of {1 + len(record.others)}"
     return record, f"{how}: {which}, {fastest}; {table.measured}"
+
+
+def tuned[T](
+    problem: Problem, device: DeviceInfo, tuning: Callable[..., T], heuristic: Callable[[], T],
+    **of_device: Any,
+) -> Tuned:  # fmt: skip
+    """The measured choice for a problem, or the heuristic where nothing near was measured.
+
+    ``of_device`` are fields of the tuning that no record holds.
+    """
+    if found := lookup(problem, device):
+        record, source = found
+        return Tuned(value=tuning(**record.tuning, **of_device), source=source)
+    return Tuned(value=heuristic(), source=f"heuristic: nothing near was measured on {device.kind}")
 
 
 def at_least_one(what: str, **fields: object) -> None:

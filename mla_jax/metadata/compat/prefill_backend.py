@@ -126,14 +126,9 @@ class MLAPrefillImpl(ABC):
 
     @abstractmethod
     def attend(
-        self,
-        q: Float[Array, "tokens heads qk"],
-        k: Float[Array, "keys heads qk"],
-        v: Float[Array, "keys heads vpad"],
-        meta: PrefillMetadata,
-        *,
-        causal: bool,
-    ) -> AttnState:
+        self, q: Float[Array, "tokens heads qk"], k: Float[Array, "keys heads qk"],
+        v: Float[Array, "keys heads vpad"], meta: PrefillMetadata, *, causal: bool,
+    ) -> AttnState:  # fmt: skip
         """Ragged attention; a query without keys gives the identity ``(0, -inf)``."""
 
     @overload

@@ -108,14 +108,9 @@ class XLAPrefillImpl(MLAPrefillImpl):
     requires_v_padding: ClassVar[bool] = False
 
     def attend(
-        self,
-        q: Float[Array, "tokens heads qk"],
-        k: Float[Array, "keys heads qk"],
-        v: Float[Array, "keys heads vpad"],
-        meta: PrefillMetadata,
-        *,
-        causal: bool,
-    ) -> AttnState:
+        self, q: Float[Array, "tokens heads qk"], k: Float[Array, "keys heads qk"],
+        v: Float[Array, "keys heads vpad"], meta: PrefillMetadata, *, causal: bool,
+    ) -> AttnState:  # fmt: skip
         kv = jnp.concatenate([k, v], axis=-1)
         shared = jnp.zeros((k.shape[0], 0), k.dtype)
         return ops.mla_prefill(q, kv, shared, meta, scale=self.scale, causal=causal, backend="xla")
@@ -139,14 +134,9 @@ class MosaicPrefillImpl(MLAPrefillImpl):
     kernel: ClassVar[str] = "mosaic"  # backend of ``ops.mla_prefill``
 
     def attend(
-        self,
-        q: Float[Array, "tokens heads qk"],
-        k: Float[Array, "keys heads qk"],
-        v: Float[Array, "keys heads vpad"],
-        meta: PrefillMetadata,
-        *,
-        causal: bool,
-    ) -> AttnState:
+        self, q: Float[Array, "tokens heads qk"], k: Float[Array, "keys heads qk"],
+        v: Float[Array, "keys heads vpad"], meta: PrefillMetadata, *, causal: bool,
+    ) -> AttnState:  # fmt: skip
         nope = self.dims.nope
         kv = jnp.concatenate([k[..., :nope], v], axis=-1)
         return ops.mla_prefill(

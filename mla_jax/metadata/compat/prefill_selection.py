@@ -19,7 +19,7 @@ from mla_jax.metadata.compat.prefill_backend import (
 __all__ = ["CUSTOM", "LATER_ORDER", "SEED_ORDER", "PrefillRegistry", "Priority"]
 
 CUSTOM = "CUSTOM"
-"""A name without a class until somebody registers one."""
+"""A name without a class until one is registered."""
 
 
 @dataclass(frozen=True, kw_only=True)

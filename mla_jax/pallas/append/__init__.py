@@ -4,8 +4,6 @@ from mla_jax.pallas.append import ref, triton
 from mla_jax.pallas.registry import Backend
 
 BACKENDS = (
-    Backend(
-        op="append_latent", name="triton", run=triton.append_latent, requirement=triton.REQUIREMENT
-    ),
-    Backend(op="append_latent", name="xla", run=ref.append_latent),
+    Backend("append_latent", "triton", triton.append_latent, triton.REQUIREMENT),
+    Backend("append_latent", "xla", ref.append_latent),
 )

@@ -40,7 +40,7 @@ def _encode(x, factor, like, LARGEST: tl.constexpr):
 
 @jit
 def _row(
-    kv, gain, cos, sin, slots, number, scale, pages, token,
+    kv, gain, angles, cache, token,
     SIZES: tl.constexpr, CACHE: tl.constexpr, TILE: tl.constexpr, EPS: tl.constexpr,
     INTERLEAVED: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
@@ -49,6 +49,8 @@ def _row(
     RANK: tl.constexpr = SIZES[3]
     PAIRS: tl.constexpr = TILE[2]
     COLUMNS: tl.constexpr = TILE[3]
+    cos, sin = angles
+    slots, number, scale, pages = cache
     here, layer, slot = place(slots, number, token, CACHE)
     to = pages + (layer.to(tl.int64) * CACHE[1] + slot) * (RANK + ROPE)
     factor = tl.load(scale + layer)
@@ -125,7 +127,7 @@ def append(
     part = pid % (1 + BLOCKS)
     if part == 0:
         _row(
-            kv, gain, cos, sin, slots, number, scale, pages, token,
+            kv, gain, (cos, sin), (slots, number, scale, pages), token,
             SIZES, CACHE, TILE, EPS, INTERLEAVED, LARGEST,
         )  # fmt: skip
     else:

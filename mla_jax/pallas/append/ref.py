@@ -4,32 +4,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from mla_jax.cache import CacheFormat
-from mla_jax.pallas.axes import CacheScale, Layer, Pages
+from mla_jax.pallas.axes import Angles, CacheScale, Layer, Pages, Queries, RopeQueries, Slots
 from mla_jax.pallas.cache_io.ref import write_latent
-from mla_jax.types import Array, Float, Int
+from mla_jax.types import Array, Float
 
 __all__ = ["append_latent", "rms_norm", "rotate"]
 
 
 def append_latent(
-    pages: Pages,
-    scale: CacheScale,
-    q: Float[Array, "tokens heads qk"],
-    kv: Float[Array, "tokens row"],
-    gain: Float[Array, "rank"],
-    cos: Float[Array, "tokens pairs"],
-    sin: Float[Array, "tokens pairs"],
-    slots: Int[Array, "tokens"],
-    *,
-    eps: float,
-    interleaved: bool,
-    format: CacheFormat,
-    layer: Layer = None,
-) -> tuple[
-    Float[Array, "tokens heads nope"],
-    Float[Array, "tokens heads rope"],
-    Pages,
-]:
+    pages: Pages, scale: CacheScale, q: Queries, kv: Float[Array, "tokens row"],
+    gain: Float[Array, "rank"], cos: Angles, sin: Angles, slots: Slots, *, eps: float,
+    interleaved: bool, format: CacheFormat, layer: Layer = None,
+) -> tuple[Float[Array, "tokens heads nope"], RopeQueries, Pages]:  # fmt: skip
     """``(q_nope, rotate(q_rope), pages)``, ``[norm(latent) | rotate(k_rope)]`` at each slot."""
     rank, rope = gain.shape[0], 2 * cos.shape[1]
     latent = rms_norm(kv[:, :rank], gain, eps=eps)
@@ -48,11 +34,7 @@ def rms_norm(
 
 
 def rotate(
-    x: Float[Array, "tokens ... dim"],
-    cos: Float[Array, "tokens pairs"],
-    sin: Float[Array, "tokens pairs"],
-    *,
-    interleaved: bool,
+    x: Float[Array, "tokens ... dim"], cos: Angles, sin: Angles, *, interleaved: bool
 ) -> Float[Array, "tokens ... dim"]:
     """``y_a = x_a cos - x_b sin, y_b = x_a sin + x_b cos`` for every pair ``(a, b)``.
 

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from mla_jax.cache import CacheFormat
-from mla_jax.pallas.axes import CacheScale, Layer, Pages
+from mla_jax.pallas.axes import Angles, CacheScale, Layer, Pages, Queries, RopeQueries, Slots
 from mla_jax.pallas.registry import OneOf, Requirement, Within
-from mla_jax.types import Array, Float, Int, cdiv, power_of_two
+from mla_jax.types import Array, Float, cdiv, power_of_two
 
 __all__ = ["REQUIREMENT", "append_latent"]
 
@@ -31,24 +31,10 @@ HEADS = 16
 
 
 def append_latent(
-    pages: Pages,
-    scale: CacheScale,
-    q: Float[Array, "tokens heads qk"],
-    kv: Float[Array, "tokens row"],
-    gain: Float[Array, "rank"],
-    cos: Float[Array, "tokens pairs"],
-    sin: Float[Array, "tokens pairs"],
-    slots: Int[Array, "tokens"],
-    *,
-    eps: float,
-    interleaved: bool,
-    format: CacheFormat,
-    layer: Layer = None,
-) -> tuple[
-    Float[Array, "tokens heads nope"],
-    Float[Array, "tokens heads rope"],
-    Pages,
-]:
+    pages: Pages, scale: CacheScale, q: Queries, kv: Float[Array, "tokens row"],
+    gain: Float[Array, "rank"], cos: Angles, sin: Angles, slots: Slots, *, eps: float,
+    interleaved: bool, format: CacheFormat, layer: Layer = None,
+) -> tuple[Float[Array, "tokens heads nope"], RopeQueries, Pages]:  # fmt: skip
     """``ref.append_latent``; ``pages`` stay where they are if they are donated."""
     from mla_jax.pallas import triton_lib
     from mla_jax.pallas.append import kernels_triton as kernels

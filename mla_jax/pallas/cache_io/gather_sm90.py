@@ -5,7 +5,7 @@ a thread, and each of its lanes finds the place of one row in the cache::
 
   row -> search in row_starts -> first -> page table -> shuffle -> load -> [dequantise] -> store
 
-No warp waits for another, nor for its stores; no work list is made. Rows that nobody fills
+No warp waits for another, nor for its stores; no work list is made. Rows that no request fills
 are zeros. The bound is the copy bandwidth of the chip: ``docs/kernels/cache_io.md``.
 """
 

@@ -10,9 +10,9 @@ from jax.typing import DTypeLike
 
 from mla_jax.cache import CacheFormat
 from mla_jax.errors import ArgumentError
-from mla_jax.pallas.axes import CacheScale, Layer, Pages, PageTable, PerRequest, Starts
+from mla_jax.pallas.axes import CacheScale, Layer, Pages, PageTable, PerRequest, Slots, Starts
 from mla_jax.pallas.registry import OneOf, Requirement, Within
-from mla_jax.types import Array, Float, Int
+from mla_jax.types import Array, Float
 
 __all__ = [
     "GATHER",
@@ -66,18 +66,10 @@ def write_tuning(*, tokens: int, quantised: bool) -> WriteTuning:
 
 
 def gather_latent(
-    pages: Pages,
-    scale: CacheScale,
-    page_table: PageTable,
-    first: PerRequest,
-    row_starts: Starts,
-    *,
-    rows: int,
-    dtype: DTypeLike,
-    format: CacheFormat,
-    layer: Layer = None,
+    pages: Pages, scale: CacheScale, page_table: PageTable, first: PerRequest, row_starts: Starts,
+    *, rows: int, dtype: DTypeLike, format: CacheFormat, layer: Layer = None,
     interpret: object = None,
-) -> Float[Array, "{rows} row"]:
+) -> Float[Array, "{rows} row"]:  # fmt: skip
     """``ref.gather_latent``, bit for bit; ``interpret`` runs on a CPU."""
     from mla_jax.pallas.cache_io import gather_sm90
 
@@ -98,17 +90,10 @@ def gather_latent(
 
 
 def write_latent(
-    pages: Pages,
-    scale: CacheScale,
-    kv_latent: Float[Array, "latents rank"],
-    k_rope: Float[Array, "ropes rope"],
-    slots: Int[Array, "tokens"],
-    *,
-    format: CacheFormat,
-    layer: Layer = None,
-    tuning: WriteTuning | None = None,
-    interpret: object = None,
-) -> Pages:
+    pages: Pages, scale: CacheScale, kv_latent: Float[Array, "latents rank"],
+    k_rope: Float[Array, "ropes rope"], slots: Slots, *, format: CacheFormat, layer: Layer = None,
+    tuning: WriteTuning | None = None, interpret: object = None,
+) -> Pages:  # fmt: skip
     """``ref.write_latent``, bit for bit, in place; ``interpret`` runs on a CPU.
 
     Donate the cache to the jitted caller: the pages are then updated where they are, and

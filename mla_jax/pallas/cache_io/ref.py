@@ -12,22 +12,16 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from mla_jax.cache import CacheFormat
-from mla_jax.pallas.axes import CacheScale, Layer, Pages, PageTable, PerRequest, Starts
+from mla_jax.pallas.axes import CacheScale, Layer, Pages, PageTable, PerRequest, Slots, Starts
 from mla_jax.types import Array, Float, Int
 
 __all__ = ["copy_blocks", "gather_latent", "swap_blocks", "write_latent"]
 
 
 def write_latent(
-    pages: Pages,
-    scale: CacheScale,
-    kv_latent: Float[Array, "latents rank"],
-    k_rope: Float[Array, "ropes rope"],
-    slots: Int[Array, "tokens"],
-    *,
-    format: CacheFormat,
-    layer: Layer = None,
-) -> Pages:
+    pages: Pages, scale: CacheScale, kv_latent: Float[Array, "latents rank"],
+    k_rope: Float[Array, "ropes rope"], slots: Slots, *, format: CacheFormat, layer: Layer = None,
+) -> Pages:  # fmt: skip
     """``pages[slot] = encode([kv_latent | k_rope])`` for every token with ``slot >= 0``.
 
     ``slots`` decides how many tokens there are; surplus rows of the data are ignored. Slots

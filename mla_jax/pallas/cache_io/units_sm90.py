@@ -22,6 +22,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mla_jax.pallas import mosaic_inline as inline
+from mla_jax.pallas.mosaic_inline import arith, gpu, ir, llvm, vectors
 from mla_jax.types import cdiv
 
 __all__ = [
@@ -96,8 +97,6 @@ def load(rows, place, unit) -> jax.Array:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), inline.SCALAR, inline.SCALAR), return_type=piece)
     def read(_, rows, place, unit):
-        from jax._src.lib.mlir import ir
-        from jax._src.lib.mlir.dialects import arith, llvm, vector
 
         place, zero = place.registers.item(), inline.constant(0)
         kind = ir.VectorType.get((UNIT,), ir.MemRefType(rows.type).element_type)
@@ -106,8 +105,8 @@ def load(rows, place, unit) -> jax.Array:
         pointer = _pointer(rows, arith.maxsi(place, zero), unit)
         exists = arith.cmpi(arith.CmpIPredicate.sge, place, zero)
         found = llvm.load(words, pointer, alignment=size)
-        found = arith.select(exists, found, vector.broadcast(words, zero))
-        register = vector.bitcast(kind, found)
+        found = arith.select(exists, found, vectors.broadcast(words, zero))
+        register = vectors.bitcast(kind, found)
         return mgpu.FragmentedArray(
             _registers=np.array([register], dtype=object), _layout=PIECE.to_mgpu(), _is_signed=None
         )
@@ -120,14 +119,12 @@ def store(x: jax.Array, rows, place, unit) -> None:
 
     @plgpu.inline_mgpu(arg_types=(PIECE, plgpu.RefType(), inline.SCALAR, inline.SCALAR))
     def write(_, x, rows, place, unit):
-        from jax._src.lib.mlir import ir
-        from jax._src.lib.mlir.dialects import llvm, vector
 
         register = x.registers.item()
         size = mgpu.utils.bitwidth(register.type) // 8
         words = ir.VectorType.get((size // 4,), ir.IntegerType.get_signless(32))
         pointer = _pointer(rows, place.registers.item(), unit)
-        llvm.store(vector.bitcast(words, register), pointer, alignment=size)
+        llvm.store(vectors.bitcast(words, register), pointer, alignment=size)
 
     write(x, rows, place, unit)
 
@@ -148,8 +145,6 @@ def keep(*arrays) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(arrays))
     def prefetch(_, *arrays):
-        from jax._src.lib.mlir import ir
-        from jax._src.lib.mlir.dialects import arith, gpu
 
         line = arith.addi(
             arith.muli(
@@ -175,8 +170,6 @@ def keep(*arrays) -> None:
 
 
 def _pointer(rows, place, unit):
-    from jax._src.lib.mlir import ir
-    from jax._src.lib.mlir.dialects import arith
 
     kind = ir.MemRefType(rows.type)
     size = mgpu.utils.bitwidth(kind.element_type) // 8

@@ -67,17 +67,11 @@ OF_CHAIN = TILE.reduce(1)
 
 @lib.lowered_once("heads", "multiprocessors", "early_launch", "interpret")
 def combine(
-    out: Float[Array, "rows rank"],
-    lse: Float[Array, "rows"],
-    part: Float[Array, "slots tiles 64 rank"],
-    part_lse: Float[Array, "slots tiles 64"],
-    merges: Int[Array, "list columns"],
-    *,
-    heads: int,
-    multiprocessors: int,
-    early_launch: bool,
+    out: Float[Array, "rows rank"], lse: Float[Array, "rows"],
+    part: Float[Array, "slots tiles 64 rank"], part_lse: Float[Array, "slots tiles 64"],
+    merges: Int[Array, "list columns"], *, heads: int, multiprocessors: int, early_launch: bool,
     interpret: object = None,
-) -> tuple[Float[Array, "rows rank"], Float[Array, "rows"]]:
+) -> tuple[Float[Array, "rows rank"], Float[Array, "rows"]]:  # fmt: skip
     """``out`` and natural-log ``lse`` with the rows of split and of padding tokens filled in.
 
     Rows are ``token * heads + head``; all others are left alone. ``early_launch`` starts the

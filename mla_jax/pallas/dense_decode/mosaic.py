@@ -5,7 +5,6 @@ The kernels are imported where they run: Mosaic GPU takes more than a second to 
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +12,8 @@ from jax.typing import DTypeLike
 
 from mla_jax.cache import FORMATS, CacheFormat
 from mla_jax.errors import ArgumentError
-from mla_jax.pallas import registry
+from mla_jax.pallas import axes, registry
 from mla_jax.pallas import tuning as tuning_table
-from mla_jax.pallas.axes import CacheScale, Layer, Pages, PageTable, PerRequest, Starts
 from mla_jax.pallas.dense_decode import work_plan as wp
 from mla_jax.pallas.dense_decode.sizes_sm90 import (
     BLOCK,
@@ -77,14 +75,13 @@ class Tuning:
 
 def tune(problem: Problem, device: DeviceInfo) -> Tuned:
     """The measured choice for a problem, or the heuristic where nothing near was measured."""
-    if found := tuning_table.lookup(problem, device):
-        record, source = found
-        fields: dict[str, Any] = record.tuning | {"workers": device.sms}
-        return Tuned(value=Tuning(**fields), source=source)
-    quantised = FORMATS[str(problem["cache"])].quantised
-    sizes = int(problem["heads"]), int(problem["max_query_len"])
-    value = heuristic(*sizes, quantised, workers=device.sms)
-    return Tuned(value=value, source=f"heuristic: nothing near was measured on {device.kind}")
+
+    def choose() -> Tuning:
+        quantised = FORMATS[str(problem["cache"])].quantised
+        sizes = int(problem["heads"]), int(problem["max_query_len"])
+        return heuristic(*sizes, quantised, workers=device.sms)
+
+    return tuning_table.tuned(problem, device, Tuning, choose, workers=device.sms)
 
 
 def heuristic(heads: int, max_query_len: int, quantised: bool = False, *, workers: int) -> Tuning:
@@ -102,16 +99,9 @@ def heuristic(heads: int, max_query_len: int, quantised: bool = False, *, worker
 
 
 def make_plan(
-    seq_lens: PerRequest,
-    query_starts: Starts,
-    *,
-    tokens: int,
-    heads: int,
-    max_query_len: int,
-    page: int,
-    width: int,
-    tuning: Tuning,
-) -> wp.WorkPlan:
+    seq_lens: axes.PerRequest, query_starts: axes.Starts, *, tokens: int, heads: int,
+    max_query_len: int, page: int, width: int, tuning: Tuning,
+) -> wp.WorkPlan:  # fmt: skip
     """The work plan of one step; the same for all layers. ``width`` is the page table's."""
     sizes = _sizes(heads, max_query_len, page, tuning)
     lens = jnp.clip(seq_lens, 0, width * page).astype(jnp.int32)
@@ -152,23 +142,12 @@ def _balanced(lens: Array, starts: Array, **sizes: int) -> wp.WorkPlan:
 
 
 def dense_decode(
-    q_latent: Float[Array, "tokens heads rank"],
-    q_rope: Float[Array, "tokens heads rope"],
-    pages: Pages,
-    cache_scale: CacheScale,
-    page_table: PageTable,
-    seq_lens: PerRequest,
-    query_starts: Starts,
-    *,
-    max_query_len: int,
-    scale: float,
-    format: CacheFormat,
-    out_dtype: DTypeLike,
-    tuning: Tuning,
-    layer: Layer = None,
-    plan: wp.WorkPlan | None = None,
+    q_latent: axes.LatentQueries, q_rope: axes.RopeQueries, pages: axes.Pages,
+    cache_scale: axes.CacheScale, page_table: axes.PageTable, seq_lens: axes.PerRequest,
+    query_starts: axes.Starts, *, max_query_len: int, scale: float, format: CacheFormat,
+    out_dtype: DTypeLike, tuning: Tuning, layer: axes.Layer = None, plan: wp.WorkPlan | None = None,
     interpret: object = None,
-) -> AttnState:
+) -> AttnState:  # fmt: skip
     """``ref.dense_decode`` at the dtype of the queries, accumulating in float32.
 
     The weights of the values are rounded to that dtype. ``plan`` is ``make_plan`` of the same

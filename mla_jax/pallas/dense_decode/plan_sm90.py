@@ -1,7 +1,7 @@
 """``work_plan.balanced`` in one kernel: its small steps as kernels of their own cost 30 µs.
 
-The same integers. A row of the plan belongs to one request; rows, requests and workers are
-lanes of vectors. A lane finds *its* request by bisection, for the first rows of the requests
+It computes the same integers. A row of the plan belongs to one request; rows, requests and workers
+are lanes of vectors. A lane finds *its* request by bisection, for the first rows of the requests
 ascend, and then looks up what it needs of it. Every thread block sums up all requests
 (warpgroup 0), prices the shares (17, divided among four warpgroups) and then writes up to four
 chunks of 128 rows, one a warpgroup::
@@ -28,8 +28,10 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mla_jax.pallas import mosaic_lib as lib
+from mla_jax.pallas.axes import PerRequest, Starts
 from mla_jax.pallas.dense_decode import work_plan as wp
-from mla_jax.types import Array, Int, cdiv
+from mla_jax.pallas.mosaic_inline import arith, ir, memref, vectors
+from mla_jax.types import cdiv
 
 __all__ = ["MOST_REQUESTS", "balanced"]
 
@@ -52,15 +54,9 @@ I32 = jnp.int32
 
 
 def balanced(
-    seq_lens: Int[Array, "requests"],
-    query_starts: Int[Array, "starts"],
-    *,
-    tokens: int,
-    block: int,
-    workers: int,
-    split_cost: int,
-    interpret: object = None,
-) -> wp.WorkPlan:
+    seq_lens: PerRequest, query_starts: Starts, *, tokens: int, block: int, workers: int,
+    split_cost: int, interpret: object = None,
+) -> wp.WorkPlan:  # fmt: skip
     """``work_plan.balanced`` of up to ``MOST_REQUESTS`` requests."""
     n = LANES << (cdiv(seq_lens.shape[0], LANES) - 1).bit_length()  # sums double their steps
     shapes = wp.shapes(seq_lens.shape[0], tokens, workers)
@@ -370,12 +366,10 @@ def _lookup(ref, index, layout, *, simulate: bool):
         return_type=plgpu.ShapeDtypeStruct(index.shape, I32, layout=layout),
     )
     def read(_, ref, index):
-        from jax._src.lib.mlir import ir
-        from jax._src.lib.mlir.dialects import arith, memref, vector
 
         def one(x):
-            at = arith.index_cast(ir.IndexType.get(), vector.extract(x, [], [0]))
-            return vector.broadcast(x.type, memref.load(ref, [at]))
+            at = arith.index_cast(ir.IndexType.get(), vectors.extract(x, [], [0]))
+            return vectors.broadcast(x.type, memref.load(ref, [at]))
 
         registers = np.vectorize(one, otypes=[object])(index.registers)
         return mgpu.FragmentedArray(
@@ -395,13 +389,11 @@ def _store(ref, row, columns, *, simulate: bool) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *(LANE,) * 8))
     def write(_, ref, *columns):
-        from jax._src.lib.mlir import ir
-        from jax._src.lib.mlir.dialects import arith, memref, vector
 
         ((lane,),) = columns[0].layout.thread_idxs((LANES,))
         for f, x in enumerate(columns):
             memref.store(
-                vector.extract(x.registers[0], [], [0]), ref,
+                vectors.extract(x.registers[0], [], [0]), ref,
                 [lane, arith.constant(ir.IndexType.get(), f)],
             )  # fmt: skip
 

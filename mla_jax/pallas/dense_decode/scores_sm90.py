@@ -19,7 +19,7 @@ from mla_jax.pallas.dense_decode import work_plan as wp
 from mla_jax.pallas.dense_decode.buffers_sm90 import ALPHA, HALF, INVERSE, LSE, SLOTS, TAIL, Buffers
 from mla_jax.pallas.dense_decode.sizes_sm90 import BLOCK, ROWS
 from mla_jax.pallas.dense_decode.stream_sm90 import Stream, parity
-from mla_jax.pallas.mosaic_lib import LAG, LOWEST, ROW, WGMMA
+from mla_jax.pallas.mosaic_lib import LOWEST, ROW, WGMMA
 
 __all__ = ["Scores"]
 
@@ -64,7 +64,7 @@ class Scores:
             block = first + j
             full = (block + 1) * BLOCK <= unmasked
             x = lax.cond(full, lambda: x, lambda: of.mask(x, p, block, keys=1))
-            top, shrink = self._top(x, top, factor)
+            top, shrink = lib.lagging_top(x, top, factor, simulate=b.simulate)
             w = jnp.exp2(x * factor - lib.fill_rows(top, BLOCK))
             b.stats[ALPHA + s] = shrink
             b.k_rope[r] = w.astype(b.k_rope.dtype)
@@ -138,21 +138,6 @@ class Scores:
             return acc[...]
 
         return pl.run_scoped(products, plgpu.ACC((ROWS, BLOCK), F32))
-
-    def _top(self, x, top, factor) -> tuple[jax.Array, jax.Array]:
-        """The running maximum, which may lag behind, and the factor of what came before."""
-
-        def rise():
-            found = x.max(axis=1) * factor
-            found = jnp.where(found > top + LAG, found, top)
-            return found, jnp.exp2(top - found)
-
-        def stay():
-            return top, lib.row_vector(1.0, ROWS)
-
-        above = lib.fold_columns(x, 8, jnp.maximum) * factor - lib.fill_rows(top, 8)
-        rises = lib.any_of_warp_above(above, LAG, simulate=self.buffers.simulate)
-        return lax.cond(rises, rise, stay)
 
     def _publish(self, s) -> None:
         """Weights and their factor, of the block in slot ``s``: each thread its own."""

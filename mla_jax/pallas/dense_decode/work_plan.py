@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from mla_jax.pallas.axes import PerRequest, Starts
 from mla_jax.types import Array, Int, round_up
 
 __all__ = ["FIELDS", "PlanFacts", "WorkPlan", "balanced", "batch_invariant"]
@@ -76,14 +77,9 @@ class WorkPlan:
 
 
 def balanced(
-    seq_lens: Int[Array, "requests"],
-    query_starts: Int[Array, "starts"],
-    *,
-    tokens: int,
-    block: int,
-    workers: int,
+    seq_lens: PerRequest, query_starts: Starts, *, tokens: int, block: int, workers: int,
     split_cost: int,
-) -> WorkPlan:
+) -> WorkPlan:  # fmt: skip
     """Equal shares: the line of all blocks is cut every ``share`` of them, or every request
     into equal pieces of ``share`` blocks at most, one piece for a worker.
 
@@ -120,15 +116,9 @@ def balanced(
 
 
 def batch_invariant(
-    seq_lens: Int[Array, "requests"],
-    query_starts: Int[Array, "starts"],
-    *,
-    tokens: int,
-    block: int,
-    workers: int,
-    chunk: int,
-    max_parts: int,
-) -> WorkPlan:
+    seq_lens: PerRequest, query_starts: Starts, *, tokens: int, block: int, workers: int,
+    chunk: int, max_parts: int,
+) -> WorkPlan:  # fmt: skip
     """A cut every ``chunk`` blocks of a request, whatever its neighbours are.
 
     The same request is computed by the same operations in the same order in every batch. Of a

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from mla_jax.cache import CacheFormat
-from mla_jax.pallas.axes import CacheScale, Layer, Pages, PageTable, PerRequest, Starts
-from mla_jax.types import Array, AttnState, Float, cdiv, full_among
+from mla_jax.pallas import axes
+from mla_jax.types import AttnState, cdiv, full_among
 
 __all__ = ["dense_decode"]
 
@@ -17,20 +17,11 @@ KEYS_PER_STEP = 128
 
 
 def dense_decode(
-    q_latent: Float[Array, "tokens heads rank"],
-    q_rope: Float[Array, "tokens heads rope"],
-    pages: Pages,
-    cache_scale: CacheScale,
-    page_table: PageTable,
-    seq_lens: PerRequest,
-    query_starts: Starts,
-    *,
-    max_query_len: int,
-    scale: float,
-    format: CacheFormat,
-    out_dtype: DTypeLike,
-    layer: Layer = None,
-) -> AttnState:
+    q_latent: axes.LatentQueries, q_rope: axes.RopeQueries, pages: axes.Pages,
+    cache_scale: axes.CacheScale, page_table: axes.PageTable, seq_lens: axes.PerRequest,
+    query_starts: axes.Starts, *, max_query_len: int, scale: float, format: CacheFormat,
+    out_dtype: DTypeLike, layer: axes.Layer = None,
+) -> AttnState:  # fmt: skip
     """``out = softmax(scale * [q_latent | q_rope] row^T) row[:rank]`` over a request's rows.
 
     Query ``j`` of a request with ``n`` queries sees keys ``p < seq_len - (n - 1 - j)``.

@@ -24,8 +24,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mla_jax.pallas import mosaic_lib as lib
-from mla_jax.pallas.dense_prefill import inline_sm90 as inline
 from mla_jax.pallas.dense_prefill import softmax_sm90 as softmax
+from mla_jax.pallas.dense_prefill import steps_sm90 as steps
 from mla_jax.pallas.dense_prefill import tile_plan as tp
 from mla_jax.pallas.dense_prefill.buffers_sm90 import CHUNK, HALF, HEAD, Buffers, Sizes
 from mla_jax.pallas.mosaic_lib import WGMMA
@@ -137,7 +137,7 @@ class Attention:
 
         def without():
             done = self._landed(add_last())
-            pl.when(self.wg == 0)(self._give_turn)  # nobody would await the last one
+            pl.when(self.wg == 0)(self._give_turn)  # no warpgroup would wait for the last one
             b.free("v", b.slot(g + n - 1))
             finish(done)
             return self._nothing()
@@ -188,7 +188,7 @@ class Attention:
         b, wg = self.buffers, self.wg
         if not self.simulate:
             x = x.astype(self.out.dtype)
-            inline.store_rows(x, lse, self.out, self.lse, row, live, head)
+            steps.store_live_rows(x, lse, self.out, self.lse, row, live, head)
             return
         b.o[wg] = x.astype(b.o.dtype)
         b.small[wg] = lse
@@ -206,7 +206,7 @@ class Attention:
         b, width = self.buffers, self.sizes.block if width is None else width
         k = b.k.at[b.slot(g), :, pl.ds(0, width)]
         if not self.simulate:
-            return inline.scores(b.q.at[self.wg], k, *held)
+            return steps.scores(b.q.at[self.wg], k, *held)
 
         def f(acc):
             for c in range(self.sizes.k_chunks):
@@ -220,7 +220,7 @@ class Attention:
         b = self.buffers
         plgpu.barrier_wait(b.v_full.at[b.slot(g)])
         if not self.simulate:
-            return inline.add_values(values, p, b.v.at[b.slot(g)])
+            return steps.add_values(values, p, b.v.at[b.slot(g)])
 
         def f(acc):
             for c in range(self.sizes.v_chunks):
@@ -253,7 +253,7 @@ class Attention:
 
     def _landed(self, x, later=0):
         """``x``, complete, while the ``later`` products issued behind it may go on."""
-        return x if self.simulate else inline.landed(x, later)
+        return x if self.simulate else steps.landed(x, later)
 
     def _fact(self, t, i):
         return self.buffers.facts[self.buffers.step_slot(t), i]
@@ -266,8 +266,8 @@ class Attention:
 
     def _take_turn(self) -> None:
         if not self.simulate:
-            inline.take_turn(self.wg)
+            steps.take_turn(self.wg)
 
     def _give_turn(self) -> None:
         if not self.simulate:
-            inline.give_turn(self.wg)
+            steps.give_turn(self.wg)

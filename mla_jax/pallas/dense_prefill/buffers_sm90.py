@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from mla_jax.pallas import mosaic_lib as lib
-from mla_jax.pallas.dense_prefill import inline_sm90 as inline
+from mla_jax.pallas.dense_prefill import steps_sm90 as steps
 from mla_jax.pallas.dense_prefill import tile_plan as tp
 
 __all__ = ["CHUNK", "HALF", "HEAD", "Buffers", "Sizes", "scratch"]
@@ -159,7 +159,7 @@ class Buffers:
         """Products that read buffer ``i`` are complete."""
         barriers, first, threads = self._free(what)
         if barriers is None:
-            inline.arrive(first + i, threads)
+            steps.arrive(first + i, threads)
         else:
             plgpu.barrier_arrive(barriers.at[i])
 
@@ -167,7 +167,7 @@ class Buffers:
         """Once for each ``free`` of each warpgroup: none can run ahead, for it awaits a refill."""
         barriers, first, threads = self._free(what)
         if barriers is None:
-            inline.sync(first + i, threads)
+            steps.sync(first + i, threads)
         else:
             plgpu.barrier_wait(barriers.at[i])
 

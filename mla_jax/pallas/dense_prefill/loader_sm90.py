@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mla_jax.pallas.dense_prefill import inline_sm90 as inline
+from mla_jax.pallas.dense_prefill import steps_sm90 as steps
 from mla_jax.pallas.dense_prefill import tile_plan as tp
 from mla_jax.pallas.dense_prefill.buffers_sm90 import CHUNK, HALF, HEAD, STEPS, Buffers, Sizes
 
@@ -135,7 +135,7 @@ class Loader:
         if self.dynamic:
             b = self.buffers
             plgpu.barrier_wait(b.wanted)
-            inline.draw(self.drawn, b.facts.at[b.draw_slot(t)])
+            steps.draw(self.drawn, b.facts.at[b.draw_slot(t)])
             plgpu.barrier_arrive(b.drawn)
 
     def _want(self) -> None:
@@ -151,7 +151,7 @@ class Loader:
         return b.facts[b.draw_slot(t), 0] + self.sizes.workers
 
     def _locate(self, number):
-        """Tile and head of an item: the dearest tiles of a few heads, then the next heads."""
+        """Tile and head of an item: the costliest tiles of a few heads, then the next heads."""
         heads, together = self.q.shape[1], self.sizes.heads_together
         full = max((heads - self.sizes.heads_last) // together, 0)  # then a wider section
         group = self.with_keys * together
@@ -205,7 +205,7 @@ class Loader:
         plgpu.barrier_wait(b.v_partial)
         for c in range(self.sizes.v_chunks):
             if not b.simulate:
-                inline.clear_rows(b.v.at[s, c], valid)
+                steps.zero_rows_from(b.v.at[s, c], valid)
                 continue
             row = lax.broadcasted_iota(I32, (self.sizes.block, CHUNK), 0)
             b.v[s, c] = jnp.where(row < valid, b.v[s, c], jnp.zeros((), self.q.dtype))

@@ -4,7 +4,6 @@ The kernel is imported where it runs: Mosaic GPU takes more than a second to imp
 """
 
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -12,7 +11,7 @@ from jax.typing import DTypeLike
 from mla_jax.errors import ArgumentError
 from mla_jax.pallas import registry
 from mla_jax.pallas import tuning as tuning_table
-from mla_jax.pallas.axes import Starts
+from mla_jax.pallas.axes import KeyValues, Queries, RopeKeys, Starts
 from mla_jax.pallas.dense_prefill import tile_plan as tp
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.registry import OneOf, Problem, Requirement, Tuned, Within
@@ -65,14 +64,13 @@ class Tuning:
 
 def tune(problem: Problem, device: DeviceInfo) -> Tuned:
     """The measured choice for a problem, or the heuristic where nothing near was measured."""
-    if found := tuning_table.lookup(problem, device):
-        record, source = found
-        fields: dict[str, Any] = record.tuning | {"workers": device.sms}
-        return Tuned(value=Tuning(**fields), source=source)
-    names = ("tokens", "keys", "heads", "requests", "nope", "rope", "v")
-    sizes = {name: int(problem[name]) for name in names}
-    value = heuristic(**sizes, causal=bool(problem["causal"]), device=device)
-    return Tuned(value=value, source=f"heuristic: nothing near was measured on {device.kind}")
+
+    def choose() -> Tuning:
+        names = ("tokens", "keys", "heads", "requests", "nope", "rope", "v")
+        sizes = {name: int(problem[name]) for name in names}
+        return heuristic(**sizes, causal=bool(problem["causal"]), device=device)
+
+    return tuning_table.tuned(problem, device, Tuning, choose, workers=device.sms)
 
 
 def heuristic(
@@ -82,9 +80,9 @@ def heuristic(
     """As many heads side by side as have their keys in the L2 cache; as many keys as fit.
 
     Where tiles differ, heads that run at the same time anyway are together, and the last ones are
-    more, up to three tiles for each thread block or twice those keys: a thread block is late that
-    begins a dear tile in the end. Where one request sees all keys, tiles are equal, and nothing
-    needs to be drawn.
+    more, up to three tiles for each thread block or twice those keys: a thread block that begins
+    an expensive tile near the end finishes last. Where one request sees all keys, tiles cost the
+    same, and a fixed order serves.
 
     Queries in registers relieve shared memory. They and the hardware barriers that come with
     them are faster in blocks of 64 keys and where all keys are seen, but slower in causal blocks
@@ -122,14 +120,9 @@ def _fits(tuning: Tuning, nope: int, rope: int, v: int, device: DeviceInfo) -> b
 
 
 def make_plan(
-    query_starts: Starts,
-    key_starts: Starts,
-    *,
-    tokens: int,
-    keys: int,
-    causal: bool,
+    query_starts: Starts, key_starts: Starts, *, tokens: int, keys: int, causal: bool,
     tuning: Tuning,
-) -> tp.TilePlan:
+) -> tp.TilePlan:  # fmt: skip
     """The tiles of one step; the same for all layers."""
     return tp.tiles(
         query_starts, key_starts, tokens=tokens, keys=keys,
@@ -138,19 +131,10 @@ def make_plan(
 
 
 def dense_prefill(
-    q: Float[Array, "tokens heads qk"],
-    kv: Float[Array, "keys heads nope_v"],
-    k_rope: Float[Array, "keys rope"],
-    query_starts: Starts,
-    key_starts: Starts,
-    *,
-    scale: float,
-    causal: bool,
-    out_dtype: DTypeLike,
-    tuning: Tuning,
-    plan: tp.TilePlan | None = None,
-    interpret: object = None,
-) -> AttnState:
+    q: Queries, kv: KeyValues, k_rope: RopeKeys, query_starts: Starts, key_starts: Starts, *,
+    scale: float, causal: bool, out_dtype: DTypeLike, tuning: Tuning,
+    plan: tp.TilePlan | None = None, interpret: object = None,
+) -> AttnState:  # fmt: skip
     """``ref.dense_prefill`` at the dtype of the queries, accumulating in float32.
 
     The weights of the values are rounded to that dtype. A value that is not finite spoils the

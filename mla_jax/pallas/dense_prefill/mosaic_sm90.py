@@ -18,7 +18,7 @@ Tiles begin at the first query of their request, and blocks at its first key: a 
 memory tiled by single rows lets the copy engine start anywhere. So the bits of a request do not
 depend on its neighbours. The bound: 2560 tensor-core cycles for 128 keys. ``tile_plan`` orders
 the tiles, ``loader_sm90`` brings what they need into the ``buffers_sm90``, ``attention_sm90``
-multiplies, ``softmax_sm90`` is between the products, ``inline_sm90`` holds the instructions that
+multiplies, ``softmax_sm90`` is between the products, ``steps_sm90`` holds the instructions that
 Pallas lacks, and ``docs/kernels/dense_prefill.md`` the measurements.
 """
 

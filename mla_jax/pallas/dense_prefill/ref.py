@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from mla_jax.pallas.axes import Starts
-from mla_jax.types import Array, AttnState, Float, Int
+from mla_jax.pallas.axes import KeyValues, Queries, RopeKeys, Starts
+from mla_jax.types import Array, AttnState, Int
 
 __all__ = ["dense_prefill", "key_spans"]
 
@@ -31,14 +31,13 @@ def key_spans(
 
 
 def dense_prefill(
-    q: Float[Array, "tokens heads qk"], kv: Float[Array, "keys heads nope_v"],
-    k_rope: Float[Array, "keys rope"], query_starts: Starts, key_starts: Starts, *,
+    q: Queries, kv: KeyValues, k_rope: RopeKeys, query_starts: Starts, key_starts: Starts, *,
     scale: float, causal: bool, out_dtype: DTypeLike,
 ) -> AttnState:  # fmt: skip
     """``out = softmax(scale * q [k_nope | k_rope]^T) v`` per request, with ``kv = [k_nope | v]``.
 
     ``nope = qk - rope``. A query without keys gives ``(0, -inf)``. A value that is not finite
-    spoils the queries that see it, and nobody else. ``xla.dense_prefill`` needs less memory.
+    spoils the queries that see it, and no others. ``xla.dense_prefill`` needs less memory.
     """
     keys, nope = kv.shape[0], q.shape[2] - k_rope.shape[1]
     einsum = functools.partial(jnp.einsum, precision="highest")

@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from mla_jax.pallas import mosaic_lib as lib
-from mla_jax.pallas.dense_prefill import inline_sm90 as inline
+from mla_jax.pallas.dense_prefill import steps_sm90 as steps
 from mla_jax.pallas.mosaic_lib import LAG, LOWEST, WGMMA
 
 __all__ = ["close", "complete", "mask", "proceed", "rescale", "start"]
@@ -93,7 +93,7 @@ def _look(
 
     if simulate:
         return jnp.bool_(True), *follow()
-    grew = inline.any_above(y, LAG, *after)
+    grew = steps.any_score_above(y, LAG, *after)
     return grew, *lax.cond(grew, follow, lambda: (y, top, shrink, *old))
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 
+from mla_jax.pallas.axes import Starts
 from mla_jax.types import Array, Int
 
 __all__ = [
@@ -47,7 +48,7 @@ class TilePlan:
 
     Each tile is ``ROW`` (its first query), ``LIVE`` (how many queries it has), ``FIRST_KEY`` and
     ``KEYS`` of its request, ``OFFSET`` (query ``i`` of the tile sees keys up to ``i + OFFSET``),
-    ``BLOCKS`` (how many blocks of keys it reads). Dearest first; those without keys last.
+    ``BLOCKS`` (how many blocks of keys it reads). Costly ones first; those without keys last.
     """
 
     facts: PlanFacts = field(metadata={"static": True})
@@ -56,13 +57,7 @@ class TilePlan:
 
 
 def tiles(
-    query_starts: Int[Array, "starts"],
-    key_starts: Int[Array, "starts"],
-    *,
-    tokens: int,
-    keys: int,
-    block: int,
-    causal: bool,
+    query_starts: Starts, key_starts: Starts, *, tokens: int, keys: int, block: int, causal: bool
 ) -> TilePlan:
     """Tiles of ``ROWS`` queries, the first of a request at its first query.
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from mla_jax.pallas.axes import Starts
+from mla_jax.pallas.axes import KeyValues, Queries, RopeKeys, Starts
 from mla_jax.pallas.dense_prefill.ref import key_spans
-from mla_jax.types import Array, AttnState, Float, cdiv, full_among
+from mla_jax.types import Array, AttnState, cdiv, full_among
 
 __all__ = ["dense_prefill"]
 
@@ -18,16 +18,9 @@ TILE = 128
 
 
 def dense_prefill(
-    q: Float[Array, "tokens heads qk"],
-    kv: Float[Array, "keys heads nope_v"],
-    k_rope: Float[Array, "keys rope"],
-    query_starts: Starts,
-    key_starts: Starts,
-    *,
-    scale: float,
-    causal: bool,
-    out_dtype: DTypeLike,
-) -> AttnState:
+    q: Queries, kv: KeyValues, k_rope: RopeKeys, query_starts: Starts, key_starts: Starts, *,
+    scale: float, causal: bool, out_dtype: DTypeLike,
+) -> AttnState:  # fmt: skip
     """``out = softmax(scale * q [k_nope | k_rope]^T) v`` per request, with ``kv = [k_nope | v]``.
 
     ``nope = qk - rope``. A query without keys, and every token behind ``query_starts[-1]``,
@@ -77,7 +70,7 @@ def dense_prefill(
             if rope:
                 s = s + jnp.einsum("qhd,kd->hqk", q[..., nope:], k_rope, **f32)
             key = first + jnp.arange(cols, dtype=first.dtype)
-            # A value that is not finite spoils the queries that see it, and nobody else.
+            # A value that is not finite spoils the queries that see it, and no others.
             v_tile = kv[..., nope:]
             spoilt = ~jnp.isfinite(v_tile).all(axis=-1).T[:, None]  # [heads, 1, keys]
             s = jnp.where(spoilt, jnp.nan, s)

@@ -22,7 +22,7 @@ Imported only where Triton is there: by ``triton.py``, when it runs.
 # pyright: reportPossiblyUnboundVariable=false
 # pyright: reportAssignmentType=false
 
-from mla_jax.pallas.grouped_matmul.kernels_triton import _chosen, _lead, _place, _rows
+from mla_jax.pallas.grouped_matmul.kernels_triton import _chosen, _lead, _place, _rows, _swiglu
 from mla_jax.pallas.triton_lib import jit, tl
 
 __all__ = ["down", "gate_up", "matmul"]
@@ -31,29 +31,22 @@ DEPTH = tl.constexpr(128)
 """Channels of a block of scales."""
 
 
-TO_BFLOAT16 = tl.constexpr("""{
-    .reg .b32 t, u;
-    prmt.b32 t, $2, 0, 0x1404;
-    shr.u32 u, t, 4;
-    and.b32 u, u, 0x07f007f0;
-    lop3.b32 $0, t, 0x80008000, u, 0xEA;
-    prmt.b32 t, $2, 0, 0x3424;
-    shr.u32 u, t, 4;
-    and.b32 u, u, 0x07f007f0;
-    lop3.b32 $1, t, 0x80008000, u, 0xEA;
-}""")
-TO_FLOAT16 = tl.constexpr("""{
-    .reg .b32 t, u;
-    prmt.b32 t, $2, 0, 0x1404;
-    shr.u32 u, t, 1;
-    and.b32 u, u, 0x3f803f80;
-    lop3.b32 $0, t, 0x80008000, u, 0xEA;
-    prmt.b32 t, $2, 0, 0x3424;
-    shr.u32 u, t, 1;
-    and.b32 u, u, 0x3f803f80;
-    lop3.b32 $1, t, 0x80008000, u, 0xEA;
-}""")
-"""Four bytes to four numbers: each byte on top of 16 bits, its exponent and digits moved down."""
+def _widening(shift: int, mask: str) -> str:
+    """Four bytes to four numbers: each on top of 16 bits, its exponent and digits moved down."""
+    pair = """
+    prmt.b32 t, $2, 0, {bytes};
+    shr.u32 u, t, {shift};
+    and.b32 u, u, {mask};
+    lop3.b32 ${number}, t, 0x80008000, u, 0xEA;"""
+    pairs = (
+        pair.format(bytes=bytes, shift=shift, mask=mask, number=number)
+        for number, bytes in enumerate(("0x1404", "0x3424"))
+    )
+    return "{\n    .reg .b32 t, u;" + "".join(pairs) + "\n}"
+
+
+TO_BFLOAT16 = tl.constexpr(_widening(4, "0x07f007f0"))
+TO_FLOAT16 = tl.constexpr(_widening(1, "0x3f803f80"))
 
 RAISED = tl.constexpr(2.0**64)
 """How much larger rows of bfloat16 come."""
@@ -90,11 +83,7 @@ def _gate_up_tile(
         part = tl.load(a + i * DEPTH, mask=live[:, None], other=0.0)
         g = _step(part, tl.load(gate + at + i * DEPTH), gate_scale + s + i, g)
         u = _step(part, tl.load(up + at + i * DEPTH), up_scale + s + i, u)
-    if LIMIT is not None:
-        g = tl.minimum(g, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-        u = tl.minimum(u, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-        u = tl.maximum(u, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
-    h = g * tl.sigmoid(g) * u
+    h = _swiglu(g, u, LIMIT)
     if out.dtype.element_ty == tl.bfloat16:
         h *= RAISED
     h = h.to(out.dtype.element_ty)
@@ -136,8 +125,7 @@ def gate_up(
     if PAIRS > 0:
         turn = _chosen(experts, pairs, SIZES[0], PAIRS)
         for n in range(pid // BLOCKS + 1, tl.max(turn) + 1, SIZES[1]):
-            p = tl.sum(tl.where(turn == n, tl.arange(0, PAIRS), 0), 0)
-            e, pair, live = _lead(experts, p, pairs, SIZES[0], PAIRS, ROWS)
+            e, pair, live = _lead(experts, turn, n, pairs, SIZES[0], PAIRS, ROWS)
             if e >= 0:
                 _gate_up_tile(
                     x, gate, gate_scale, up, up_scale, out, e, pid % BLOCKS, pair, live,
@@ -164,8 +152,7 @@ def down(
     if PAIRS > 0:
         turn = _chosen(experts, pairs, SIZES[0], PAIRS)
         for n in range(pid // BLOCKS + 1, tl.max(turn) + 1, SIZES[1]):
-            p = tl.sum(tl.where(turn == n, tl.arange(0, PAIRS), 0), 0)
-            e, pair, live = _lead(experts, p, pairs, SIZES[0], PAIRS, ROWS)
+            e, pair, live = _lead(experts, turn, n, pairs, SIZES[0], PAIRS, ROWS)
             if e >= 0:
                 _down_tile(h, weight, scale, out, e, pid % BLOCKS, pair, live, SIZES, TILE)
         return

@@ -10,9 +10,10 @@ The experts' launches are those of ``grouped_matmul.triton``: a plan, gate and u
 import jax
 import jax.numpy as jnp
 
+from mla_jax.pallas.axes import Choices, ChoiceWeights, Hidden
 from mla_jax.pallas.grouped_matmul import triton as grouped
 from mla_jax.pallas.registry import OneOf, Requirement, Within
-from mla_jax.types import SCALE_BLOCK, Array, BlockScaled, Float, Int, cdiv
+from mla_jax.types import SCALE_BLOCK, Array, BlockScaled, Float, cdiv
 
 __all__ = ["FEW_ROWS", "REQUIREMENT", "matmul_fp8", "routed_experts_fp8"]
 
@@ -74,15 +75,9 @@ def matmul_fp8(x: Float[Array, "tokens into"], weight: BlockScaled) -> Float[Arr
 
 
 def routed_experts_fp8(
-    x: Float[Array, "tokens hidden"],
-    gate: BlockScaled,
-    up: BlockScaled,
-    down: BlockScaled,
-    weights: Float[Array, "tokens topk"],
-    experts: Int[Array, "tokens topk"],
-    *,
-    limit: float | None,
-) -> Float[Array, "tokens hidden"]:
+    x: Hidden, gate: BlockScaled, up: BlockScaled, down: BlockScaled, weights: ChoiceWeights,
+    experts: Choices, *, limit: float | None,
+) -> Hidden:  # fmt: skip
     """``ref.routed_experts_fp8``; gated products and each choice's are rounded to x's dtype."""
     from mla_jax.pallas import triton_lib
     from mla_jax.pallas.fp8_matmul import kernels_triton as kernels

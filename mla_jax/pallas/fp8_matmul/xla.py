@@ -3,8 +3,9 @@
 import jax.numpy as jnp
 from jax import lax
 
+from mla_jax.pallas.axes import Choices, ChoiceWeights, Hidden
 from mla_jax.pallas.grouped_matmul import xla
-from mla_jax.types import Array, BlockScaled, Float, Int
+from mla_jax.types import Array, BlockScaled, Float
 
 __all__ = ["matmul_fp8", "routed_experts_fp8"]
 
@@ -22,15 +23,9 @@ def matmul_fp8(x: Float[Array, "tokens into"], weight: BlockScaled) -> Float[Arr
 
 
 def routed_experts_fp8(
-    x: Float[Array, "tokens hidden"],
-    gate: BlockScaled,
-    up: BlockScaled,
-    down: BlockScaled,
-    weights: Float[Array, "tokens topk"],
-    experts: Int[Array, "tokens topk"],
-    *,
-    limit: float | None,
-) -> Float[Array, "tokens hidden"]:
+    x: Hidden, gate: BlockScaled, up: BlockScaled, down: BlockScaled, weights: ChoiceWeights,
+    experts: Choices, *, limit: float | None,
+) -> Hidden:  # fmt: skip
     """``ref.routed_experts_fp8`` with weights rounded to x's dtype."""
     g, u, d = (w.widened(x.dtype).swapaxes(1, 2) for w in (gate, up, down))
     return xla.routed_experts(x, g, u, d, weights, experts, limit=limit)

@@ -79,12 +79,13 @@ def plan(
 
 
 @jit
-def _lead(experts, p, pairs, EXPERTS: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr):
-    """Without a plan: the tile that pair ``p`` leads, or expert -1.
+def _lead(experts, turn, n, pairs, EXPERTS: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr):
+    """Without a plan: the tile that pair number ``n`` of ``turn`` leads, or expert -1.
 
     Of the pairs of one expert, every ``ROWS``-th leads itself and those up to the next leader.
     """
     i = tl.arange(0, PAIRS)
+    p = tl.sum(tl.where(turn == n, i, 0), 0)
     e = tl.load(experts + p)
     same = tl.load(experts + i, mask=i < pairs, other=-1) == e
     rank = tl.cumsum(same.to(tl.int32), 0)  # from 1 on
@@ -132,6 +133,16 @@ def _place(tiles, pid, BLOCKS: tl.constexpr):
 
 
 @jit
+def _swiglu(g, u, LIMIT: tl.constexpr):
+    """``ref.swiglu``; NaN stays NaN."""
+    if LIMIT is not None:
+        g = tl.minimum(g, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        u = tl.minimum(u, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        u = tl.maximum(u, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    return g * tl.sigmoid(g) * u
+
+
+@jit
 def _gate_up_tile(
     x, gate, up, out, e, block, pair, live,
     SIZES: tl.constexpr, LIMIT: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
@@ -155,11 +166,7 @@ def _gate_up_tile(
         a += DEPTH
         b += DEPTH * WIDTH
         c += DEPTH * WIDTH
-    if LIMIT is not None:
-        g = tl.minimum(g, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-        u = tl.minimum(u, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-        u = tl.maximum(u, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
-    h = (g * tl.sigmoid(g) * u).to(out.dtype.element_ty)
+    h = _swiglu(g, u, LIMIT).to(out.dtype.element_ty)
     tl.store(out + pair.to(tl.int64)[:, None] * WIDTH + column[None, :], h, mask=live[:, None])
 
 
@@ -197,7 +204,7 @@ def gate_up(
     tile of no more rows than the tail's is computed as one of so many. ``PAIRS`` > 0, a power of
     two from ``pairs`` on: no plan, pairs lead themselves; ``rows`` and ``tiles`` are not read, and
     of ``choices`` times as many programs as blocks each takes every so many'th pair that has an
-    expert. Of the pairs without one nobody hears.
+    expert. Pairs without an expert are skipped.
     """
     pid = tl.program_id(0)
     BLOCKS: tl.constexpr = SIZES[3] // TILE[2]
@@ -206,8 +213,7 @@ def gate_up(
     if PAIRS > 0:
         turn = _chosen(experts, pairs, SIZES[0], PAIRS)
         for n in range(pid // BLOCKS + 1, tl.max(turn) + 1, SIZES[1]):
-            p = tl.sum(tl.where(turn == n, tl.arange(0, PAIRS), 0), 0)
-            e, pair, live = _lead(experts, p, pairs, SIZES[0], PAIRS, ROWS)
+            e, pair, live = _lead(experts, turn, n, pairs, SIZES[0], PAIRS, ROWS)
             if e >= 0:
                 block = pid % BLOCKS
                 _gate_up_tile(x, gate, up, out, e, block, pair, live, SIZES, LIMIT, ROWS, TILE)
@@ -237,8 +243,7 @@ def down(
     if PAIRS > 0:
         turn = _chosen(experts, pairs, SIZES[0], PAIRS)
         for n in range(pid // BLOCKS + 1, tl.max(turn) + 1, SIZES[1]):
-            p = tl.sum(tl.where(turn == n, tl.arange(0, PAIRS), 0), 0)
-            e, pair, live = _lead(experts, p, pairs, SIZES[0], PAIRS, ROWS)
+            e, pair, live = _lead(experts, turn, n, pairs, SIZES[0], PAIRS, ROWS)
             if e >= 0:
                 _down_tile(h, weight, out, e, pid % BLOCKS, pair, live, SIZES, ROWS, TILE)
         return

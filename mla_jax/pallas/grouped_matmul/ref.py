@@ -4,21 +4,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mla_jax.types import Array, Float, Int
+from mla_jax.pallas.axes import Choices, ChoiceWeights, ExpertsIn, ExpertsOut, Hidden
+from mla_jax.types import Array, Float
 
 __all__ = ["routed_experts", "swiglu"]
 
 
 def routed_experts(
-    x: Float[Array, "tokens hidden"],
-    gate: Float[Array, "experts hidden width"],
-    up: Float[Array, "experts hidden width"],
-    down: Float[Array, "experts width hidden"],
-    weights: Float[Array, "tokens topk"],
-    experts: Int[Array, "tokens topk"],
-    *,
-    limit: float | None = None,
-) -> Float[Array, "tokens hidden"]:
+    x: Hidden, gate: ExpertsIn, up: ExpertsIn, down: ExpertsOut, weights: ChoiceWeights,
+    experts: Choices, *, limit: float | None = None,
+) -> Hidden:  # fmt: skip
     """``y_t = sum_k weights[t, k] down_e swiglu(gate_e x_t, up_e x_t)``, ``e = experts[t, k]``.
 
     An index that is no expert adds nothing. Float32 throughout, rounded once at the end.

@@ -17,6 +17,7 @@ is split over its depth, nothing is added atomically, and what a row is multipli
 depend on its tile: a row's bits are those it has alone in an equal call.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ import jax.numpy as jnp
 
 from mla_jax.errors import ArgumentError
 from mla_jax.pallas import tuning as tuning_table
+from mla_jax.pallas.axes import Choices, ChoiceWeights, ExpertsIn, ExpertsOut, Hidden
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.registry import OneOf, Problem, Requirement, Tuned, Within
 from mla_jax.types import Array, Float, Int, power_of_two
@@ -105,11 +107,8 @@ class Tuning:
 
 def tune(problem: Problem, device: DeviceInfo) -> Tuned:
     """The measured choice for a problem, or the heuristic where nothing near was measured."""
-    if found := tuning_table.lookup(problem, device):
-        record, source = found
-        return Tuned(value=Tuning(**record.tuning), source=source)
-    source = f"heuristic: nothing near was measured on {device.kind}"
-    return Tuned(value=heuristic(problem, device), source=source)
+    choose = functools.partial(heuristic, problem, device)
+    return tuning_table.tuned(problem, device, Tuning, choose)
 
 
 def heuristic(problem: Problem, device: DeviceInfo) -> Tuning:
@@ -166,16 +165,9 @@ def shared_bytes(rows: int, columns: int, depth: int, stages: int, matrices: int
 
 
 def routed_experts(
-    x: Float[Array, "tokens hidden"],
-    gate: Float[Array, "experts hidden width"],
-    up: Float[Array, "experts hidden width"],
-    down: Float[Array, "experts width hidden"],
-    weights: Float[Array, "tokens topk"],
-    experts: Int[Array, "tokens topk"],
-    *,
-    limit: float | None,
-    tuning: Tuning,
-) -> Float[Array, "tokens hidden"]:
+    x: Hidden, gate: ExpertsIn, up: ExpertsIn, down: ExpertsOut, weights: ChoiceWeights,
+    experts: Choices, *, limit: float | None, tuning: Tuning,
+) -> Hidden:  # fmt: skip
     """``ref.routed_experts``; gated products and each choice's result are rounded to x's dtype."""
     from mla_jax.pallas import triton_lib
     from mla_jax.pallas.grouped_matmul import kernels_triton as kernels

@@ -3,22 +3,17 @@
 import jax.numpy as jnp
 from jax import lax
 
+from mla_jax.pallas.axes import Choices, ChoiceWeights, ExpertsIn, ExpertsOut, Hidden
 from mla_jax.pallas.grouped_matmul.ref import swiglu
-from mla_jax.types import Array, Float, Int
+from mla_jax.types import Array
 
 __all__ = ["routed_experts"]
 
 
 def routed_experts(
-    x: Float[Array, "tokens hidden"],
-    gate: Float[Array, "experts hidden width"],
-    up: Float[Array, "experts hidden width"],
-    down: Float[Array, "experts width hidden"],
-    weights: Float[Array, "tokens topk"],
-    experts: Int[Array, "tokens topk"],
-    *,
-    limit: float | None,
-) -> Float[Array, "tokens hidden"]:
+    x: Hidden, gate: ExpertsIn, up: ExpertsIn, down: ExpertsOut, weights: ChoiceWeights,
+    experts: Choices, *, limit: float | None,
+) -> Hidden:  # fmt: skip
     """``ref.routed_experts``, a chosen expert's rows alone; each product is rounded to x's dtype.
 
     Products accumulate in float32 (float32 operands never multiply in TF32); the sum over

@@ -4,8 +4,6 @@ from mla_jax.pallas.registry import Backend
 from mla_jax.pallas.router import ref, triton
 
 BACKENDS = (
-    Backend(
-        op="route_tokens", name="triton", run=triton.route_tokens, requirement=triton.REQUIREMENT
-    ),
-    Backend(op="route_tokens", name="xla", run=ref.route_tokens),
+    Backend("route_tokens", "triton", triton.route_tokens, triton.REQUIREMENT),
+    Backend("route_tokens", "xla", ref.route_tokens),
 )

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mla_jax.config import MoEConfig
+from mla_jax.pallas.axes import Choices, ChoiceWeights, Hidden
 from mla_jax.types import Array, Bool, Float, Int
 
 __all__ = [
@@ -17,13 +18,9 @@ __all__ = [
 
 
 def route_tokens(
-    x: Float[Array, "tokens hidden"],
-    kernel: Float[Array, "hidden experts"],
-    choice_bias: Float[Array, "experts"] | None,
-    real: Bool[Array, "tokens"],
-    *,
-    moe: MoEConfig,
-) -> tuple[Float[Array, "tokens topk"], Int[Array, "tokens topk"]]:
+    x: Hidden, kernel: Float[Array, "hidden experts"], choice_bias: Float[Array, "experts"] | None,
+    real: Bool[Array, "tokens"], *, moe: MoEConfig,
+) -> tuple[ChoiceWeights, Choices]:  # fmt: skip
     """``choose_experts(x @ kernel)`` in float32; a token that is not real has experts -1."""
     weights, experts = choose_experts(router_logits(x, kernel), choice_bias, moe)
     return weights, jnp.where(real[:, None], experts, -1)

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from mla_jax.config import MoEConfig
+from mla_jax.pallas.axes import Choices, ChoiceWeights, Hidden
 from mla_jax.pallas.registry import OneOf, Requirement, Within
-from mla_jax.types import Array, Bool, Float, Int, cdiv, power_of_two
+from mla_jax.types import Array, Bool, Float, cdiv, power_of_two
 
 __all__ = ["MOST_CUT", "REQUIREMENT", "piece_depth", "route_tokens"]
 
@@ -36,13 +37,9 @@ TOKENS, MANY_TOKENS, DEPTH = 16, 64, 32
 
 
 def route_tokens(
-    x: Float[Array, "tokens hidden"],
-    kernel: Float[Array, "hidden experts"],
-    choice_bias: Float[Array, "experts"] | None,
-    real: Bool[Array, "tokens"],
-    *,
-    moe: MoEConfig,
-) -> tuple[Float[Array, "tokens topk"], Int[Array, "tokens topk"]]:
+    x: Hidden, kernel: Float[Array, "hidden experts"], choice_bias: Float[Array, "experts"] | None,
+    real: Bool[Array, "tokens"], *, moe: MoEConfig,
+) -> tuple[ChoiceWeights, Choices]:  # fmt: skip
     """``ref.route_tokens``."""
     from mla_jax.pallas import triton_lib
     from mla_jax.pallas.router import kernels_triton as kernels

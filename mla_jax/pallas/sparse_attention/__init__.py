@@ -4,28 +4,9 @@ from mla_jax.pallas.registry import Backend
 from mla_jax.pallas.sparse_attention import mosaic, triton, xla
 
 BACKENDS = (
-    Backend(
-        op="mla_sparse_decode",
-        name="mosaic",
-        run=mosaic.sparse_decode,
-        requirement=mosaic.DECODE,
-        tuning=mosaic.Tuning,
-        tune=mosaic.tune,
-    ),
-    Backend(
-        op="mla_sparse_decode",
-        name="triton",
-        run=triton.sparse_decode,
-        requirement=triton.REQUIREMENT,
-    ),
-    Backend(op="mla_sparse_decode", name="xla", run=xla.sparse_decode),
-    Backend(
-        op="mla_sparse_prefill",
-        name="mosaic",
-        run=mosaic.sparse_prefill,
-        requirement=mosaic.PREFILL,
-        tuning=mosaic.Tuning,
-        tune=mosaic.tune,
-    ),
-    Backend(op="mla_sparse_prefill", name="xla", run=xla.sparse_prefill),
+    Backend.tunable("mla_sparse_decode", mosaic, mosaic.sparse_decode, mosaic.DECODE),
+    Backend("mla_sparse_decode", "triton", triton.sparse_decode, triton.REQUIREMENT),
+    Backend("mla_sparse_decode", "xla", xla.sparse_decode),
+    Backend.tunable("mla_sparse_prefill", mosaic, mosaic.sparse_prefill, mosaic.PREFILL),
+    Backend("mla_sparse_prefill", "xla", xla.sparse_prefill),
 )

@@ -37,6 +37,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from mla_jax.cache import RECORD_FORMATS
 from mla_jax.pallas import mosaic_inline as inline
 from mla_jax.pallas import mosaic_lib as lib
+from mla_jax.pallas.mosaic_inline import arith
 from mla_jax.pallas.sparse_attention import rows_sm90 as rows
 from mla_jax.pallas.sparse_attention.rows_sm90 import BLOCK, LEFT, RIGHT, UNIT, Scope
 
@@ -203,7 +204,6 @@ class Feed:
             return_type=plgpu.ShapeDtypeStruct((128 * count,), I32, layout=layout),
         )
         def read(_, *given):
-            from jax._src.lib.mlir.dialects import arith
 
             token, first, entries, second = (x.registers.item() for x in given[n:])
             begin = [
@@ -222,7 +222,6 @@ class Feed:
 
     def _find(self, slot, refs, layers, second, *, extra: int):
         """Addresses of a row and of its scales, 0 if there is none; or of ``extra``, the base."""
-        from jax._src.lib.mlir.dialects import arith
 
         found, bases = [], []
         for scope, ref, layer in zip(self.scopes, refs, layers, strict=True):
@@ -353,7 +352,6 @@ def _ring(g):
 
 def _of_scope(second, values: Sequence[Any]) -> Any:
     """The first of the values, or the last one if ``second`` is not 0."""
-    from jax._src.lib.mlir.dialects import arith
 
     if len(values) == 1:
         return values[0]

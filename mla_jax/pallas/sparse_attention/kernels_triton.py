@@ -53,6 +53,15 @@ def _end(row, begin, CACHE: tl.constexpr, TILE: tl.constexpr):
 
 
 @jit
+def _list(cache, token, piece, CACHE: tl.constexpr, TILE: tl.constexpr):
+    """A token's list in one cache, where its piece begins and ends, and the cache's layer."""
+    layer = tl.load(cache[2])
+    row = cache[1] + token.to(tl.int64) * CACHE[3]
+    begin = piece * CACHE[4]
+    return row, begin, _end(row, begin, CACHE, TILE), layer
+
+
+@jit
 def _slots(row, i, end, layer, CACHE: tl.constexpr, TILE: tl.constexpr):
     """The rows of a turn, 0 where there is none; which of them there are; the layer."""
     k = tl.arange(0, TILE[1])
@@ -98,14 +107,16 @@ def _store(
 
 @jit
 def _over_elements(
-    q_latent, q_rope, pages, slots, number, token, piece, top, total, acc,
+    q, cache, token, piece, state,
     SIZES: tl.constexpr, CACHE: tl.constexpr, TILE: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
-    """All turns over one cache; ``q_rope`` counts only if there are columns behind the value."""
-    layer = tl.load(number)
-    row = slots + token.to(tl.int64) * CACHE[3]
-    begin = piece * CACHE[4]
-    end = _end(row, begin, CACHE, TILE)
+    """All turns over one cache ``(pages, slots, layer)``. ``q``: columns of the value, and those
+    behind it, which count only if there are any. ``state`` is maxima, sums and values so far.
+    """
+    q_latent, q_rope = q
+    top, total, acc = state
+    pages = cache[0]
+    row, begin, end, layer = _list(cache, token, piece, CACHE, TILE)
     c = tl.arange(0, SIZES[2])[None, :]
     for i in range(begin, end, TILE[1]):
         at, inside = _rows(row, i, end, layer, CACHE, TILE)
@@ -138,13 +149,13 @@ def attend(
     total = tl.zeros((FEW,), tl.float32)
     acc = tl.zeros((FEW, VALUE), tl.float32)
     top, total, acc = _over_elements(
-        q_latent, q_rope, pages, slots, number, token, piece, top, total, acc,
+        (q_latent, q_rope), (pages, slots, number), token, piece, (top, total, acc),
         SIZES, NEAR, TILE, SCALE,
     )  # fmt: skip
     if FAR[4] > 0:
         top, total, acc = _over_elements(
-            q_latent, q_rope, more_pages, more_slots, more_number, token, piece, top, total, acc,
-            SIZES, FAR, TILE, SCALE,
+            (q_latent, q_rope), (more_pages, more_slots, more_number), token, piece,
+            (top, total, acc), SIZES, FAR, TILE, SCALE,
         )  # fmt: skip
     _store(out, lse, acc, 0, top, total, head, token, piece, VALUE, SIZES)
 
@@ -172,14 +183,13 @@ def _v4_keys(pages, slot, inside, layer, like, CACHE: tl.constexpr):
 
 @jit
 def _over_v4(
-    q_row, pages, slots, number, token, piece, top, total, acc,
+    q_row, cache, token, piece, state,
     CACHE: tl.constexpr, TILE: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
-    """All turns over one cache."""
-    layer = tl.load(number)
-    row = slots + token.to(tl.int64) * CACHE[3]
-    begin = piece * CACHE[4]
-    end = _end(row, begin, CACHE, TILE)
+    """As ``_over_elements``, with whole rows as values."""
+    top, total, acc = state
+    pages = cache[0]
+    row, begin, end, layer = _list(cache, token, piece, CACHE, TILE)
     for i in range(begin, end, TILE[1]):
         slot, inside, of_layer = _slots(row, i, end, layer, CACHE, TILE)
         keys = _v4_keys(pages, slot, inside, of_layer, q_row, CACHE)
@@ -202,11 +212,11 @@ def attend_v4(
     total = tl.zeros((FEW,), tl.float32)
     acc = tl.zeros((FEW, 512), tl.float32)
     top, total, acc = _over_v4(
-        q_row, pages, slots, number, token, piece, top, total, acc, NEAR, TILE, SCALE
+        q_row, (pages, slots, number), token, piece, (top, total, acc), NEAR, TILE, SCALE
     )
     if FAR[4] > 0:
         top, total, acc = _over_v4(
-            q_row, more_pages, more_slots, more_number, token, piece, top, total, acc,
+            q_row, (more_pages, more_slots, more_number), token, piece, (top, total, acc),
             FAR, TILE, SCALE,
         )  # fmt: skip
     _store(out, lse, acc, 0, top, total, head, token, piece, 512, SIZES)
@@ -229,15 +239,14 @@ def _scale(pages, at, inside, group):
 
 @jit
 def _over_records(
-    q0, q1, q2, q3, q_rope, pages, slots, number, token, piece,
-    top, total, acc0, acc1, acc2, acc3,
+    q, cache, token, piece, state,
     CACHE: tl.constexpr, TILE: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
-    """All turns over one cache."""
-    layer = tl.load(number)
-    row = slots + token.to(tl.int64) * CACHE[3]
-    begin = piece * CACHE[4]
-    end = _end(row, begin, CACHE, TILE)
+    """As ``_over_elements``; queries and values in groups of 128 columns."""
+    q0, q1, q2, q3, q_rope = q
+    top, total, acc0, acc1, acc2, acc3 = state
+    pages = cache[0]
+    row, begin, end, layer = _list(cache, token, piece, CACHE, TILE)
     r = tl.arange(0, 64)[None, :]
     for i in range(begin, end, TILE[1]):
         at, inside = _rows(row, i, end, layer, CACHE, TILE)
@@ -288,13 +297,13 @@ def attend_records(
     acc2 = tl.zeros((FEW, 128), tl.float32)
     acc3 = tl.zeros((FEW, 128), tl.float32)
     top, total, acc0, acc1, acc2, acc3 = _over_records(
-        q0, q1, q2, q3, q_rope, pages, slots, number, token, piece,
-        top, total, acc0, acc1, acc2, acc3, NEAR, TILE, SCALE,
+        (q0, q1, q2, q3, q_rope), (pages, slots, number), token, piece,
+        (top, total, acc0, acc1, acc2, acc3), NEAR, TILE, SCALE,
     )  # fmt: skip
     if FAR[4] > 0:
         top, total, acc0, acc1, acc2, acc3 = _over_records(
-            q0, q1, q2, q3, q_rope, more_pages, more_slots, more_number, token, piece,
-            top, total, acc0, acc1, acc2, acc3, FAR, TILE, SCALE,
+            (q0, q1, q2, q3, q_rope), (more_pages, more_slots, more_number), token, piece,
+            (top, total, acc0, acc1, acc2, acc3), FAR, TILE, SCALE,
         )  # fmt: skip
     _store(out, lse, acc0, 0, top, total, head, token, piece, 128, SIZES)
     _store(out, lse, acc1, 128, top, total, head, token, piece, 128, SIZES)

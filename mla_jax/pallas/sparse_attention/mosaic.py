@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from mla_jax.cache import LatentCache, RecordCache
 from mla_jax.pallas import tuning as tuning_table
+from mla_jax.pallas.axes import RowQueries
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.registry import OneOf, Problem, Requirement, Tuned, Within
 from mla_jax.pallas.sparse_attention import line_plan, rows_sm90
@@ -73,16 +74,9 @@ def tune(problem: Problem, device: DeviceInfo) -> Tuned:
 
 
 def sparse_decode(
-    q: Float[Array, "tokens heads row"],
-    scopes: Scopes,
-    *,
-    scale: float,
-    value: int,
-    out_dtype: DTypeLike,
-    tuning: Tuning,
-    sinks: Float[Array, "heads"] | None = None,
-    interpret: object = None,
-) -> AttnState:
+    q: RowQueries, scopes: Scopes, *, scale: float, value: int, out_dtype: DTypeLike,
+    tuning: Tuning, sinks: Float[Array, "heads"] | None = None, interpret: object = None,
+) -> AttnState:  # fmt: skip
     """``xla.sparse_decode`` at the dtype of the queries, accumulating in float32.
 
     Keys of records are rounded to that dtype, and so are weights of values. ``interpret`` runs on
@@ -105,17 +99,10 @@ def sparse_decode(
 
 
 def sparse_prefill(
-    q: Float[Array, "tokens heads row"],
-    rows: Float[Array, "rows row"],
-    indices: Int[Array, "tokens keys"],
-    *,
-    scale: float,
-    value: int,
-    out_dtype: DTypeLike,
-    tuning: Tuning,
-    sinks: Float[Array, "heads"] | None = None,
-    interpret: object = None,
-) -> AttnState:
+    q: RowQueries, rows: Float[Array, "rows row"], indices: Int[Array, "tokens keys"], *,
+    scale: float, value: int, out_dtype: DTypeLike, tuning: Tuning,
+    sinks: Float[Array, "heads"] | None = None, interpret: object = None,
+) -> AttnState:  # fmt: skip
     """``xla.sparse_prefill`` likewise: gathered rows are a cache with one row in a page."""
     del out_dtype, value
     count, width = rows.shape
@@ -163,17 +150,10 @@ def _scope(cache: LatentCache | RecordCache, keys: int) -> tuple[Array, rows_sm9
 
 
 def _attend(
-    q: Float[Array, "tokens heads row"],
-    lists: tuple[Int[Array, "tokens _"], ...],
-    pages: tuple[Array, ...],
-    scopes: tuple[rows_sm90.Scope, ...],
-    layers: tuple[Array | None, ...],
-    *,
-    scale: float,
-    tuning: Tuning,
-    sinks: Float[Array, "heads"] | None,
-    interpret: object,
-) -> AttnState:
+    q: RowQueries, lists: tuple[Int[Array, "tokens _"], ...], pages: tuple[Array, ...],
+    scopes: tuple[rows_sm90.Scope, ...], layers: tuple[Array | None, ...], *, scale: float,
+    tuning: Tuning, sinks: Float[Array, "heads"] | None, interpret: object,
+) -> AttnState:  # fmt: skip
     """Divide the work, run the kernel, merge what was split."""
     from mla_jax.pallas.dense_decode import combine_sm90
     from mla_jax.pallas.sparse_attention import mosaic_sm90

@@ -3,19 +3,16 @@
 import jax.numpy as jnp
 from jax.nn import logsumexp
 
+from mla_jax.pallas.axes import RowQueries
 from mla_jax.types import Array, AttnState, Bool, Float
 
 __all__ = ["attend"]
 
 
 def attend(
-    q: Float[Array, "tokens heads row"],
-    rows: Float[Array, "tokens keys row"],
-    seen: Bool[Array, "tokens keys"],
-    *,
-    scale: float,
-    value: int,
-) -> AttnState:
+    q: RowQueries, rows: Float[Array, "tokens keys row"], seen: Bool[Array, "tokens keys"], *,
+    scale: float, value: int,
+) -> AttnState:  # fmt: skip
     """``out = softmax(scale * q rows^T) rows[:value]`` of each token over its own rows, float32.
 
     A row that is not seen may hold anything; no row gives ``(0, -inf)``; equal rows count each.

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from mla_jax.cache import LatentCache, RecordCache
+from mla_jax.pallas.axes import RowQueries
 from mla_jax.pallas.merge.ref import merge_attn_states
 from mla_jax.pallas.registry import OneOf, Requirement, Within
 from mla_jax.pallas.sparse_attention.xla import with_sinks
@@ -46,14 +47,10 @@ PROGRAMS = 264
 
 
 def sparse_decode(
-    q: Float[Array, "tokens heads row"],
-    scopes: tuple[tuple[LatentCache | RecordCache, Int[Array, "tokens _"], Array | None], ...],
-    *,
-    scale: float,
-    value: int,
-    out_dtype: DTypeLike,
-    sinks: Float[Array, "heads"] | None = None,
-) -> AttnState:
+    q: RowQueries,
+    scopes: tuple[tuple[LatentCache | RecordCache, Int[Array, "tokens _"], Array | None], ...], *,
+    scale: float, value: int, out_dtype: DTypeLike, sinks: Float[Array, "heads"] | None = None,
+) -> AttnState:  # fmt: skip
     """``xla.sparse_decode``."""
     from mla_jax.pallas import triton_lib
     from mla_jax.pallas.sparse_attention import kernels_triton as kernels

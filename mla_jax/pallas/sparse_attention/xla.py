@@ -11,6 +11,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from mla_jax.cache import LatentCache, RecordCache
+from mla_jax.pallas.axes import RowQueries
 from mla_jax.pallas.cache_io.records import gather_rows
 from mla_jax.pallas.merge.ref import apply_sinks
 from mla_jax.pallas.sparse_attention.ref import attend
@@ -23,14 +24,10 @@ WORKSPACE = 1 << 24
 
 
 def sparse_decode(
-    q: Float[Array, "tokens heads row"],
-    scopes: tuple[tuple[LatentCache | RecordCache, Int[Array, "tokens _"], Array | None], ...],
-    *,
-    scale: float,
-    value: int,
-    out_dtype: DTypeLike,
-    sinks: Float[Array, "heads"] | None = None,
-) -> AttnState:
+    q: RowQueries,
+    scopes: tuple[tuple[LatentCache | RecordCache, Int[Array, "tokens _"], Array | None], ...], *,
+    scale: float, value: int, out_dtype: DTypeLike, sinks: Float[Array, "heads"] | None = None,
+) -> AttnState:  # fmt: skip
     """``ref.attend`` over the slots of every scope, ``(cache, slots, layer)``, in one softmax.
 
     A slot outside of its cache is no row. ``sinks`` as in ``merge.ref.apply_sinks``.
@@ -53,15 +50,9 @@ def sparse_decode(
 
 
 def sparse_prefill(
-    q: Float[Array, "tokens heads row"],
-    rows: Float[Array, "rows row"],
-    indices: Int[Array, "tokens keys"],
-    *,
-    scale: float,
-    value: int,
-    out_dtype: DTypeLike,
-    sinks: Float[Array, "heads"] | None = None,
-) -> AttnState:
+    q: RowQueries, rows: Float[Array, "rows row"], indices: Int[Array, "tokens keys"], *,
+    scale: float, value: int, out_dtype: DTypeLike, sinks: Float[Array, "heads"] | None = None,
+) -> AttnState:  # fmt: skip
     """``ref.attend`` over gathered rows; an index outside of them is none."""
     count = rows.shape[0]
 
@@ -81,14 +72,10 @@ def with_sinks(state: AttnState, sinks: Float[Array, "heads"] | None) -> AttnSta
 
 
 def _attend(
-    q: Float[Array, "tokens heads row"],
-    indices: tuple[Int[Array, "tokens _"], ...],
-    read: Callable[[tuple[Array, ...]], tuple[Float[Array, "_ _ _"], Bool[Array, "_ _"]]],
-    *,
-    scale: float,
-    value: int,
-    out_dtype: DTypeLike,
-) -> AttnState:
+    q: RowQueries, indices: tuple[Int[Array, "tokens _"], ...],
+    read: Callable[[tuple[Array, ...]], tuple[Float[Array, "_ _ _"], Bool[Array, "_ _"]]], *,
+    scale: float, value: int, out_dtype: DTypeLike,
+) -> AttnState:  # fmt: skip
     """A few tokens at a time, whose rows ``read`` gives."""
     tokens, heads, row = q.shape
     keys = sum(at.shape[1] for at in indices)

@@ -19,14 +19,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mla_jax.pallas import mosaic_inline as inline
+from mla_jax.pallas.mosaic_inline import arith, ir, nvvm
 from mla_jax.pallas.mosaic_lib import ROW, WGMMA
 
 __all__ = [
-    "add_values", "any_above", "arrive", "clear_rows", "draw", "give_turn", "landed", "scores",
-    "store_rows", "sync", "take_turn",
+    "add_values", "any_score_above", "arrive", "draw", "give_turn", "landed", "scores",
+    "store_live_rows", "sync", "take_turn", "zero_rows_from",
 ]  # fmt: skip
 
 _TILES = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
@@ -80,7 +82,6 @@ def _squeeze(x):
 
 def _group(acc, a, b):
     """Issue ``acc + a b`` and end the group. Tiles of ``a`` and ``b`` lie anywhere."""
-    from jax._src.lib.mlir.dialects import nvvm
 
     acc = mgpu.wgmma(acc, a, b)
     nvvm.wgmma_commit_group_sync_aligned()
@@ -94,8 +95,6 @@ def landed(x: jax.Array, later: int) -> jax.Array:
         arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=WGMMA)
     )
     def wait(_, x):
-        from jax._src.lib.mlir.dialects import nvvm
-        from jax.experimental.mosaic.gpu import fragmented_array
 
         nvvm.wgmma_wait_group_sync_aligned(later)
         return fragmented_array.optimization_barrier(x)  # no use of it before the wait
@@ -103,7 +102,7 @@ def landed(x: jax.Array, later: int) -> jax.Array:
     return wait(x)
 
 
-def any_above(x: jax.Array, bound: float, *after: jax.Array) -> jax.Array:
+def any_score_above(x: jax.Array, bound: float, *after: jax.Array) -> jax.Array:
     """Whether a number of a warp's is above a positive ``bound``; each warp asks for its own.
 
     Such numbers are ordered as their bits are, and the largest of three integers is one
@@ -114,7 +113,6 @@ def any_above(x: jax.Array, bound: float, *after: jax.Array) -> jax.Array:
 
     @plgpu.inline_mgpu(arg_types=(WGMMA,) * (1 + len(after)), return_type=inline.NUMBER)
     def vote(_, *arrays):
-        from jax._src.lib.mlir.dialects import arith
 
         words, *others = (
             [w for register in a.registers.flat for w in inline.words(register)] for a in arrays
@@ -163,7 +161,7 @@ def _barrier(verb: str, number, threads: int) -> None:
     issue(number)
 
 
-def store_rows(x: jax.Array, lse: jax.Array, out, lse_out, row, live, head) -> None:
+def store_live_rows(x: jax.Array, lse: jax.Array, out, lse_out, row, live, head) -> None:
     """``out[row:row + live, head] = x``, the same of ``lse``; other rows are not touched."""
 
     @plgpu.inline_mgpu(
@@ -185,8 +183,6 @@ def store_rows(x: jax.Array, lse: jax.Array, out, lse_out, row, live, head) -> N
 
 def _store(x, lse, out, lse_out, row, live, head) -> None:
     """A thread has rows ``r`` and ``r + 8``, of each two of every eight columns."""
-    from jax._src.lib.mlir import ir
-    from jax._src.lib.mlir.dialects import arith
 
     utils, less, equal = mgpu.utils, arith.CmpIPredicate.slt, arith.CmpIPredicate.eq
     _, heads, v = ir.MemRefType(out.type).shape
@@ -230,7 +226,6 @@ def _registers(x) -> dict[tuple[int, int], list]:
 
 def _paired(registers: dict, odd) -> dict[tuple[int, int], list]:
     """Four columns of every other tile instead of two of each: four threads fill a sector."""
-    from jax._src.lib.mlir.dialects import arith
 
     found = {}
     for (j, i), (a,) in registers.items():
@@ -245,8 +240,6 @@ def _paired(registers: dict, odd) -> dict[tuple[int, int], list]:
 
 def _send(where, offset: int, words: list, predicate) -> None:
     """Store one or two words if ``predicate`` holds."""
-    from jax._src.lib.mlir import ir
-    from jax._src.lib.mlir.dialects import arith
 
     kind = {1: "b32", 2: "v2.b32"}[len(words)]
     names = ", ".join(f"${2 + i}" for i in range(len(words)))
@@ -283,12 +276,11 @@ def draw(counter, place) -> None:
     add(counter, place)
 
 
-def clear_rows(x, first) -> None:
+def zero_rows_from(x, first) -> None:
     """Zeros from row ``first`` on in a buffer of rows of 128 bytes, by one warp."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(_TILES), inline.SCALAR))
     def clear(_, x, first):
-        from jax._src.lib.mlir import ir
 
         tiles, _, rows, _ = ir.MemRefType(x.type).shape
         inline.asm(
