@@ -44,10 +44,8 @@ from tests.cases import V2_LITE, V3, draw, starts
 from tests.compare import attention
 from tests.pallas.experts import case, truth
 
-__all__ = ["Row", "measure", "table"]
+__all__ = ["Row", "measure"]
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 F64 = np.float64
 
 METHOD = (
@@ -190,9 +188,7 @@ def prefill() -> Iterator[Row]:
         meta = PrefillMetadata(query_starts=jnp.asarray(at), key_starts=jnp.asarray(at))
         given = *map(jnp.asarray, (q, kv, rope)), meta
         for backend, state in backends("mla_prefill", *given, scale=scale):
-            yield row(
-                "mla_prefill", backend, dtype, dtype, state.out, wanted, lse=(state.lse, lse)
-            )
+            yield row("mla_prefill", backend, dtype, dtype, state.out, wanted, lse=(state.lse, lse))
 
 
 def sparse() -> Iterator[Row]:
@@ -260,9 +256,7 @@ def append() -> Iterator[Row]:
         )
         slots = jnp.arange(tokens, dtype=jnp.int32)
         given = cache, *map(jnp.asarray, (q, kv, gain)), (jnp.asarray(cos), jnp.asarray(sin)), slots
-        for backend, (_, _, after) in backends(
-            "append_latent", *given, eps=eps, interleaved=True
-        ):
+        for backend, (_, _, after) in backends("append_latent", *given, eps=eps, interleaved=True):
             rows = gather_rows(after, slots, dtype=jnp.float32)
             both = (None, wanted) if FORMATS[form].quantised else (wanted, None)
             yield row("append_latent", backend, dtype, form, rows, *both)
@@ -383,26 +377,6 @@ def measure() -> list[Row]:
 
 def _figure(x: float | None) -> str:
     return "" if x is None else f"{x:.1e}"
-
-
-def table(folder: Path = RESULTS) -> str:
-    """Markdown of the newest file of each device."""
-    newest: dict[str, dict] = {}
-    for path in sorted(folder.glob("*_numerics_*.json")):
-        found = json.loads(path.read_text())
-        newest[found["device"]] = found
-    text = ""
-    for device, found in sorted(newest.items(), reverse=True):
-        versions = ", ".join(f"{k} {v}" for k, v in found["versions"].items())
-        text += f"\n### {device} ({versions}, {found['date']})\n\n"
-        text += "| operation | of | stored as | backend | largest | rms "
-        text += "| largest, of original values | rms, of original values | lse |\n"
-        text += "|---|---|---|---|---|---|---|---|---|\n"
-        for r in found["rows"]:
-            figures = ("largest", "rms", "original_largest", "original_rms", "lse")
-            names = f"`{r['op']}` | {r['dtype']} | {r['stored']} | {r['backend']}"
-            text += f"| {names} | {' | '.join(_figure(r[k]) for k in figures)} |\n"
-    return text
 
 
 def main(given: list[str] | None = None) -> int:
