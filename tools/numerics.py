@@ -8,6 +8,8 @@ operation is given; where these are codes with scales, also float64 of what they
 import argparse
 import datetime
 import functools
+import importlib.metadata
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -19,25 +21,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from mla_jax import ops
 from mla_jax.cache import FORMATS, RECORD_FORMATS, LatentCache, RecordCache
 from mla_jax.config import MoEConfig
 from mla_jax.errors import UnsupportedError
 from mla_jax.metadata.mla import DecodeMetadata, PrefillMetadata
-from mla_jax.ops import (
-    REGISTRY,
-    append_latent,
-    gather_rows,
-    indexer_logits,
-    matmul_fp8,
-    merge_attn_states,
-    mla_decode,
-    mla_prefill,
-    mla_sparse_decode,
-    route_tokens,
-    routed_experts,
-    routed_experts_fp8,
-    write_rows,
-)
+from mla_jax.ops import REGISTRY, gather_rows, write_rows
 from mla_jax.pallas.indexer.ref import quantise_queries
 from mla_jax.types import AttnState, BlockScaled
 from tests.cases import V2_LITE, V3, draw, starts
@@ -96,7 +85,7 @@ def row(op, backend, dtype, stored, got, wanted, original=None, lse=None) -> Row
 
 def backends(name: str, *args, **kwargs) -> Iterator[tuple[str, object]]:
     """``(backend, result)`` of every backend of an operation that takes these arguments here."""
-    op = globals()[name]
+    op = getattr(ops, name)
     for backend in REGISTRY.of(name):
         call = functools.partial(op, **kwargs, backend=backend.name)
         try:
@@ -132,6 +121,14 @@ def quantises(form: str) -> bool:
     return form in RECORD_FORMATS or FORMATS[form].quantised
 
 
+def attended(q: np.ndarray, rows: list, *, value: int, scale: float):
+    """``(out, lse)`` of each query over rows of its own, in float64."""
+    return of_requests([
+        attention(q[t : t + 1], k, k[:, :value], np.ones((1, len(k)), bool), scale=scale)
+        for t, k in enumerate(rows)
+    ])  # fmt: skip
+
+
 def of_requests(parts: list) -> tuple[np.ndarray, np.ndarray]:
     out, lse = zip(*parts, strict=True)
     return np.concatenate(out), np.concatenate(lse)
@@ -154,13 +151,7 @@ def decode() -> Iterator[Row]:
             query_starts=jnp.arange(len(lens) + 1, dtype=jnp.int32),
         )
 
-        def true(rows, q=q):
-            return of_requests([
-                attention(q[r : r + 1], k, k[:, : dims.rank], np.ones((1, len(k)), bool),
-                          scale=scale)
-                for r, k in enumerate(rows)
-            ])  # fmt: skip
-
+        true = functools.partial(attended, q, value=dims.rank, scale=scale)
         wanted, lse = true(stored)
         original = true(originals)[0] if quantises(form) else None
         given = jnp.asarray(q[..., : dims.rank]), jnp.asarray(q[..., dims.rank :])
@@ -183,7 +174,7 @@ def prefill() -> Iterator[Row]:
         wanted, lse = of_requests([
             attention(q[a:b], k[a:b], kv[a:b, :, dims.nope :], np.tri(b - a, dtype=bool),
                       scale=scale)
-            for a, b in zip(at[:-1], at[1:], strict=True)
+            for a, b in itertools.pairwise(at)
         ])  # fmt: skip
         meta = PrefillMetadata(query_starts=jnp.asarray(at), key_starts=jnp.asarray(at))
         given = *map(jnp.asarray, (q, kv, rope)), meta
@@ -205,11 +196,7 @@ def sparse() -> Iterator[Row]:
         value, scale = dims.row if form == "v4" else dims.rank, dims.qk**-0.5
 
         def true(rows, p=p, q=q, value=value, scale=scale):
-            seen = np.ones((1, keys), bool)
-            return of_requests([
-                attention(q[t : t + 1], rows[p[t]], rows[p[t], :value], seen, scale=scale)
-                for t in range(tokens)
-            ])  # fmt: skip
+            return attended(q, [rows[at] for at in p], value=value, scale=scale)
 
         wanted, lse = true(kept)
         original = true(x)[0] if quantises(form) else None
@@ -392,7 +379,7 @@ def main(given: list[str] | None = None) -> int:
         print(*r.key, *(_figure(x) or "-" for x in figures))
     found = {
         "device": name,
-        "versions": {"jax": jax.__version__, "jaxlib": jax.lib.__version__},
+        "versions": {k: importlib.metadata.version(k) for k in ("jax", "jaxlib")},
         "date": str(datetime.date.today()),
         "method": METHOD,
         "rows": [asdict(r) for r in rows],
