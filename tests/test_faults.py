@@ -81,6 +81,22 @@ def test_verdicts(toy, change, verdict):
     assert (root / "code.py").read_text() == before
 
 
+@pytest.mark.parametrize(
+    ("status", "text", "want"),
+    [
+        (0, "1 passed in 2s", "passed"),
+        (1, "FAILED x\n1 failed in 2s", "failed"),
+        (1, "ERROR x\n1 error in 2s", "failed"),
+        (-11, "", "failed"),
+        (0, "1 skipped in 2s", "skipped"),
+        (1, "python: No module named pytest", "broken"),
+        (4, "no tests ran in 2s\nERROR: not found", "broken"),
+    ],
+)
+def test_outcomes(status, text, want):
+    assert faults.outcome(status, text) == want
+
+
 def test_without_its_fault_a_test_must_pass(toy):
     root, fault = toy
     assert faults.judged(fault, root, intact=True)[0] == "passes"

@@ -11,6 +11,7 @@ import concurrent.futures
 import os
 import queue
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -152,13 +153,22 @@ def run_test(root: Path, test: str, where: str, limit: int) -> tuple[str, str]:
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return "failed", f"no end within {limit} s"
-    lines = done.stdout.strip().splitlines()
-    last = "\n".join(lines[-12:])
-    if done.returncode == 0:
-        return ("passed" if " passed" in lines[-1] else "skipped"), last
-    if done.returncode == 1 or done.returncode < 0:  # a test failed, or the process died
-        return "failed", last
-    return "broken", last  # nothing was collected, a wrong name, an error of pytest
+    return outcome(done.returncode, done.stdout), "\n".join(done.stdout.strip().splitlines()[-12:])
+
+
+def outcome(status: int, text: str) -> str:
+    """``passed``, ``failed`` or ``skipped`` as pytest says it; ``broken`` where it says neither.
+
+    A status of 1 alone is no failed test: Python gives it too where pytest cannot be imported.
+    """
+    summary = (text.strip().splitlines() or [""])[-1]
+    if status < 0:
+        return "failed"  # the process died
+    if status == 1 and re.search(r"\b\d+ (failed|errors?)\b", summary):
+        return "failed"
+    if status == 0 and "passed" in summary:
+        return "passed"
+    return "skipped" if status == 0 and "skipped" in summary else "broken"
 
 
 def write_later(path: Path, text: str) -> None:
