@@ -50,15 +50,15 @@ def test_interpreted_tests_are_marked():
 @pytest.fixture
 def toy(tmp_path):
     """A tree of one function and two tests, of which one looks."""
-    (tmp_path / "code.py").write_text("def double(x):\n    return x + x\n")
-    (tmp_path / "test_code.py").write_text(
-        "from code import double\n\n"
+    (tmp_path / "twice.py").write_text("def double(x):\n    return x + x\n")
+    (tmp_path / "test_twice.py").write_text(
+        "from twice import double\n\n"
         "def test_looks():\n    assert double(2) == 4\n\n"
-        "def test_looks_away():\n    assert double(0) == 0\n"
+        "def test_looks_away():\n    assert double(1) == 2\n"
     )
     fault = faults.Fault(
-        family="merge", name="x", file="code.py", text="x + x", replacement="x + 1",
-        test="test_code.py::test_looks", where="cpu",
+        family="merge", name="x", file="twice.py", text="x + x", replacement="x + 1",
+        test="test_twice.py::test_looks", where="cpu",
     )  # fmt: skip
     return tmp_path, fault
 
@@ -67,18 +67,18 @@ def toy(tmp_path):
     ("change", "verdict"),
     [
         ({}, "noticed"),
-        ({"test": "test_code.py::test_looks_away"}, "NOT NOTICED"),
-        ({"test": "test_code.py::test_of_another_name"}, "BROKEN TEST"),
+        ({"test": "test_twice.py::test_looks_away"}, "NOT NOTICED"),
+        ({"test": "test_twice.py::test_of_another_name"}, "BROKEN TEST"),
         ({"text": "x * 2"}, "DOES NOT APPLY"),
         ({"text": "x"}, "DOES NOT APPLY"),
     ],
 )
 def test_verdicts(toy, change, verdict):
     root, fault = toy
-    before = (root / "code.py").read_text()
+    before = (root / "twice.py").read_text()
     found, _ = faults.judged(replace(fault, **change), root, intact=False)
     assert found == verdict
-    assert (root / "code.py").read_text() == before
+    assert (root / "twice.py").read_text() == before
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_outcomes(status, text, want):
 def test_without_its_fault_a_test_must_pass(toy):
     root, fault = toy
     assert faults.judged(fault, root, intact=True)[0] == "passes"
-    (root / "code.py").write_text("def double(x):\n    return x + 1\n")
+    (root / "twice.py").write_text("def double(x):\n    return x + 1\n")
     assert faults.judged(fault, root, intact=True)[0] == "BROKEN (failed)"
 
 
