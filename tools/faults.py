@@ -65,8 +65,11 @@ class Fault:
     replacement: str
     test: str
     where: str
-    limit: int = 300
-    """Seconds after which the test has failed: a dropped barrier may leave a kernel waiting."""
+    limit: int = 600
+    """Seconds of its test at most."""
+
+    hangs: bool = False
+    """Whether no end within the limit is a failure too: a kernel may wait for ever."""
 
     def __str__(self) -> str:
         return f"{self.family}/{self.name}"
@@ -141,7 +144,7 @@ def environment(where: str, test: str, root: Path) -> dict[str, str]:
 
 
 def run_test(root: Path, test: str, where: str, limit: int) -> tuple[str, str]:
-    """``(passed | failed | skipped | broken, last lines)`` of one test in a copy of the tree."""
+    """``(passed | failed | skipped | broken | hung, last lines)`` of one test in a copy of the tree."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--tb=line"]
     command += [x for name in ("xdist", "cacheprovider", "benchmark") for x in ("-p", f"no:{name}")]
     if test.partition("::")[0].endswith("_interpreted.py"):
@@ -152,7 +155,7 @@ def run_test(root: Path, test: str, where: str, limit: int) -> tuple[str, str]:
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return "failed", f"no end within {limit} s"
+        return "hung", f"no end within {limit} s"
     return outcome(done.returncode, done.stdout), "\n".join(done.stdout.strip().splitlines()[-12:])
 
 
@@ -194,7 +197,9 @@ def judged(fault: Fault, root: Path, *, intact: bool) -> tuple[str, str]:
         state, last = run_test(root, fault.test, fault.where, fault.limit)
     finally:
         write_later(path, before)
-    word = {"failed": "noticed", "passed": "NOT NOTICED", "skipped": "NOT RUN"}
+    word = {"failed": "noticed", "passed": "NOT NOTICED", "skipped": "NOT RUN", "hung": "NO END"}
+    if fault.hangs:
+        word["hung"] = "noticed"
     return word.get(state, "BROKEN TEST"), last
 
 

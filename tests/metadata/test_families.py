@@ -183,11 +183,7 @@ def test_v32_writes_latents_to_the_pages_of_latents():
         table = tables[group.name] = np.zeros((bucket.requests, width), np.int32)
         for row, own in zip(table, pages, strict=False):
             row[: len(own)] = own
-    common = build_common(
-        *map(np.asarray, host.padded_arrays(bucket)[:2]), tables, np.int32(2),
-        bucket=bucket, groups=builder.groups,
-    )  # fmt: skip
-    meta = builder.build(common, decision)
+    meta = program(builder, [])(pack((host.padded_arrays(bucket), tables, decision)))
     assert meta.slots[:4].tolist() == [2 * 8, 3 * 8, 3 * 8 + 1, 3 * 8 + 2]
     assert meta.indexer.slots[:4].tolist() == [13 * 4, 14 * 4, 14 * 4 + 1, 14 * 4 + 2]
     assert meta.page_table[:2, :2].tolist() == [[1, 2], [3, 0]]
