@@ -3,7 +3,7 @@
 Each case is compared with the reference. Those of decode and prefill run on the CPU: under a
 sanitizer XLA compiles them for a GPU so slowly that its alarm goes off, and the process with it.
 Parts: decode, quantised (decode over e4m3), prefill, cache, stack (a layer of a stacked cache),
-sparse.
+sparse, steps (V4's new rows and states).
 """
 
 import functools
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import decode
+from benchmarks import decode, v4_step
 from mla_jax.cache import LatentCache, RecordCache, SparseScope
 from mla_jax.metadata.mla import DecodeMetadata, PrefillMetadata
 from mla_jax.ops import (
@@ -183,6 +183,29 @@ def _sparse(backend, rank, two, q, caches, slots):
     )  # fmt: skip
 
 
+def run_steps() -> None:
+    """V4's new rows, and states: of steps of one token, and of a prompt longer than its ring."""
+    for case in (
+        v4_step.Case(tokens=5),
+        v4_step.Case(tokens=5, form="bf16"),
+        v4_step.Case(tokens=9, ratio=4),
+        v4_step.Case(tokens=300, ratio=4),
+        v4_step.Case(tokens=300, ratio=128),
+    ):
+        with on_host():
+            made = v4_step.made(case)
+        found = []
+        for backend, device in (("triton", jax.devices()[0]), ("xla", jax.devices("cpu")[0])):
+            held, given = jax.device_put((made.held, made.given), device)
+            held, out = jax.jit(made.call(backend))(held, *given)
+            with on_host():
+                rows = made.rows(jax.device_put(held, jax.devices("cpu")[0]))
+            found.append([np.asarray(x).astype(np.float32) for x in (*rows, *jax.tree.leaves(out))])
+        worst = max(float(np.abs(a - b).max()) for a, b in zip(*found, strict=True))
+        print(f"{case.name}: largest difference {worst:.1e}", flush=True)
+        assert worst < 0.3, worst  # half a step of a code below 8
+
+
 def main() -> None:
     """The parts that are named, or all."""
     quantised = functools.partial(run_decode, QUANTISED, "fp8_e4m3")
@@ -193,6 +216,7 @@ def main() -> None:
         "cache": run_cache,
         "stack": run_stack,
         "sparse": run_sparse,
+        "steps": run_steps,
     }
     for part in sys.argv[1:] or parts:
         parts[part]()

@@ -134,12 +134,37 @@ SPARSE: Columns = {
     "workspace, bytes": ("workspace_bytes", 0),
     "error": ("error", 4),
 }
+V32_DENSE: Columns = {
+    "sparse µs": ("sparse_us", 1),
+    "select µs": ("select_us", 1),
+    "attend µs": ("attend_us", 1),
+    "dense µs": ("dense_us", 1),
+    "ratio": ("ratio", 2),
+    "sparse span": ("sparse_span_us", 1),
+    "dense span": ("dense_span_us", 1),
+    "ratio span": ("ratio_span", 2),
+    "floor µs": ("floor_us", 1),
+    "dense floor": ("dense_floor_us", 1),
+    "error": ("error", 4),
+}
 V4_LAYER: Columns = {
     "µs": ("ours_us", 1),
     "kernels, µs": ("busy_us", 1),
     "floor µs": ("floor_us", 1),
     "floor of attention µs": ("attention_floor_us", 1),
     "caches, bytes": ("cache_bytes", 0),
+}
+V4_STEP: Columns = {
+    "µs": ("us", 1),
+    "span µs": ("span_us", 1),
+    "vLLM µs": ("peer_us", 1),
+    "ratio": ("ratio", 2),
+    "peer": ("peer", 0),
+    "xla µs": ("xla_us", 1),
+    "its ratio": ("ratio_xla", 2),
+    "floor µs": ("floor_us", 1),
+    "error": ("error", 4),
+    "peer's error": ("peer_error", 4),
 }
 START: Columns = {
     "layers": ("layers", 0),
@@ -209,10 +234,21 @@ SUITES = {
         "names: requests, heads, rows of both, rows in a page of the second cache.",
         SPARSE,
     ),
+    "v32_dense": Suite(
+        "V3.2's attention as a whole (index scores, the best 2,048, sparse attention) beside this "
+        "library's dense kernels over the same lengths. Case names: requests x new tokens of each, "
+        "context. The ratio: dense over sparse.",
+        V32_DENSE,
+    ),
     "v4_layer": Suite(
         "A decode step of one V4-Flash-shaped layer of each kind: a floor, no peer. Case names: "
         "ratio of the states, requests, tokens of each.",
         V4_LAYER,
+    ),
+    "v4_step": Suite(
+        "V4's small steps: new rows and queries, compressed states of all pools of a layer, "
+        "beside vLLM's kernels. Case names: operation (and ratio or format), tokens.",
+        V4_STEP,
     ),
     "indexer": Suite(
         "Selection as a whole: index scores and the best 2,048. Case names: queries x keys of "

@@ -33,11 +33,12 @@ TURNS, RUNS, TRIES = 2, 4, 3  # turns of each side, timed pairs of a turn, repet
 
 @dataclass(frozen=True, kw_only=True)
 class Isolated:
-    """Medians over calls, microseconds."""
+    """Medians over calls, microseconds: of one launch of each kernel, of all its launches too."""
 
     sum: float
     span: float
     kernels: dict[str, float]
+    totals: dict[str, float]
 
 
 def isolated_us(runs: dict[str, Callable[[], None]], rounds: int = ROUNDS) -> dict[str, Isolated]:
@@ -126,13 +127,20 @@ def device_events() -> Iterator[tuple[Callable[[], None], list[dict]]]:
 
 def _summary(calls: list[list[dict]]) -> Isolated:
     kernels: dict[str, list[float]] = {}
+    totals: dict[str, list[float]] = {}
     for call in calls:
+        whole: dict[str, float] = {}
         for event in call:
-            kernels.setdefault(event["name"][:48], []).append(event["dur"])
+            name = event["name"][:48]
+            kernels.setdefault(name, []).append(event["dur"])
+            whole[name] = whole.get(name, 0.0) + event["dur"]
+        for name, us in whole.items():
+            totals.setdefault(name, []).append(us)
     return Isolated(
         sum=statistics.median(sum(e["dur"] for e in call) for call in calls),
         span=statistics.median(
             max(e["ts"] + e["dur"] for e in call) - call[0]["ts"] for call in calls
         ),
         kernels={k: round(statistics.median(v), 2) for k, v in kernels.items()},
+        totals={k: round(statistics.median(v), 2) for k, v in totals.items()},
     )

@@ -10,6 +10,7 @@ from mla_jax.cache import (
     RecordCache,
     RecordFormat,
     SparseScope,
+    StatePool,
 )
 from mla_jax.config import IndexerConfig, MLADims, ModelConfig, MoEConfig, RopeConfig, YarnConfig
 from mla_jax.config_v4 import StreamConfig, V4Config, read_config
@@ -37,6 +38,7 @@ from mla_jax.ops import (
     apply_sinks,
     copy_blocks,
     explain,
+    gather_codes,
     gather_latent,
     gather_rows,
     indexer_logits,
@@ -95,6 +97,7 @@ __all__ = [
     "RopeConfig",
     "SamplingParams",
     "SparseScope",
+    "StatePool",
     "StreamConfig",
     "UnsupportedError",
     "V4Config",
@@ -107,6 +110,7 @@ __all__ = [
     "build_mla",
     "copy_blocks",
     "explain",
+    "gather_codes",
     "gather_latent",
     "gather_rows",
     "indexer_logits",

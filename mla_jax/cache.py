@@ -34,6 +34,7 @@ __all__ = [
     "RecordCache",
     "RecordFormat",
     "SparseScope",
+    "StatePool",
 ]
 
 
@@ -189,6 +190,19 @@ class SparseScope:
     slots: Int[Array, "tokens keys"]  # outside of the cache, such as -1: no row
     lengths: Int[Array, "tokens"] | None  # entries of ``slots`` that count; None: all
     layer: int | Int[Array, ""] | None  # of a stacked cache
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class StatePool:
+    """What a step's tokens give to the compressed states of one pool (V4), and where these go."""
+
+    cache: LatentCache | RecordCache  # of the states
+    values: Float[Array, "tokens halves dim"]  # float32; two halves: for the next group, its own
+    gates: Float[Array, "tokens halves dim"]  # float32, without bias
+    bias: Float[Array, "ratio halves dim"]  # float32, of each place in a group
+    gain: Float[Array, "dim"]  # of the norm; states are rounded to its dtype
+    slots: Int[Array, "tokens"]  # of the state that a token completes
 
 
 def _record_format(name: str | RecordFormat) -> RecordFormat:

@@ -204,7 +204,8 @@ class RecordFormat:
         if f.scale == CACHE_SCALE:
             return {f.name: to_codes(x, scale, f.dtype)}
         kept = self.field(f.scale)
-        grouped = x.astype(jnp.float32).reshape(*x.shape[:-1], kept.count, -1)
+        shape = *x.shape[:-1], kept.count, x.shape[-1] // kept.count
+        grouped = x.astype(jnp.float32).reshape(shape)
         # Said, not left to the maximum: XLA's on a CPU passes a NaN on in some shapes only.
         amax = jnp.max(jnp.where(jnp.isnan(grouped), 0, jnp.abs(grouped)), axis=-1)
         s = self.rules[0].choose(amax, float(jnp.finfo(f.dtype).max)).astype(kept.dtype)
@@ -237,7 +238,7 @@ class RecordFormat:
         if f.scale == CACHE_SCALE:
             return x.astype(jnp.float32) * scale
         s = stored[f.scale].astype(jnp.float32)
-        grouped = x.astype(jnp.float32).reshape(*s.shape, -1)
+        grouped = x.astype(jnp.float32).reshape(*s.shape, x.shape[-1] // s.shape[-1])
         return (grouped * s[..., None]).reshape(x.shape)
 
     def split(

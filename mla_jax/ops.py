@@ -44,6 +44,7 @@ __all__ = [
     "apply_sinks",
     "copy_blocks",
     "explain",
+    "gather_codes",
     "gather_latent",
     "gather_rows",
     "in_one_kernel",
@@ -466,3 +467,19 @@ def gather_rows(
     """The rows at ``slots`` of any cache, dequantised and rounded once; zeros outside of it."""
     run = choose(problems.gather_rows(cache, slots, dtype=dtype, layer=layer), backend)
     return run(cache, int32(slots), dtype=dtype, layer=number(layer))
+
+
+def gather_codes(
+    cache: RecordCache,
+    slots: Int[Array, "*tokens"],
+    *,
+    layer: Layer = None,
+    backend: str | None = None,
+) -> tuple[Float[Array, "*tokens dim"], Float[Array, "*tokens"]]:
+    """The index keys at ``slots`` as they are stored: e4m3 codes, and the float32 scale of each.
+
+    ``codes * scale`` is what ``gather_rows`` gives; both are 0 outside of the cache. Of a cache of
+    ``index_key`` records.
+    """
+    run = choose(problems.gather_codes(cache, slots, layer=layer), backend)
+    return run(cache, int32(slots), layer=number(layer))

@@ -3,22 +3,25 @@
 Conventions as in ``ops``, which has them too.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from mla_jax.cache import LatentCache, RecordCache, SparseScope
+from mla_jax.cache import LatentCache, RecordCache, SparseScope, StatePool
 from mla_jax.dispatch import Layer, choose, int32, named, number
+from mla_jax.metadata.deepseek_v4 import PoolMetadata
 from mla_jax.metadata.indexer import (
     IndexerDecodeMetadata,
     IndexerMetadata,
     IndexerPrefillMetadata,
 )
 from mla_jax.pallas import problems
+from mla_jax.pallas.axes import Groups
 from mla_jax.pallas.indexer.ref import quantise_queries
-from mla_jax.types import Array, AttnState, Bool, Float, Int, gathered
+from mla_jax.types import Array, AttnState, Float, Int, gathered
 
 __all__ = [
     "append_window",
@@ -234,25 +237,44 @@ def append_window(
 
 
 def pool_states(
-    values: Float[Array, "groups span halves dim"],
-    gates: Float[Array, "groups span halves dim"],
-    there: Bool[Array, "groups span"],
-    gain: Float[Array, "dim"],
+    ring: LatentCache,
+    pools: tuple[StatePool, ...],
+    groups: PoolMetadata,
+    positions: Int[Array, "tokens"],
     angles: tuple[Float[Array, "groups pairs"], Float[Array, "groups pairs"]],
     *,
     eps: float,
+    layer: Layer = None,
     backend: str | None = None,
-) -> Float[Array, "groups dim"]:
-    """V4's compressed states: ``rotate(gain * rms_norm(sum_j softmax_j(gate_j) * value_j))``.
+) -> tuple[LatentCache, tuple[LatentCache | RecordCache, ...]]:
+    """V4's compressor for one step: ``(ring, caches)`` with what its tokens change in them.
 
-    The softmax is over the places of a group, for each channel by itself; a place that is not
-    ``there`` counts nothing. With two halves (overlapping groups) the older half of the places
-    takes the first values and gates of their tokens, the newer half the second. ``angles`` are
-    those of each group's first position. In the dtype of ``values``, which is float32 in a model.
+    Each group that the step completes leaves one state in the cache of every pool, at the slot of
+    the token that completes it::
+
+        state = rotate(gain * rms_norm(sum_j softmax_j(gate_j + bias_j) * value_j))
+
+    The softmax is over the places of a group, for each channel by itself. With two halves
+    (overlapping groups) the older half of the places takes the first values and gates of their
+    tokens, the newer half the second. A place's token is of this step, or its row waits in
+    ``ring``: float32, ``[values | gates + bias]`` of each pool side by side. ``groups`` says which,
+    and which tokens of this step wait; so a state is the same however a sequence is cut into
+    steps. ``positions`` are the tokens', ``angles`` cos and sin of each group's first position.
+    ``layer`` is that of the ring and of all caches. Sums, norm and rotation in float32.
     Source: DeepSeek-V4, the compressor.
     """
-    problem = problems.pool_states(values, gates, there, gain, angles, eps=eps)
-    return choose(problem, backend)(values, gates, there, gain, *angles, eps=float(eps))
+    problem = problems.pool_states(ring, pools, groups, positions, angles, eps=eps, layer=layer)
+    lists = (groups.ends, groups.tokens, groups.kept, groups.keep, positions)
+    given = Groups(*map(int32, lists), *map(gathered, angles))
+    ready = tuple(
+        replace(
+            p,
+            **{name: gathered(getattr(p, name)) for name in ("values", "gates", "bias", "gain")},
+            slots=int32(p.slots),
+        )
+        for p in pools
+    )
+    return choose(problem, backend)(ring, ready, given, eps=float(eps), layer=number(layer))
 
 
 def _first(lists: Int[Array, "tokens keys"], lengths: Array | None) -> Int[Array, "tokens keys"]:

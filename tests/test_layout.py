@@ -118,6 +118,7 @@ LONG_LISTS = {
     "pallas/dense_decode/mosaic.py dense_decode": "the operation's own, a plan, the interpreter",
     "pallas/append/kernels_triton.py _row": "Triton passes pointers and strides one by one",
     "pallas/append/kernels_triton.py append": "Triton passes pointers and strides one by one",
+    "pallas/pooling/kernels_triton.py store": "Triton passes pointers and strides one by one",
     "pallas/sparse_attention/kernels_triton.py _over_records": "not done yet",
     "pallas/sparse_attention/mosaic_sm90.py _body": "not done yet",
 }

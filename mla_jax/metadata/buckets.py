@@ -20,6 +20,7 @@ __all__ = [
     "StepBucket",
     "StepLadder",
     "default_steps",
+    "dense_bucket",
     "powers_of_two",
 ]
 
@@ -161,6 +162,11 @@ def _step_bucket(decodes: int, prefills: int, prefill_tokens: int, pages: int) -
 @cache
 def _mla_bucket(step: StepBucket, context_rows: int, absorb: int) -> MLABucket:
     return MLABucket(**vars(step), context_rows=context_rows, absorb=absorb)
+
+
+def dense_bucket(step: StepBucket, *, context_rows: int) -> MLABucket:
+    """The same step for dense attention; its workspace is there iff it has prefills."""
+    return _mla_bucket(step, context_rows if step.prefill_tokens else 0, 0)
 
 
 @dataclass(frozen=True, kw_only=True)

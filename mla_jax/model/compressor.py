@@ -10,12 +10,12 @@ Source: DeepSeek-V4, 2.3.
 import jax.numpy as jnp
 from flax import nnx
 
-from mla_jax import ops
+from mla_jax.cache import LatentCache, RecordCache, StatePool
 from mla_jax.config_v4 import V4Config
 from mla_jax.model.linear import Linear, contract
 from mla_jax.model.norm import RMSNorm
-from mla_jax.pallas.pooling.ref import rotate_tail
-from mla_jax.types import Array, Bool, Float, Int
+from mla_jax.pallas.pooling.ref import pooled, rotate_tail
+from mla_jax.types import Array, Float, Int
 
 __all__ = ["Pool", "StateIndexer"]
 
@@ -40,39 +40,30 @@ class Pool(nnx.Module):
         self.gate_bias = nnx.Param(jnp.zeros((ratio, self.halves, dim), jnp.float32))
         self.norm = RMSNorm(dim, eps=config.eps, dtype=dtype)
 
-    @property
-    def width(self) -> int:
-        """Elements of a token's values and gates."""
-        return 2 * self.halves * self.dim
-
-    def rows(
-        self, x: Float[Array, "tokens hidden"], positions: Int[Array, "tokens"]
-    ) -> Float[Array, "tokens width"]:
-        """``[values | gates]`` of each token, float32: what an open group keeps of it."""
+    def products(
+        self, x: Float[Array, "tokens hidden"]
+    ) -> tuple[Float[Array, "tokens halves dim"], Float[Array, "tokens halves dim"]]:
+        """Values and gates of each token, without bias; float32."""
         wide = {"out_dtype": jnp.dtype(jnp.float32)}
-        v = contract("td,dhc->thc", x, self.value.kernel[...], **wide)
-        g = contract("td,dhc->thc", x, self.gate.kernel[...], **wide)
-        g = g + self.gate_bias[...][positions % self.ratio]
-        return jnp.stack([v, g], axis=1).reshape(len(x), -1)
+        kernels = self.value.kernel[...], self.gate.kernel[...]
+        v, g = (contract("td,dhc->thc", x, kernel, **wide) for kernel in kernels)
+        return v, g
 
-    def states(
+    def given(
         self,
-        rows: Float[Array, "groups span width"],
-        there: Bool[Array, "groups span"],
-        angles: tuple[Float[Array, "groups pairs"], Float[Array, "groups pairs"]],
-        *,
-        backend: str | None = None,
-    ) -> Float[Array, "groups dim"]:
-        """The states of groups whose tokens' ``rows`` are given, oldest first; float32."""
-        parts = rows.reshape(*rows.shape[:2], 2, self.halves, self.dim)
-        return ops.pool_states(
-            parts[:, :, 0],
-            parts[:, :, 1],
-            there,
-            self.norm.scale[...],
-            angles,
-            eps=self.eps,
-            backend=ops.named("pool_states", backend),
+        x: Float[Array, "tokens hidden"],
+        cache: LatentCache | RecordCache,
+        slots: Int[Array, "tokens"],
+    ) -> StatePool:
+        """What these tokens give to their groups."""
+        values, gates = self.products(x)
+        return StatePool(
+            cache=cache,
+            values=values,
+            gates=gates,
+            bias=self.gate_bias[...],
+            gain=self.norm.scale[...],
+            slots=slots,
         )
 
     def whole(
@@ -85,9 +76,11 @@ class Pool(nnx.Module):
         first = jnp.arange(tokens // ratio, dtype=jnp.int32) * ratio
         span = ratio * self.halves
         at = first[:, None] + jnp.arange(ratio - span, ratio, dtype=jnp.int32)
-        rows = self.rows(x, jnp.arange(tokens, dtype=jnp.int32))
+        v, g = self.products(x)
+        g = g + self.gate_bias[...][jnp.arange(tokens, dtype=jnp.int32) % ratio]
+        v, g = (y[jnp.maximum(at, 0)] for y in (v, g))
         cos, sin = (a[first] for a in angles)
-        states = self.states(rows[jnp.maximum(at, 0)], at >= 0, (cos, sin), backend="xla")
+        states = pooled(v, g, at >= 0, self.norm.scale[...], cos, sin, eps=self.eps)
         return states.astype(x.dtype)
 
 

@@ -1,9 +1,9 @@
 """DeepSeek V3.2 and GLM-5: the V3 decoder, each token attending to the tokens an indexer selects.
 
-All attention is absorbed and sparse: a token's list of cache slots is made by its layer's indexer,
-or, in GLM's layers without one, by the last layer before that has one. Where all sequences of a
-step are no longer than the selection, decodes take the dense kernel; index keys are written all
-the same.
+Attention is absorbed and sparse: a token's list of cache slots is made by its layer's indexer,
+or, in GLM's layers without one, by the last layer before that has one. A step whose sequences are
+all no longer than the selection is dense: nothing is scored, prefills are expanded and decodes
+take all of their pages; index keys are written all the same.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,23 +13,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 
 from mla_jax import ops
 from mla_jax.cache import LatentCache, RecordCache
 from mla_jax.config import LayerKind, ModelConfig
 from mla_jax.errors import ArgumentError
+from mla_jax.metadata.common import slot_mapping, token_to_request
 from mla_jax.metadata.deepseek_v32 import V32Metadata
-from mla_jax.metadata.mla import DecodeMetadata
+from mla_jax.metadata.mla import DecodeMetadata, MLAMetadata
 from mla_jax.metadata.sparse import convert_req_index_to_global_index
 from mla_jax.model.decoder import Decoder, DecoderBlock
 from mla_jax.model.indexer import Indexer
 from mla_jax.model.linear import contract, precision_of, project
-from mla_jax.model.mla import MLA, Absorbed
+from mla_jax.model.mla import MLA, Absorbed, Rows, StepPlan, Up, plan_step
 from mla_jax.model.rope import cos_sin
 from mla_jax.model.sharding import divided, divides
+from mla_jax.pallas.axes import PageTable, PerRequest, Starts
 from mla_jax.pallas.topk.ref import best_positions
 from mla_jax.placement import Placement
-from mla_jax.types import Array, Float, Int
+from mla_jax.types import Array, AttnState, Float, Int
 
 __all__ = ["DeepseekV32", "SparseBlock", "SparseMLA"]
 
@@ -40,7 +43,9 @@ class _State(NamedTuple):
     h: Float[Array, "tokens hidden"]
     latent: LatentCache | RecordCache
     index_keys: LatentCache | RecordCache
-    slots: Int[Array, "tokens topk"] | None  # of the last selection; None: every layer selects
+    slots: Int[Array, "_ _"] | None
+    """Of the last selection, ``[tokens, topk]``; None: every layer selects. In a dense step over
+    byte records the same for all layers: all rows of each decode."""
 
 
 class SparseMLA(MLA):
@@ -70,26 +75,27 @@ class SparseMLA(MLA):
         index_layer: Int[Array, ""] | int,
         angles: tuple[Array, Array],
         absorbed: Absorbed | None = None,
+        plan: StepPlan | None = None,
         backend: str | None = None,
         placement: Placement | None = None,
     ) -> tuple[Float[Array, "tokens hidden"], _State]:
         """Write the new rows and index keys, select, attend, project back.
 
         ``layer`` and ``index_layer`` are this layer's numbers in the stacks of latents and of
-        index keys. The state's ``h`` stays as it is.
+        index keys; ``plan`` is that of a dense step. The state's ``h`` stays as it is.
         """
         low = self.query_latents(x, backend=backend)
-        q_nope, q_rope = self._split_queries(self.q_up(low, backend=backend), angles)
-        rows = self.latents(x, angles, backend=backend)
+        queries = self._split_queries(self.q_up(low, backend=backend), angles)
+        new = Rows(*queries, *self.latents(x, angles, backend=backend))
         latent, keys, slots = state.latent, state.index_keys, state.slots
         writing = ops.named("write_rows", backend)
-        latent = ops.write_rows(latent, rows, meta.slots, layer=layer, backend=writing)
-        dense = self.everything(meta, latent)
+        row = new.latent, new.k_rope
+        latent = ops.write_rows(latent, row, meta.slots, layer=layer, backend=writing)
         if self.indexer is not None:
-            new = self.indexer.keys(x, angles, backend=backend)
+            key = self.indexer.keys(x, angles, backend=backend)
             at = {"layer": index_layer, "backend": writing}
-            keys = ops.write_rows(keys, (new,), meta.indexer.slots, **at)
-            if not dense:
+            keys = ops.write_rows(keys, (key,), meta.indexer.slots, **at)
+            if meta.dense is None:
                 chosen = ops.select_topk(
                     self.indexer.queries(low, angles, backend=backend),
                     self.indexer.weights(x),
@@ -100,30 +106,74 @@ class SparseMLA(MLA):
                     backend=ops.named("select_topk_decode", backend),
                 )
                 slots = slots_of(chosen, meta, page=latent.page)
-
-        def attend(q_nope, q_rope, absorbed, latent, slots, number):
-            q_latent = contract("thd,hdr->thr", q_nope, absorbed.k)
-            facts = {"scale": self.scale, "layer": number, "backend": backend}
-            if dense:
-                found = ops.mla_decode(q_latent, q_rope, latent, _decode_of(meta), **facts)
-            else:
-                found = ops.mla_sparse_decode(q_latent, q_rope, latent, slots, **facts)
-            return contract("thr,hrv->thv", found.out, absorbed.v).astype(x.dtype)
-
-        absorbed = self.absorbed() if absorbed is None else absorbed
-        if placement is not None and divides(placement, self.dims.heads):
-            given = 1, 1, 0, None, None, None
-            attend = divided(attend, placement, given=given, returned=1)
-        heads = attend(q_nope, q_rope, absorbed, latent, slots, jnp.asarray(layer))
+        facts = {"backend": backend, "plan": StepPlan() if plan is None else plan}
+        heads = self._heads(
+            new, absorbed, meta.dense, latent, slots, layer=layer, placement=placement, **facts
+        )
         kept = None if state.slots is None else slots
         state = state._replace(latent=latent, index_keys=keys, slots=kept)
         return self.out(heads, backend=backend), state
 
-    def everything(self, meta: V32Metadata, latent: LatentCache | RecordCache) -> bool:
-        """Whether a step selects nothing: decodes alone, none longer than the selection."""
-        longest = meta.step.pages * latent.page
-        plain = isinstance(latent, LatentCache)
-        return plain and not meta.step.prefills and longest <= self.topk
+    def _heads(
+        self,
+        new: Rows,
+        absorbed: Absorbed | None,
+        dense: MLAMetadata | None,
+        latent: LatentCache | RecordCache,
+        slots: Int[Array, "_ _"] | None,
+        *,
+        layer: Int[Array, ""] | int,
+        plan: StepPlan,
+        backend: str | None,
+        placement: Placement | None,
+    ) -> Float[Array, "tokens heads v"]:
+        """Attention of all heads, by each device with its own, over a cache with the new rows."""
+        absorbed = self.absorbed() if absorbed is None else absorbed
+
+        def attend(new, kv_up, absorbed, dense, latent, slots, number, plan):
+            at = {"scale": self.scale, "layer": number}
+
+            def listed(q_latent: Array, q_rope: Array, _: object = None) -> AttnState:
+                return ops.mla_sparse_decode(q_latent, q_rope, latent, slots, **at, backend=backend)
+
+            def decode(q_latent: Array, q_rope: Array, view: DecodeMetadata) -> AttnState:
+                facts = {"plan": plan.decode, "backend": ops.named("mla_decode", backend)}
+                return ops.mla_decode(q_latent, q_rope, latent, view, **at, **facts)
+
+            if dense is None:
+                found = listed(contract("thd,hdr->thr", new.q_nope, absorbed.k), new.q_rope)
+                return contract("thr,hrv->thv", found.out, absorbed.v).astype(new.q_nope.dtype)
+            facts = {"backend": ops.named("mla_prefill", backend), "plan": plan}
+            up, view = Up(kv_up, absorbed), decode if isinstance(latent, LatentCache) else listed
+            return self.attended(new, up, dense, latent, view, layer=number, **facts)
+
+        kv_up = None if dense is None else self._up_projection()
+        if placement is not None and divides(placement, self.dims.heads):
+            given = (Rows(1, 1, None, None), 1, 0, None, None, None, None, None)  # type: ignore
+            attend = divided(attend, placement, given=given, returned=1)
+        return attend(new, kv_up, absorbed, dense, latent, slots, jnp.asarray(layer), plan)
+
+    def cached_rows(
+        self,
+        cache: LatentCache | RecordCache,
+        page_table: PageTable,
+        first: PerRequest,
+        row_starts: Starts,
+        *,
+        rows: int,
+        dtype: DTypeLike,
+        layer: Int[Array, ""] | int | None,
+        backend: str | None,
+    ) -> Float[Array, "{rows} row"]:
+        """``ops.gather_latent``, of byte records too."""
+        facts: dict[str, Any] = {"dtype": dtype, "layer": layer}
+        if isinstance(cache, LatentCache):
+            given = cache, page_table, first, row_starts
+            return super().cached_rows(*given, rows=rows, backend=backend, **facts)
+        owner, real = token_to_request(row_starts, rows)
+        place = jnp.arange(rows, dtype=jnp.int32) - row_starts[owner]
+        slots = slot_mapping(page_table, owner, first[owner] + place, real, page=cache.page)
+        return ops.gather_rows(cache, slots, **facts, backend=ops.named("gather_rows", backend))
 
     def full(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
         """One whole sequence, without a cache; of a layer that selects."""
@@ -188,15 +238,13 @@ def slots_of(
     return convert_req_index_to_global_index(meta.page_table, owners, chosen, page=page)
 
 
-def _decode_of(meta: V32Metadata) -> DecodeMetadata:
-    """Every request's one token over all of its pages."""
-    common = meta.common
-    return DecodeMetadata(
-        max_query_len=1,
-        page_table=meta.page_table,
-        seq_lens=common.seq_lens,
-        query_starts=common.query_starts,
-    )
+def all_slots(decode: DecodeMetadata, *, page: int, most: int) -> Int[Array, "requests _"]:
+    """Latent rows of each decode, which sees ``most`` positions at most; -1 behind them."""
+    requests, pages = decode.page_table.shape
+    seen = jnp.arange(min(most, pages * page), dtype=jnp.int32)
+    seen = jnp.where(seen < decode.seq_lens[:, None], seen, -1)
+    owners = jnp.arange(requests, dtype=jnp.int32)
+    return convert_req_index_to_global_index(decode.page_table, owners, seen, page=page)
 
 
 class SparseBlock(DecoderBlock[SparseMLA]):
@@ -260,8 +308,13 @@ class DeepseekV32(Decoder[SparseBlock]):
         """
         angles = cos_sin(meta.positions, self.rope)
         number = np.maximum(np.cumsum(self.selecting) - 1, 0).astype(np.int32)
-        slots = None
-        if not all(self.selecting):
+        h, latent, slots, plan = self.embed(token_ids), caches["latent"], None, None
+        if meta.dense is not None:
+            facts = {"backend": ops.named("mla_prefill", backend), "placement": placement}
+            plan = plan_step(self.dims, self.rope, meta.dense, latent, dtype=h.dtype, **facts)
+            if meta.dense.decode is not None and isinstance(latent, RecordCache):
+                slots = all_slots(meta.dense.decode, page=latent.page, most=self.topk)
+        elif not all(self.selecting):
             slots = jnp.full((len(token_ids), self.topk), -1, jnp.int32)
 
         def layer(
@@ -275,11 +328,12 @@ class DeepseekV32(Decoder[SparseBlock]):
                 index_layer=index_layer,
                 angles=angles,
                 absorbed=absorbed,
+                plan=plan,
                 backend=backend,
                 placement=placement,
             )
 
-        state = _State(self.embed(token_ids), caches["latent"], caches["index_keys"], slots)
+        state = _State(h, latent, caches["index_keys"], slots)
         beside = [None] * len(self.stacks) if derived is None else derived
         for stack, absorbed in zip(self.stacks, beside, strict=True):
             state = stack.run(state, layer, beside=absorbed)

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import lax
 
@@ -97,20 +96,22 @@ class V4Attention(nnx.Module):
         """
         caches, slots = dict(caches), meta.common.slots
         low = self.q_norm(self.q_down(x))
-        q, caches["window"] = ops.append_window(
-            caches["window"],
-            self.q_up(low),
-            self.kv(x),
-            self.kv_norm.scale[...],
-            shared.angles,
-            slots["window"],
-            eps=self.config.eps,
-            layer=layer,
-            backend=ops.named("append_window", backend),
-        )
+
+        def append(cache, q, kv, gain, angles, slots, layer):
+            naming = ops.named("append_window", backend)
+            facts: dict[str, Any] = {"eps": self.config.eps, "layer": layer, "backend": naming}
+            return ops.append_window(cache, q, kv, gain, angles, slots, **facts)
+
+        shards = placement if divides(placement, self.config.heads) else None
+        if shards is not None:
+            append = divided(append, shards, given=(None, 1, *(None,) * 5), returned=(1, None))
+        new = self.q_up(low), self.kv(x), self.kv_norm.scale[...]
+        numbers = jnp.asarray(layer), jnp.asarray(number)
+        given = caches["window"], *new, shared.angles, slots["window"], numbers[0]
+        q, caches["window"] = append(*given)
         chosen = None
         if self.pool is not None:
-            caches |= self._complete_groups(x, meta, caches, shared, number, backend)
+            caches |= self._complete_groups(x, meta, caches, shared, numbers[1], backend, shards)
         if self.indexer is not None:
             assert meta.indexer is not None, "the builder of this model has one"
             chosen = ops.select_topk(
@@ -133,10 +134,9 @@ class V4Attention(nnx.Module):
                 out = scopes.prefills(out, q, sink)
             return out
 
-        if placement is not None and divides(placement, self.config.heads):
+        if shards is not None:
             given = 1, 0, *(None,) * 7
-            attend = divided(attend, placement, given=given, returned=1)
-        numbers = jnp.asarray(layer), jnp.asarray(number)
+            attend = divided(attend, shards, given=given, returned=1)
         given = q, self.sink[...], caches["window"], states, chosen, *numbers, meta, shared
         out = attend(*given)
         return self._project(out, shared.angles), caches
@@ -147,33 +147,29 @@ class V4Attention(nnx.Module):
         meta: V4Metadata,
         caches: Mapping[str, Cache],
         shared: _OfRatio,
-        number: Int[Array, ""] | int,
+        number: Int[Array, ""],
         backend: str | None,
+        shards: Placement | None,
     ) -> dict[str, Cache]:
         """Store the states of groups that end in this step, and what later groups need."""
         assert self.pool is not None and shared.pool is not None and shared.firsts is not None
-        pools, groups = [self.pool], shared.pool
+        pools = {f"states_{self.ratio}": self.pool}
         if self.indexer is not None:
-            pools.append(self.indexer.pool)
-        names = f"states_{self.ratio}", "index_keys"
-        open_name = f"open_{self.ratio}"
-        rows = jnp.concatenate([p.rows(x, meta.positions) for p in pools], axis=-1)
-        waited = ops.gather_rows(caches[open_name], groups.kept, dtype=jnp.float32, layer=number)
-        here = (groups.tokens >= 0)[..., None]
-        parts = jnp.where(here, rows[jnp.maximum(groups.tokens, 0)], waited)
-        rows, parts = lax.optimization_barrier((rows, parts))  # read before it is overwritten
-        at: dict[str, Any] = {"layer": number, "backend": ops.named("write_rows", backend)}
-        found = {open_name: ops.write_rows(caches[open_name], (rows,), groups.keep, **at)}
-        begin = 0
-        for pool, name in zip(pools, names, strict=False):
-            mine = parts[..., begin : begin + pool.width]
-            begin += pool.width
-            states = pool.states(mine, groups.there, shared.firsts, backend=backend)
-            slots = meta.common.slots[name][jnp.maximum(groups.ends, 0)]
-            slots = jnp.where(groups.ends >= 0, slots, -1)
-            values = _split(states.astype(x.dtype), caches[name])
-            found[name] = ops.write_rows(caches[name], values, slots, **at)
-        return found
+            pools["index_keys"] = self.indexer.pool
+        slots, ring = meta.common.slots, f"open_{self.ratio}"
+
+        def complete(ring, given, groups, positions, firsts, number):
+            naming = ops.named("pool_states", backend)
+            facts: dict[str, Any] = {"eps": self.config.eps, "layer": number, "backend": naming}
+            return ops.pool_states(ring, given, groups, positions, firsts, **facts)
+
+        if shards is not None:  # whole on every device
+            complete = divided(complete, shards, given=(None,) * 6, returned=None)
+        given = tuple(pool.given(x, caches[name], slots[name]) for name, pool in pools.items())
+        written, found = complete(
+            caches[ring], given, shared.pool, meta.positions, shared.firsts, number
+        )
+        return {ring: written, **dict(zip(pools, found, strict=True))}
 
     def _project(
         self, out: Float[Array, "tokens heads dim"], angles: Angles
@@ -407,15 +403,6 @@ def _ratios(config: V4Config) -> dict[str, int]:
 def _parts(q: Float[Array, "tokens heads dim"], config: V4Config) -> tuple[Array, Array]:
     """Channels that are not rotated, and those that are."""
     return q[..., : -config.rope_dim], q[..., -config.rope_dim :]
-
-
-def _split(rows: Float[Array, "groups dim"], cache: Cache) -> tuple[Array, ...]:
-    """The values of a row that the cache stores one by one."""
-    if isinstance(cache, RecordCache):
-        cuts = np.cumsum([f.count for f in cache.format.values])[:-1].tolist()
-    else:
-        cuts = [cache.rank] if cache.rope else []
-    return tuple(jnp.split(rows, cuts, axis=-1))
 
 
 class V4MoE(nnx.Module):

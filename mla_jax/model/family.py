@@ -44,6 +44,7 @@ from mla_jax.model.deepseek_v3 import DeepseekV3
 from mla_jax.model.deepseek_v4 import DeepseekV4
 from mla_jax.model.deepseek_v32 import DeepseekV32
 from mla_jax.model.prefill_crossover import PrefillCrossover
+from mla_jax.pallas.device import DeviceInfo
 from mla_jax.placement import Placement
 from mla_jax.types import cdiv
 
@@ -326,9 +327,19 @@ def _v32_groups(config: ModelConfig, serving: Serving) -> tuple[CacheGroup, ...]
 
 
 def _v32_builder(config: ModelConfig, serving: Serving) -> V32MetadataBuilder:
+    """Dense up to the selection's length, but for prefills that rates say are faster absorbed."""
     latent, keys = (group.spec for group in _v32_groups(config, serving))
+    crossover = None
+    if serving.absorb_prefills:
+        with serving.placement.working():
+            crossover = PrefillCrossover.of(config.dims, DeviceInfo.current())
     return V32MetadataBuilder(
-        ladder=_sparse_ladder(serving), latent=latent, indexer=Indexer(group=keys)
+        ladder=_sparse_ladder(serving),
+        latent=latent,
+        indexer=Indexer(group=keys),
+        topk=config.selector.topk,
+        context_rows=serving.context_rows,
+        absorb=crossover and crossover.absorb,
     )
 
 

@@ -10,6 +10,7 @@ Both give the same numbers with the same ``scale``; the cache row ``[c | k_r]`` 
 Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,17 +20,18 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from mla_jax import ops
-from mla_jax.cache import LatentCache
+from mla_jax.cache import LatentCache, RecordCache
 from mla_jax.config import MLADims, ModelConfig, RopeConfig
-from mla_jax.metadata.mla import ContextMetadata, MLAMetadata, PrefillMetadata
+from mla_jax.metadata.mla import ContextMetadata, DecodeMetadata, MLAMetadata, PrefillMetadata
 from mla_jax.model.linear import Linear, contract, project
 from mla_jax.model.norm import RMSNorm
 from mla_jax.model.rope import cos_sin, rotate
 from mla_jax.model.sharding import divided, divides
+from mla_jax.pallas.axes import PageTable, PerRequest, Starts
 from mla_jax.placement import Placement
 from mla_jax.types import Array, AttnState, Float, Int
 
-__all__ = ["MLA", "Absorbed", "StepPlan", "absorb_weights", "plan_step"]
+__all__ = ["MLA", "Absorbed", "Rows", "StepPlan", "Up", "absorb_weights", "plan_step"]
 
 
 class Absorbed(NamedTuple):
@@ -57,16 +59,16 @@ def plan_step(
     dims: MLADims,
     rope: RopeConfig,
     meta: MLAMetadata,
-    cache: LatentCache,
+    cache: LatentCache | RecordCache,
     *,
     dtype: DTypeLike,
     backend: str | None = None,
     placement: Placement | None = None,
 ) -> StepPlan:
-    """The plans of a step, made once for all its layers."""
+    """The plans of a step, made once for all its layers; dense decode has no records."""
     shares = placement.size if placement and divides(placement, dims.heads) else 1
     heads, decode, prefill = dims.heads // shares, None, None
-    if meta.decode is not None:
+    if meta.decode is not None and isinstance(cache, LatentCache):
         decode = ops.plan_decode(
             meta.decode,
             cache,
@@ -91,7 +93,7 @@ def plan_step(
     return StepPlan(decode, prefill, cos_sin(meta.positions, rope))
 
 
-class _Rows(NamedTuple):
+class Rows(NamedTuple):
     """A step's new rows: queries of some heads, and what the cache stores."""
 
     q_nope: Float[Array, "tokens heads nope"]
@@ -103,9 +105,9 @@ class _Rows(NamedTuple):
     def q(self) -> Float[Array, "tokens heads qk"]:
         return jnp.concatenate([self.q_nope, self.q_rope], axis=-1)
 
-    def part(self, start: Int[Array, ""], size: int) -> "_Rows":
+    def part(self, start: Int[Array, ""], size: int) -> "Rows":
         """``size`` rows from ``start`` on."""
-        return _Rows(*(lax.dynamic_slice_in_dim(a, start, size) for a in self))
+        return Rows(*(lax.dynamic_slice_in_dim(a, start, size) for a in self))
 
 
 class _Queries(NamedTuple):
@@ -115,7 +117,7 @@ class _Queries(NamedTuple):
     q_rope: Float[Array, "tokens heads rope"]
 
 
-class _Up(NamedTuple):
+class Up(NamedTuple):
     """The up-projection of the same heads, in both forms."""
 
     kv_up: Float[Array, "rank heads nope_v"]
@@ -232,15 +234,15 @@ class MLA(nnx.Module):
         ):
             new, cache = found
         else:
-            new = _Rows(*self._split_queries(q, angles), *self._split_row(kv, angles))
+            new = Rows(*self._split_queries(q, angles), *self._split_row(kv, angles))
 
         def attend(new, kv_up, absorbed, meta, cache, number, plan):
             at = None if layer is None else number
-            up = _Up(kv_up, absorbed)
+            up = Up(kv_up, absorbed)
             return self._attend(new, up, meta, cache, layer=at, backend=backend, plan=plan)
 
         if placement is not None and divides(placement, self.dims.heads):
-            given = (_Rows._make((1, 1, None, None)), 1, 0, None, None, None, None)
+            given = (Rows._make((1, 1, None, None)), 1, 0, None, None, None, None)
             attend = divided(attend, placement, given=given, returned=(1, None))
         heads, cache = attend(new, kv_up, absorbed, meta, cache, number, plan)
         return self.out(heads, backend=backend), cache
@@ -271,8 +273,8 @@ class MLA(nnx.Module):
 
     def _attend(
         self,
-        new: "_Rows | _Queries",
-        up: "_Up",
+        new: "Rows | _Queries",
+        up: "Up",
         meta: MLAMetadata,
         cache: LatentCache,
         *,
@@ -281,31 +283,47 @@ class MLA(nnx.Module):
         plan: StepPlan,
     ) -> tuple[Float[Array, "tokens heads v"], LatentCache]:
         """Attention of some heads, or all, and the cache with the new rows."""
-        tokens, heads, _ = new.q_nope.shape
-        if isinstance(new, _Rows):
+        if isinstance(new, Rows):
             writing = ops.named("write_latent", backend)
             cache = ops.write_latent(
                 cache, new.latent, new.k_rope, meta.slots, layer=layer, backend=writing
             )
+        facts = {"scale": self.scale, "layer": layer, "backend": backend, "plan": plan.decode}
+
+        def decode(q_latent: Array, q_rope: Array, view: DecodeMetadata) -> AttnState:
+            return ops.mla_decode(q_latent, q_rope, cache, view, **facts)
+
+        return self.attended(
+            new, up, meta, cache, decode, layer=layer, backend=backend, plan=plan
+        ), cache
+
+    def attended(
+        self,
+        new: "Rows | _Queries",
+        up: "Up",
+        meta: MLAMetadata,
+        cache: LatentCache | RecordCache,
+        decode: Callable[[Array, Array, DecodeMetadata], AttnState],
+        *,
+        layer: Int[Array, ""] | int | None,
+        backend: str | None,
+        plan: StepPlan,
+    ) -> Float[Array, "tokens heads v"]:
+        """Attention of some heads, or all, over a cache that has the new rows.
+
+        ``decode`` takes absorbed queries, their rotary parts, and the decode view.
+        """
+        tokens, heads, _ = new.q_nope.shape
         out = jnp.zeros((tokens, heads, self.dims.v), new.q_nope.dtype)
         if meta.decode is not None:
             n = meta.bucket.decode_tokens
             q_latent = contract("thd,hdr->thr", new.q_nope[:n], up.absorbed.k)
-            state = ops.mla_decode(
-                q_latent,
-                new.q_rope[:n],
-                cache,
-                meta.decode,
-                scale=self.scale,
-                layer=layer,
-                backend=backend,
-                plan=plan.decode,
-            )
+            state = decode(q_latent, new.q_rope[:n], meta.decode)
             found = contract("thr,hrv->thv", state.out, up.absorbed.v).astype(out.dtype)
             # Not ``out.at[:n]``: its empty index crashes XLA's partitioner under ``shard_map``.
             out = found if n == tokens else lax.dynamic_update_slice_in_dim(out, found, 0, 0)
         if meta.prefill is not None:
-            assert isinstance(new, _Rows), "a step with prefills makes its rows apart"
+            assert isinstance(new, Rows), "a step with prefills makes its rows apart"
             start, size = meta.num_decode_tokens, meta.bucket.prefill_tokens
             alone = not meta.bucket.decodes
             rows = new if alone else new.part(start, size)
@@ -323,14 +341,14 @@ class MLA(nnx.Module):
             )
             found = state.out.astype(out.dtype)
             out = found if alone else lax.dynamic_update_slice_in_dim(out, found, start, 0)
-        return out, cache
+        return out
 
     def prefill(
         self,
         q: Float[Array, "tokens heads qk"],
         latent: Float[Array, "tokens rank"],
         k_rope: Float[Array, "tokens rope"],
-        cache: LatentCache,
+        cache: LatentCache | RecordCache,
         new: PrefillMetadata,
         context: ContextMetadata | None,
         *,
@@ -352,21 +370,13 @@ class MLA(nnx.Module):
         if context is None:
             return expand(q, latent, k_rope, new, plan=plan)
         state = expand(q, latent, k_rope, new, out_dtype=jnp.float32, plan=plan)
-        gathering = ops.named("gather_latent", backend)
         merging = ops.named("merge_attn_states", backend)
 
         def one_chunk(i: Array, state: AttnState) -> AttnState:
             first, meta = context.chunk(i)
-            rows = ops.gather_latent(
-                cache,
-                context.page_table,
-                first,
-                meta.key_starts,
-                rows=context.rows,
-                dtype=q.dtype,
-                layer=layer,
-                backend=gathering,
-            )
+            where = context.page_table, first, meta.key_starts
+            facts = {"rows": context.rows, "dtype": q.dtype}
+            rows = self.cached_rows(cache, *where, **facts, layer=layer, backend=backend)
             latent, k_rope = rows[:, : self.dims.rank], rows[:, self.dims.rank :]
             part = expand(q, latent, k_rope, meta, causal=False)
             return ops.merge_attn_states(part, state, out_dtype=jnp.float32, backend=merging)
@@ -374,6 +384,24 @@ class MLA(nnx.Module):
         # Parts come in the dtype of the queries, which halves what a merge reads; their sum is
         # float32 and stays where it is from turn to turn.
         return lax.fori_loop(0, context.num_chunks(), one_chunk, state)
+
+    def cached_rows(
+        self,
+        cache: LatentCache | RecordCache,
+        page_table: PageTable,
+        first: PerRequest,
+        row_starts: Starts,
+        *,
+        rows: int,
+        dtype: DTypeLike,
+        layer: Int[Array, ""] | int | None,
+        backend: str | None,
+    ) -> Float[Array, "{rows} row"]:
+        """``ops.gather_latent``."""
+        assert isinstance(cache, LatentCache), "sparse models read byte records"
+        named = ops.named("gather_latent", backend)
+        facts: dict[str, Any] = {"rows": rows, "dtype": dtype, "layer": layer, "backend": named}
+        return ops.gather_latent(cache, page_table, first, row_starts, **facts)
 
     def full(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
         """One whole sequence by the expanded path, without a cache; differentiable.
@@ -383,7 +411,7 @@ class MLA(nnx.Module):
         tokens = x.shape[0]
         angles = cos_sin(jnp.arange(tokens, dtype=jnp.int32), self.rope)
         rows = self.queries(x, angles, backend="xla"), self.latents(x, angles, backend="xla")
-        new = _Rows(*rows[0], *rows[1])
+        new = Rows(*rows[0], *rows[1])
         starts = jnp.array([0, tokens], jnp.int32)
         meta = PrefillMetadata(query_starts=starts, key_starts=starts)
         state = self._expanded(

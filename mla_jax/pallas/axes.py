@@ -1,8 +1,10 @@
 """Arrays that several operations take, with their axes: declared once."""
 
+from typing import NamedTuple
+
 from mla_jax.types import Array, Float, Int
 
-__all__ = ["CacheScale", "Layer", "Pages", "PageTable", "PerRequest", "Starts"]
+__all__ = ["CacheScale", "Groups", "Layer", "Pages", "PageTable", "PerRequest", "Starts"]
 
 Pages = Float[Array, "*layers pages page row"]
 """Latent rows of a cache, of one layer or of a stack."""
@@ -21,3 +23,18 @@ PerRequest = Int[Array, "requests"]
 
 Starts = Int[Array, "starts"]
 """Where the rows of each request begin, and behind them where the last one ends."""
+
+
+class Groups(NamedTuple):
+    """The groups of tokens that one step completes, and what waits of each token for later ones.
+
+    A place of a group is a token of this step, a row of its ring, or nobody's.
+    """
+
+    ends: Int[Array, "groups"]  # the token that completes it; -1: padding
+    tokens: Int[Array, "groups span"]  # this step's token at each place, oldest first; or -1
+    kept: Int[Array, "groups span"]  # the ring's row at each place; or -1
+    keep: Int[Array, "tokens"]  # the ring's row that a token writes; -1: none
+    positions: Int[Array, "tokens"]  # absolute: a token's place in its group
+    cos: Float[Array, "groups pairs"]  # at each group's first position
+    sin: Float[Array, "groups pairs"]

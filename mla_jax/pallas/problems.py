@@ -93,25 +93,53 @@ def append_window(cache, q, kv, gain, angles, slots, *, eps, layer=None) -> Prob
     return Problem.of(op, dtype=str(q.dtype), **_any_cache(cache), **facts)
 
 
-def pool_states(values, gates, there, gain, angles, *, eps) -> Problem:
+def pool_states(ring, pools, groups, positions, angles, *, eps, layer=None) -> Problem:
     op = "pool_states"
     del eps
-    size = _bind(
+    _layer(f"{op}: ring", ring, layer)
+    size, dims, columns = {}, [], 0
+    groups = {
+        "ends": (groups.ends, "int", "groups"),
+        "tokens": (groups.tokens, "int", "groups span"),
+        "kept": (groups.kept, "int", "groups span"),
+        "keep": (groups.keep, "int", "tokens"),
+        "positions": (positions, "int", "tokens"),
+        "cos": (angles[0], "float", "groups pairs"),
+        "sin": (angles[1], "float", "groups pairs"),
+    }
+    for i, pool in enumerate(pools):
+        what = f"{op}: pools[{i}]"
+        _layer(f"{what}.cache", pool.cache, layer)
+        shared = {k: v for k, v in size.items() if k != "dim"}
+        size = _bind(
+            what,
+            shared | {"dim": sum(_values(what, pool.cache).values())},
+            **groups,
+            values=(pool.values, "float", "tokens halves dim"),
+            gates=(pool.gates, "float", "tokens halves dim"),
+            bias=(pool.bias, "float", "ratio halves dim"),
+            gain=(pool.gain, "float", "dim"),
+            slots=(pool.slots, "int", "tokens"),
+        )
+        _check_tail(what, size)
+        _same_dtype(what, values=pool.values, gates=pool.gates, bias=pool.bias)
+        dims.append(size["dim"])
+        columns += 2 * size["halves"] * size["dim"]
+    if size["halves"] not in (1, 2) or size["span"] != size["ratio"] * size["halves"]:
+        given = f"{size['halves']} for {size['span']} places of groups of {size['ratio']}"
+        raise ArgumentError(f"{op}: halves", given, "1, or 2 where a group has twice its tokens")
+    if ring.pages.shape[-1] != columns:
+        allowed = f"{columns}, values and gates of all pools"
+        raise ArgumentError(f"{op}: columns of the ring", ring.pages.shape[-1], allowed)
+    return Problem.of(
         op,
-        {},
-        values=(values, "float", "groups span halves dim"),
-        gates=(gates, "float", "groups span halves dim"),
-        there=(there, "bool", "groups span"),
-        gain=(gain, "float", "dim"),
-        cos=(angles[0], "float", "groups pairs"),
-        sin=(angles[1], "float", "groups pairs"),
+        dtype=str(pools[0].values.dtype),
+        ring=ring.format.name,
+        caches="+".join(p.cache.format.name for p in pools),
+        dim=dims[0],
+        more_dim=max(dims[1:], default=0),
+        **{name: size[name] for name in ("span", "halves", "pairs", "groups", "tokens")},
     )
-    if size["halves"] not in (1, 2) or size["span"] % size["halves"]:
-        given = f"{size['halves']} for {size['span']} places"
-        raise ArgumentError(f"{op}: halves", given, "1, or 2 for an even number of places")
-    _check_tail(op, size)
-    names = ("span", "halves", "dim", "pairs", "groups")
-    return Problem.of(op, dtype=str(values.dtype), **{name: size[name] for name in names})
 
 
 def _check_tail(op: str, size: dict[str, int]) -> None:
@@ -373,6 +401,17 @@ def gather_rows(cache, slots, *, dtype, layer=None) -> Problem:
         raise ArgumentError(f"{op}: slots", f"dtype {slots.dtype}", "an integer dtype")
     out = _activation(f"{op}: dtype", dtype)
     return Problem.of(op, out=out, **_any_cache(cache), rows=math.prod(slots.shape))
+
+
+def gather_codes(cache, slots, *, layer=None) -> Problem:
+    op = "gather_codes"
+    _layer(op, cache, layer)
+    if not isinstance(cache, RecordCache) or cache.format.name != "index_key":
+        hint = "gather_rows reads the values of any cache."
+        raise ArgumentError(f"{op}: format of the cache", cache.format.name, "index_key", hint)
+    if not jnp.issubdtype(slots.dtype, jnp.integer):
+        raise ArgumentError(f"{op}: slots", f"dtype {slots.dtype}", "an integer dtype")
+    return Problem.of(op, **_any_cache(cache), rows=math.prod(slots.shape))
 
 
 def select_decode(q, weights, cache, page_table, lens, *, k, layer=None) -> Problem:
@@ -660,6 +699,7 @@ PROBLEMS: dict[str, Callable[..., Problem]] = {
     "matmul_fp8": matmul_fp8,
     "write_rows": write_rows,
     "gather_rows": gather_rows,
+    "gather_codes": gather_codes,
     "indexer_logits": logits,
     "select_topk_decode": select_decode,
     "select_topk_prefill": select_prefill,

@@ -30,7 +30,7 @@ from triton.compiler import ASTSource
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.types import Array
 
-__all__ = ["call", "compiled", "jit", "tl"]
+__all__ = ["call", "compiled", "jit", "scatter", "tl"]
 
 TARGET = "triton_kernel_call_ffi"
 """Where jaxlib's CUDA plugin takes Triton kernels; typed."""
@@ -53,6 +53,32 @@ def jit(fn: Callable) -> Any:
     return triton.jit(inspect.unwrap(fn))
 
 
+if triton.knobs.runtime.interpret:
+
+    @jit
+    def scatter(pointers, values, mask):
+        """Store each value where its pointer says."""
+        tl.store(pointers, values, mask=mask)
+
+else:
+
+    @jit
+    def scatter(pointers, values, mask):
+        """Store each value where its pointer says, from whichever thread has it.
+
+        Before a ``tl.store`` to places that are no neighbours Triton exchanges pointers, values and
+        mask through shared memory, for an order in which neighbours would be stored together.
+        """
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.global.b32 [$1], $2; mov.b32 $0, 0; }",
+            "=r,l,r,r",
+            [pointers.to(tl.int64), values, mask.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
 def call(
     kernel: Any,
     *args: Array | int,
@@ -61,6 +87,7 @@ def call(
     warps: int,
     stages: int,
     aliases: dict[int, int] | None = None,
+    registers: int | None = None,
     **constants: Any,
 ) -> Any:
     """Launch ``kernel(*args, *out, **constants)`` on ``grid`` programs; returns ``out``.
@@ -68,6 +95,7 @@ def call(
     ``out`` is one ``jax.ShapeDtypeStruct`` or a tuple of them; what is returned begins with
     whatever memory held. Integers among ``args`` are no part of the program's text. ``aliases``
     maps the number of an argument, arrays counted, to that of the result that takes its memory.
+    ``registers`` bounds those of a thread.
     """
     outs = out if isinstance(out, tuple) else (out,)
     program = compiled(
@@ -77,6 +105,7 @@ def call(
         sm=DeviceInfo.current().sm,
         warps=warps,
         stages=stages,
+        registers=registers,
     )
     meta, text = program.metadata, program.asm
     assert not meta.global_scratch_size, f"{meta.name} asks for memory that nobody allocates"
@@ -104,6 +133,7 @@ def compiled(
     sm: int,
     warps: int,
     stages: int,
+    registers: int | None = None,
 ) -> Any:
     """A kernel compiled for ``sm``, from the Triton types of its arguments, in order."""
     names = kernel.arg_names
@@ -116,7 +146,7 @@ def compiled(
         constexprs={(positions[k],): v for k, v in constants},
         attrs={(i,): [["tt.divisibility", ALIGNMENT]] for i, t in enumerate(types) if t[0] == "*"},
     )
-    options = {"num_warps": warps, "num_stages": stages}
+    options = {"num_warps": warps, "num_stages": stages, "maxnreg": registers}
     return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
 
 

@@ -10,7 +10,7 @@ from flax import nnx
 
 from mla_jax import ops
 from mla_jax.errors import EngineError
-from mla_jax.metadata.buckets import default_steps
+from mla_jax.metadata.buckets import MLABucket, default_steps
 from mla_jax.model.deepseek_v32 import SparseMLA
 from mla_jax.model.indexer import hadamard
 from mla_jax.model.rope import cos_sin
@@ -64,11 +64,12 @@ def test_steps_equal_whole_sequences(served, rng):
 
 
 def test_no_program_is_compiled_after_warm_up(rng):
+    """A rung has two programs, for steps that select and for those that do not."""
     cfg = sparse.config(num_hidden_layers=1)
     engine = sparse.engine(sparse.model(cfg), cfg)
-    assert engine.warm_up() == len(engine.builder.rungs()) == engine.stats().compiles == 3
+    assert engine.warm_up() == len(engine.builder.rungs()) == engine.stats().compiles == 6
     engine.generate(prompts(rng), WISH)
-    assert engine.stats().compiles == 3
+    assert engine.stats().compiles == 6
 
 
 def test_index_keys_of_layers_that_select(served):
@@ -83,24 +84,48 @@ def test_selections_are_shared_where_there_is_no_indexer():
     assert [layer.attn.indexer is None for layer in module.layers] == [False, True, False]
 
 
-def test_short_steps_are_dense(rng, monkeypatch):
-    """Where no sequence can be longer than the selection, a decode selects nothing."""
-    cfg = sparse.config(index_topk=sparse.LONGEST, num_hidden_layers=1)
+def dense(engine):
+    """Whether a step was, of all kinds of steps that an engine has run."""
+    return {isinstance(bucket, MLABucket) for bucket in engine.stats().buckets}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_short_steps_are_dense(kind, rng, monkeypatch):
+    """Where no sequence can be longer than the selection nothing is selected, nor compiled for it.
+
+    Prompts in one chunk and in several, decodes beside prefills.
+    """
+
+    def selected(*args, **kwargs):
+        raise AssertionError("selected")
+
+    monkeypatch.setattr(ops, "select_topk", selected)
+    monkeypatch.setattr(ops, "mla_sparse_decode", selected)
+    cfg = sparse.config(kind, index_topk=sparse.LONGEST)
     module = sparse.model(cfg)
-    engine = sparse.engine(module, cfg)
-    select, with_prefills = ops.select_topk, []
-
-    def watched(q, weights, cache, meta, *args, **kwargs):
-        with_prefills.append(meta.prefill is not None)
-        return select(q, weights, cache, meta, *args, **kwargs)
-
-    monkeypatch.setattr(ops, "select_topk", watched)
-    engine.warm_up()
-    assert with_prefills == [True, True]  # of three programs
-    asked = prompts(rng, (1, 9, 30))
+    engine = sparse.engine(module, cfg, want_logits=True)
+    assert engine.warm_up() == 3
+    asked = prompts(rng, (1, 9, 30, 50))
     for prompt, done in zip(asked, engine.generate(asked, WISH), strict=True):
         want = whole(module, prompt + list(done.token_ids))[len(prompt) - 1 : -1]
+        np.testing.assert_allclose(np.asarray(done.logits), want, atol=NEAR)
         assert list(done.token_ids) == want.argmax(-1).tolist()
+    assert dense(engine) == {True}
+
+
+def test_a_sequence_that_outgrows_the_selection(rng):
+    """Dense up to its size, then selected from the keys that the dense steps have written."""
+    cfg = sparse.config(index_topk=40)
+    module = sparse.model(cfg)
+    engine = sparse.engine(module, cfg, want_logits=True)
+    asked = prompts(rng, (37,))
+    wish = dataclasses.replace(WISH, max_new_tokens=3)
+    engine.generate(asked, wish)
+    assert dense(engine) == {True}
+    (done,) = engine.generate(asked, dataclasses.replace(WISH, max_new_tokens=20))
+    assert dense(engine) == {True, False}
+    want = whole(module, asked[0] + list(done.token_ids))[len(asked[0]) - 1 : -1]
+    np.testing.assert_allclose(np.asarray(done.logits), want, atol=NEAR)
 
 
 @pytest.mark.parametrize("form", ["bf16", "fp8_e4m3"])
@@ -118,6 +143,27 @@ def test_sixteen_and_eight_bits(form, rng):
     pairs = zip(exact.generate(asked, wish), low.generate(asked, wish), strict=True)
     same = [a == b for x, y in pairs for a, b in zip(x.token_ids, y.token_ids, strict=True)]
     assert np.mean(same) > 0.5
+
+
+def test_dense_steps_over_records_are_those_that_select(rng):
+    """The same rows, all of them: prefills expand what they read, decodes list all of their slots.
+
+    New rows of a prefill are not rounded to records first, so its tokens differ from a selecting
+    step's as far as the rounding goes.
+    """
+    changes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128}
+    cfg = sparse.config(num_hidden_layers=2, index_topk=40, **changes)
+    module = sparse.model(cfg)
+    short = sparse.engine(module, cfg, cache_format="fp8_e4m3", want_logits=True)
+    selecting = sparse.engine(module, cfg, cache_format="fp8_e4m3", want_logits=True)
+    selecting.builder = dataclasses.replace(selecting.builder, topk=None)
+    asked = prompts(rng, (5, 20, 30))
+    wish = dataclasses.replace(WISH, max_new_tokens=6)
+    found = [engine.generate(asked, wish) for engine in (short, selecting)]
+    assert (dense(short), dense(selecting)) == ({True}, {False})
+    for a, b in zip(*found, strict=True):
+        first = np.asarray(a.logits[0]), np.asarray(b.logits[0])
+        assert np.linalg.norm(first[0] - first[1]) < 0.05 * np.linalg.norm(first[1])
 
 
 def test_eight_bits_of_other_widths_are_refused():
@@ -164,4 +210,5 @@ def test_default_ladder_serves(rng):
         max_requests=4, max_prefill_tokens=sparse.CHUNK, max_pages=sparse.LONGEST // sparse.PAGE
     )
     assert {d.step for d in engine.builder.rungs()} == set(steps.steps())
+    assert len(engine.builder.rungs()) == 2 * len(steps.steps())
     assert len(engine.generate(prompts(rng, (3,)), WISH)[0].token_ids) == 10

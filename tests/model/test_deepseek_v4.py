@@ -20,7 +20,8 @@ from mla_jax.model.compressor import Pool
 from mla_jax.model.hyper_connections import Streams, sinkhorn
 from mla_jax.model.rope import cos_sin
 from mla_jax.model.sampling import SamplingParams
-from mla_jax.ops import append_window, gather_rows, pool_states
+from mla_jax.ops import append_window, gather_rows
+from mla_jax.pallas.pooling.ref import pooled
 from tests.model import v4
 
 NEAR = 2e-5 if jax.default_backend() == "cpu" else 2e-4  # of float32 logits
@@ -163,7 +164,7 @@ def test_later_tokens_change_nothing(served, rng):
 # Pools
 
 
-def pooled(values, gates, gain, eps=1e-6):
+def one_state(values, gates, gain, eps=1e-6):
     """One group in float64, token by token: no rotation."""
     top = np.exp(gates - gates.max(0))
     state = (values * top / top.sum(0)).sum(0)
@@ -171,7 +172,7 @@ def pooled(values, gates, gain, eps=1e-6):
 
 
 @pytest.mark.parametrize("halves", [1, 2])
-def test_pool_states(halves, rng, our_errors):
+def test_pooled(halves, rng):
     groups, span, dim, pairs = 3, 8, 12, 2
     v, g = rng.normal(size=(2, groups, span, halves, dim))
     there = np.ones((groups, span), bool)
@@ -180,21 +181,16 @@ def test_pool_states(halves, rng, our_errors):
     gain, turn = rng.normal(size=dim), rng.normal(size=(groups, pairs))
     cast = [jnp.asarray(x, jnp.float32) for x in (v, g)]
     angles = jnp.asarray(np.cos(turn), jnp.float32), jnp.asarray(np.sin(turn), jnp.float32)
-    got = pool_states(*cast, jnp.asarray(there), jnp.asarray(gain, jnp.float32), angles, eps=1e-6)
+    got = pooled(*cast, jnp.asarray(there), jnp.asarray(gain, jnp.float32), *angles, eps=1e-6)
     for i in (0, 1):
         half = np.arange(span) // (span // halves) if halves == 2 else np.zeros(span, int)
         rows = [j for j in range(span) if there[i, j]]
         pick = [(v[i, j, half[j]], g[i, j, half[j]]) for j in rows]
-        want = pooled(*map(np.stack, zip(*pick, strict=True)), gain)
+        want = one_state(*map(np.stack, zip(*pick, strict=True)), gain)
         tail = want[-2 * pairs :].reshape(pairs, 2) @ [1, 1j] * np.exp(1j * turn[i])
         want[-2 * pairs :] = np.stack([tail.real, tail.imag], -1).ravel()
         np.testing.assert_allclose(got[i], want, atol=2e-5)
     np.testing.assert_array_equal(got[2], 0)
-    with pytest.raises(ArgumentError, match="halves: given 2 for 3 places"):
-        pool_states(
-            *(jnp.zeros((1, 3, 2, 4)),) * 2, jnp.ones((1, 3), bool), jnp.ones(4),
-            (jnp.ones((1, 1)),) * 2, eps=1e-6,
-        )  # fmt: skip
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -115,15 +115,21 @@ class Report:
 
 def compile_triton(kernel, constants: dict, *, dtype: str, sm: int, warps: int, stages: int):
     """Compile one of the experts' programs for a device that is not there."""
-    import triton
-
     from mla_jax.pallas import triton_lib
 
     kinds = dict.fromkeys(("experts", "rows", "tiles"), "*i32")
     kinds |= dict.fromkeys(("pairs", "tile_count"), "i32")
     types = tuple(kinds.get(n, f"*{dtype}") for n in kernel.arg_names if n not in constants)
     constants = tuple(constants.items())
-    compiled = triton_lib.compiled(kernel, types, constants, sm=sm, warps=warps, stages=stages)
+    return resources(
+        triton_lib.compiled(kernel, types, constants, sm=sm, warps=warps, stages=stages)
+    )
+
+
+def resources(compiled) -> Report:
+    """What the assembler says of a compiled Triton program."""
+    import triton
+
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])

@@ -23,7 +23,7 @@ INTERPRETER = missing("triton", "torch")
 GARBAGE = 2**30
 
 
-def call(kernel, *args, out, grid, warps, stages, aliases=None, **constants):
+def call(kernel, *args, out, grid, warps, stages, aliases=None, registers=None, **constants):
     """Results begin as NaN, indices as garbage; those with an alias as what is changed."""
     import torch
 
@@ -31,10 +31,7 @@ def call(kernel, *args, out, grid, warps, stages, aliases=None, **constants):
     arrays = [np.array(x) for x in args if not isinstance(x, int)]
     place = {result: arrays[given] for given, result in (aliases or {}).items()}
     results = [
-        place.get(
-            i,
-            np.full(s.shape, np.nan if jnp.issubdtype(s.dtype, jnp.floating) else GARBAGE, s.dtype),
-        )
+        place[i] if i in place else np.full(s.shape, _rubbish(s.dtype), s.dtype)
         for i, s in enumerate(out if many else (out,))
     ]
     rest = iter(arrays)
@@ -42,6 +39,12 @@ def call(kernel, *args, out, grid, warps, stages, aliases=None, **constants):
     kernel[(grid,)](*given, *map(torch.from_numpy, results), **constants)
     results = tuple(map(jnp.asarray, results))
     return results if many else results[0]
+
+
+def _rubbish(dtype):
+    if jnp.issubdtype(dtype, jnp.floating):
+        return np.nan
+    return min(GARBAGE, jnp.iinfo(dtype).max)
 
 
 def in_a_process(name):

@@ -90,7 +90,7 @@ def test_sparse_decode_of_v4_records(page, rng):
 def test_selection_over_pages(kind, workspace, rng, monkeypatch):
     """Chunks of 1,024 columns, or all at once; several queries, each with its own length."""
     monkeypatch.setattr(topk, "WORKSPACE", workspace)
-    monkeypatch.setattr(topk, "STEP", 256)
+    monkeypatch.setattr(topk, "CANDIDATES", 64)
     rows = [test_topk._scores(kind, rng) for _ in range(2)]
     cache, table = test_topk.paged(rng, rows, page=64, dtype="fp32")
     pages = jnp.pad(cache.pages, ((0, 0), (0, 0), (0, 14)))  # a product has 16 channels or more
@@ -110,7 +110,7 @@ def test_selection_over_pages(kind, workspace, rng, monkeypatch):
 @pytest.mark.parametrize("workspace", [1, 1 << 25])
 def test_selection_over_gathered_keys(workspace, rng, monkeypatch):
     monkeypatch.setattr(topk, "WORKSPACE", workspace)
-    monkeypatch.setattr(topk, "STEP", 256)
+    monkeypatch.setattr(topk, "CANDIDATES", 64)
     a, b = test_topk._scores("ties", rng), test_topk._scores("random", rng)[:300]
     keys = np.full((1100, 16), np.nan, np.float32)
     for start, row in ((0, a), (700, b)):

@@ -137,7 +137,7 @@ def test_tiles_are_enough_for_any_choice(pairs, experts, rows):
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(INTERPRETER), reason=INTERPRETER or "installed")
-@pytest.mark.parametrize("programs", ["experts", "step"])
+@pytest.mark.parametrize("programs", ["experts", "step", "v4_steps"])
 def test_the_programs_in_tritons_interpreter(programs):
     in_a_process(f"{programs}_interpreted.py")
 

@@ -10,7 +10,12 @@ import pytest
 
 from mla_jax.cache import ELEMENT_FORMATS, RECORD_FORMATS, LatentCache, RecordCache
 from mla_jax.errors import ArgumentError
-from mla_jax.pallas.cache_io.records import gather_records, gather_rows, write_records
+from mla_jax.pallas.cache_io.records import (
+    gather_codes,
+    gather_records,
+    gather_rows,
+    write_records,
+)
 
 RECORDS = RECORD_FORMATS | {"bf16": ELEMENT_FORMATS["bf16"].record(16, 4)}
 POISON = 0xFF  # a NaN as e4m3, as bfloat16, as float32 and as an exponent byte
@@ -28,6 +33,33 @@ def draw(rng, record, tokens):
     return tuple(
         jnp.asarray(rng.normal(size=(tokens, f.count)), jnp.bfloat16) for f in record.values
     )
+
+
+def numbers(rng, record, tokens, dtype, *, rounded=False, finite=False):
+    """Values of many magnitudes, ties, zeros; an infinity and a NaN unless ``finite``.
+
+    ``rounded``: what is cast to bfloat16 is already one.
+    """
+    found = []
+    for f in record.values:
+        x = rng.normal(size=(tokens, f.count)) * 2.0 ** rng.integers(-30, 12, (tokens, 1))
+        x[0] = 0
+        x[1, ::7] *= 2.0**-12  # codes below the normal ones
+        if not finite:
+            x[2, 1], x[3, 2] = np.inf, np.nan
+        x[4] = np.repeat([448, 17, 19, 1.0625], f.count // 4)  # ties, with a scale of 1 or 2
+        x = jnp.asarray(x.astype(np.float32))
+        cast = "bfloat16" in (f.dtype, record.rounds)
+        found.append((x.astype(jnp.bfloat16) if rounded and cast else x).astype(dtype))
+    return tuple(found)
+
+
+def same_bytes(got, want):
+    """Equal in dtype, shape and every byte."""
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        a, b = (np.asarray(x).reshape(-1).view(np.uint8) for x in (a, b))
+        np.testing.assert_array_equal(a, b)
 
 
 def by_hand(pages, record, values, slots, *, page):
@@ -72,6 +104,26 @@ def test_rows_that_nobody_wrote_are_not_read(record):
     assert np.isnan(read[1, 0]).all()
     read[1, 0] = 0
     assert not read.any() and read.shape == (2, 2, record.row)
+
+
+@pytest.mark.parametrize("layer", [None, 1, 2])
+def test_index_keys_as_they_are(layer, rng):
+    """Codes and scales are the stored ones, and their product what is gathered; else zeros."""
+    record, slots = RECORD_FORMATS["index_key"], jnp.asarray([[5, -1], [0, 12]])
+    cache = poisoned(record, page=4, layers=None if layer is None else 2)
+    at = {} if layer is None else {"layer": jnp.int32(1)}
+    values = draw(rng, record, 2)
+    cache = write(cache, values, slots[:, 0], **at)
+    at = {} if layer is None else {"layer": jnp.int32(layer)}
+    codes, scales = jax.jit(gather_codes)(cache, slots, **at)
+    assert (codes.dtype, codes.shape, scales.shape) == ("float8_e4m3fn", (2, 2, 128), (2, 2))
+    widened = codes.astype(jnp.float32) * scales[..., None]
+    want = gather(cache, slots, dtype=jnp.float32, **at)
+    np.testing.assert_array_equal(np.asarray(widened), np.asarray(want))
+    stored = record.stored(record.encode(*values))
+    if layer != 2:
+        same_bytes((codes[:, 0], scales[:, :1]), (stored["key"], stored["key_scale"]))
+    assert not np.asarray(scales[:, 1]).any() and not np.asarray(codes[:, 1], np.float32).any()
 
 
 @pytest.mark.parametrize("layer", [-1, -3, 3, 2**31 - 1])

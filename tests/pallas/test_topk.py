@@ -16,8 +16,8 @@ from mla_jax.metadata.indexer import Indexer
 from mla_jax.ops import indexer_logits, select_topk, write_rows
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.indexer.ref import quantise_queries
+from mla_jax.pallas.topk import mosaic, xla
 from mla_jax.pallas.topk import triton as topk
-from mla_jax.pallas.topk import xla
 from mla_jax.pallas.topk.ref import best_positions
 from mla_jax.types import cdiv
 from tests import aot
@@ -337,13 +337,100 @@ def test_on_a_gpu_over_long_contexts(rng):
         same_selection(got, row, n, 2048, near=1e-2)
 
 
+def coded(rng, count):
+    """Codes and scales of ``count`` keys, and their scores by ``coded_probes``: all exact."""
+    scores = rng.integers(-15, 16, count).astype(np.float32)
+    codes = np.zeros((count, 128), np.float32)
+    codes[:, 0], codes[:, 1] = np.maximum(scores, 0), np.maximum(-scores, 0)
+    scales = 2.0 ** rng.integers(-3, 4, count).astype(np.float32)
+    return jnp.asarray(codes, jnp.float8_e4m3fn), scales, scores * scales
+
+
+def coded_probes(*axes):
+    q = jnp.zeros((64, 128)).at[5, 0].set(1).at[63, 1].set(1).astype(jnp.float8_e4m3fn)
+    w = jnp.zeros(64).at[5].set(1).at[63].set(-1)
+    return jnp.broadcast_to(q, (*axes, 64, 128)), jnp.broadcast_to(w, (*axes, 64))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("module", [mosaic, topk])
+@pytest.mark.parametrize("workspace", [1 << 25, 1])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_on_a_gpu_over_pages_of_codes(module, workspace, queries, rng, monkeypatch):
+    """Rows of several blocks of pages; pages that are no row's, or missing, hold NaN or nothing."""
+    monkeypatch.setattr(topk, "WORKSPACE", workspace)
+    k, width, rows = 300, 200, 5
+    cache = RecordCache.alloc(num_pages=rows * width + 3, page=64, format="index_key", layers=2)
+    pages = np.full((2, rows * width + 3, 64 * 132), 0x7F, np.uint8)
+    table = rng.permutation(rows * width).reshape(rows, width).astype(np.int32)
+    scores = []
+    for row in table:
+        codes, scales, found = coded(rng, width * 64)
+        raw = np.asarray(jax.lax.bitcast_convert_type(codes, jnp.uint8))
+        pages[1, row, : 64 * 128] = raw.reshape(width, -1)
+        pages[1, row, 64 * 128 :] = scales.reshape(width, -1).view(np.uint8)
+        scores.append(found)
+    table[0, 7], table[1, 9], scores[0][448:512], scores[1][576:640] = -1, 2**30, 0, 0
+    lens = rng.integers(k, width * 64 + 1, (rows, queries)).astype(np.int32)
+    lens[2], lens[3, 0] = -1, k
+    for r, row in enumerate(table):
+        row[-(-int(lens[r].max()) // 64) :] = GARBAGE_PAGE
+    cache = replace(cache, pages=jnp.asarray(pages))
+    select = jax.jit(lambda *a: module.select_decode(*a, k=k, layer=jnp.int32(1)))
+    got = select(*coded_probes(rows, queries), cache, jnp.asarray(table), jnp.asarray(lens))
+    want = [[oracle(row, n, k) for n in each] for row, each in zip(scores, lens, strict=True)]
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("module", [mosaic, topk])
+@pytest.mark.parametrize("workspace", [1 << 25, 1])
+def test_on_a_gpu_over_gathered_codes(module, workspace, rng, monkeypatch):
+    """Two requests behind each other, NaN behind both, queries that see little or nothing."""
+    monkeypatch.setattr(topk, "WORKSPACE", workspace)
+    k, count = 300, 20_001
+    codes, scales, scores = coded(rng, count)
+    codes = codes.at[12_000:12_100].set(jnp.nan)
+    starts = np.where(np.arange(301) % 2, 12_100, 0).astype(np.int32)
+    ends = np.where(starts, count, 12_000) - rng.integers(0, 7_000, 301).astype(np.int32)
+    ends[7], ends[8] = starts[7], starts[8] + k
+    q, w = coded_probes(301)
+    select = jax.jit(lambda *a, s: module.select_prefill(*a, k=k, scales=s))
+    got = select(q, w, codes, jnp.asarray(starts), jnp.asarray(ends), s=jnp.asarray(scales))
+    want = [oracle(scores[a:b], b - a, k) for a, b in zip(starts, ends, strict=True)]
+    np.testing.assert_array_equal(got, want)
+
+
 WITHOUT = aot.available() or missing("triton")
+
+
+@pytest.mark.skipif(bool(WITHOUT), reason=WITHOUT)
+@pytest.mark.parametrize("queries", [1, 4])
+def test_mosaic_compiles_for_sm90(queries, monkeypatch):
+    """No register is spilled, and no product waits for another."""
+    monkeypatch.setattr(DeviceInfo, "current", lambda: aot.H200)
+    spec, code = jax.ShapeDtypeStruct, jnp.float8_e4m3fn
+    cache = jax.eval_shape(
+        lambda: RecordCache.alloc(num_pages=4096, page=64, format="index_key", layers=8)
+    )
+    table, lens = spec((128, 512), jnp.int32), spec((128, queries), jnp.int32)
+    q, w = spec((128, queries, 64, 128), code), spec((128, queries, 64), jnp.float32)
+    paged = lambda *a: mosaic.select_decode(*a[:-1], k=2048, layer=a[-1])  # noqa: E731
+    compiled, reports = aot.compile_sm90(paged, q, w, cache, table, lens, spec((), jnp.int32))
+    used = compiled.memory_analysis().temp_size_in_bytes
+    assert used < 4 * (128 * 512 * 64 + 8 * 128 * queries * 2048) * queries + 2**20, used
+    bounds = [spec((4096,), jnp.int32)] * 2
+    gathered = lambda *a: mosaic.select_prefill(*a[:-1], k=2048, scales=a[-1])  # noqa: E731
+    q, w, keys = spec((4096, 64, 128), code), spec((4096, 64), jnp.float32), spec((8192, 128), code)
+    _, more = aot.compile_sm90(gathered, q, w, keys, *bounds, spec((8192,), jnp.float32))
+    for report in (*reports, *more):
+        assert not report.spilled and not report.serialized, report.log
 
 
 @pytest.mark.skipif(bool(WITHOUT), reason=WITHOUT)
 @pytest.mark.parametrize("form", ["index_key", "bf16"])
 def test_compiles_for_sm90(form, monkeypatch):
-    """Two launches for V3.2's decode of 128 requests, and no copy of the cache."""
+    """Three launches for V3.2's decode of 128 requests, and no copy of the cache."""
     monkeypatch.setattr(DeviceInfo, "current", lambda: aot.H200)
     facts = {"num_pages": 4096, "page": 64, "format": form, "layers": 8}
     cache = jax.eval_shape(
@@ -365,6 +452,6 @@ def test_compiles_for_sm90(form, monkeypatch):
     )  # fmt: skip
     text = compiled.as_text()
     entry = text[text.index("\nENTRY") :]
-    assert entry.count('custom_call_target="triton_kernel_call_ffi"') == 2, entry
+    assert entry.count('custom_call_target="triton_kernel_call_ffi"') == 3, entry
     used = compiled.memory_analysis().temp_size_in_bytes
     assert used < 4 * (128 * 512 * 64 + 8 * 128 * 2048) + 2**20, used

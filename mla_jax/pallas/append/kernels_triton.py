@@ -12,18 +12,29 @@ Imported only where Triton is there: by ``triton.py``, when it runs.
 # pyright: reportIndexIssue=false
 # pyright: reportPossiblyUnboundVariable=false
 
+from mla_jax.pallas.cache_io.row_triton import clamp, place
 from mla_jax.pallas.triton_lib import jit, tl
 
-__all__ = ["append"]
+__all__ = ["append", "normalise", "rotate"]
+
+
+@jit
+def normalise(x, DIM: tl.constexpr, EPS: tl.constexpr):
+    """``x / sqrt(mean(x^2) + EPS)`` of rows ``[rows, columns]``, of which ``DIM`` columns count."""
+    return x * tl.rsqrt(tl.sum(x * x, 1) / DIM + EPS)[:, None]
+
+
+@jit
+def rotate(a, b, cos, sin):
+    """Pairs ``(a, b)`` turned by their angles."""
+    return a * cos - b * sin, a * sin + b * cos
 
 
 @jit
 def _encode(x, factor, like, LARGEST: tl.constexpr):
     """What the cache stores of ``x``."""
     if LARGEST is not None:
-        x = tl.div_rn(x.to(tl.float32), tl.zeros_like(x).to(tl.float32) + factor)
-        x = tl.minimum(x, LARGEST, propagate_nan=tl.PropagateNan.ALL)
-        x = tl.maximum(x, -LARGEST, propagate_nan=tl.PropagateNan.ALL)
+        x = clamp(tl.div_rn(x.to(tl.float32), tl.zeros_like(x).to(tl.float32) + factor), LARGEST)
     return x.to(like.dtype.element_ty)
 
 
@@ -38,18 +49,13 @@ def _row(
     RANK: tl.constexpr = SIZES[3]
     PAIRS: tl.constexpr = TILE[2]
     COLUMNS: tl.constexpr = TILE[3]
-    slot = tl.load(slots + token)
-    layer = tl.load(number)
-    LAYERS: tl.constexpr = CACHE[0]
-    SLOTS: tl.constexpr = CACHE[1]
-    here = (slot >= 0) & (slot < SLOTS) & (layer >= 0) & (layer < LAYERS)
-    layer = tl.where(here, layer, 0)
-    to = pages + (layer.to(tl.int64) * SLOTS + tl.where(here, slot, 0)) * (RANK + ROPE)
+    here, layer, slot = place(slots, number, token, CACHE)
+    to = pages + (layer.to(tl.int64) * CACHE[1] + slot) * (RANK + ROPE)
     factor = tl.load(scale + layer)
     row = kv + token.to(tl.int64) * (RANK + ROPE)
     c = tl.arange(0, COLUMNS)
     x = tl.load(row + c, mask=c < RANK, other=0.0).to(tl.float32)
-    y = x * tl.rsqrt(tl.sum(x * x) / RANK + EPS)
+    y = tl.reshape(normalise(x[None, :], RANK, EPS), (COLUMNS,))
     y = tl.load(gain + c, mask=c < RANK, other=0.0).to(tl.float32) * y
     y = y.to(kv.dtype.element_ty)
     stored = tl.where(here, c, RANK) < RANK
@@ -62,8 +68,8 @@ def _row(
     at = token * (ROPE // 2) + p
     u = tl.load(cos + at, mask=exists, other=0.0)
     v = tl.load(sin + at, mask=exists, other=0.0)
-    left = (a * u - b * v).to(kv.dtype.element_ty)
-    right = (a * v + b * u).to(kv.dtype.element_ty)
+    left, right = rotate(a, b, u, v)
+    left, right = left.to(kv.dtype.element_ty), right.to(kv.dtype.element_ty)
     stored = tl.where(here, p, ROPE) < ROPE // 2
     tl.store(to + RANK + first, _encode(left, factor, pages, LARGEST), mask=stored)
     tl.store(to + RANK + second, _encode(right, factor, pages, LARGEST), mask=stored)
@@ -97,8 +103,9 @@ def _queries(
     u = tl.load(cos + at, mask=p < ROPE // 2, other=0.0)[None, :]
     v = tl.load(sin + at, mask=p < ROPE // 2, other=0.0)[None, :]
     to = q_rope + line * ROPE
-    tl.store(to + first[None, :], (a * u - b * v).to(q.dtype.element_ty), mask=exists)
-    tl.store(to + second[None, :], (a * v + b * u).to(q.dtype.element_ty), mask=exists)
+    left, right = rotate(a, b, u, v)
+    tl.store(to + first[None, :], left.to(q.dtype.element_ty), mask=exists)
+    tl.store(to + second[None, :], right.to(q.dtype.element_ty), mask=exists)
 
 
 @jit

@@ -10,7 +10,7 @@ from mla_jax.cache import LatentCache, RecordCache
 from mla_jax.errors import ArgumentError
 from mla_jax.types import Array, Float, Int
 
-__all__ = ["gather_records", "gather_rows", "write_records"]
+__all__ = ["gather_codes", "gather_records", "gather_rows", "write_records"]
 
 
 def write_records(
@@ -69,6 +69,25 @@ def gather_rows(
     rows = cache.pages[*lead, at // cache.page, at % cache.page]
     scale = cache.scale[lead]
     return jnp.where(inside[..., None], cache.format.decode(rows, scale), 0).astype(dtype)
+
+
+def gather_codes(
+    cache: RecordCache,
+    slots: Int[Array, "*tokens"],
+    *,
+    layer: int | Int[Array, ""] | None = None,
+) -> tuple[Float[Array, "*tokens dim"], Float[Array, "*tokens"]]:
+    """The stored e4m3 codes of the index keys at ``slots``, and the float32 scale of each key.
+
+    ``codes * scale`` is ``gather_records``; both are 0 where that is. ``layer`` as in
+    ``write_records``.
+    """
+    places = _places(cache, slots, layer)
+    stored = cache.format.stored(
+        tuple(cache.pages.at[p].get(mode="fill", fill_value=0) for p in places)
+    )
+    (key,) = cache.format.values
+    return stored[key.name], stored[key.scale][..., 0]
 
 
 def _places(

@@ -38,7 +38,10 @@ def _scores(keys, query, weight, HEADS: tl.constexpr, FEW: tl.constexpr, DIM: tl
         q = tl.load(query + (first + h)[:, None] * DIM + c[None, :], mask=real[:, None], other=0.0)
         w = tl.load(weight + first + h, mask=real, other=0.0)
         dots = tl.dot(keys, q.to(keys.dtype).T)
-        total += tl.sum(tl.maximum(dots, 0.0) * w[None, :], 1)
+        if keys.dtype == tl.float8e4nv:  # finite products: no maximum, which takes twice as long
+            total += tl.sum((dots + tl.abs(dots)) * (0.5 * w)[None, :], 1)
+        else:
+            total += tl.sum(tl.maximum(dots, 0.0) * w[None, :], 1)
     return total
 
 
@@ -47,12 +50,12 @@ def paged_ranks(
     q, weights, pages, table, lens, number, base, ranks,
     SIZES: tl.constexpr, CACHE: tl.constexpr, TILE: tl.constexpr, RECORDS: tl.constexpr,
 ):  # fmt: skip
-    """Ranks of a block of keys of one row's pages for each of its queries.
+    """Ranks of some blocks of keys of one row's pages for each of its queries.
 
     ``SIZES`` are rows, queries of each, heads, dim, width of the table and the selection; ``CACHE``
     layers, pages of each, tokens of a page and elements (or bytes) of a page; ``TILE`` keys and
-    heads of a block, and columns of the workspace, which begin at position ``base``. A query
-    that takes everything, or that sees none of these keys, gets nothing.
+    heads of a block, blocks of a program, and columns of the workspace, which begin at position
+    ``base``. A query that takes everything, or that sees none of these keys, gets nothing.
     """
     QUERIES: tl.constexpr = SIZES[1]
     HEADS: tl.constexpr = SIZES[2]
@@ -65,43 +68,49 @@ def paged_ranks(
     STRIDE: tl.constexpr = CACHE[3]
     STEP: tl.constexpr = TILE[0]
     FEW: tl.constexpr = TILE[1]
-    COLUMNS: tl.constexpr = TILE[2]
+    BLOCKS: tl.constexpr = TILE[2]
+    COLUMNS: tl.constexpr = TILE[3]
+    SPANS: tl.constexpr = tl.cdiv(COLUMNS, STEP * BLOCKS)
     pid = tl.program_id(0)
-    row = pid // (COLUMNS // STEP)
-    column = (pid % (COLUMNS // STEP)) * STEP + tl.arange(0, STEP)
-    p = tl.load(base) + column
+    row = pid // SPANS
+    begin = (pid % SPANS) * (STEP * BLOCKS)
+    first = tl.load(base)
     longest = 0
     for j in tl.static_range(0, QUERIES):
         n = tl.load(lens + row * QUERIES + j)
         longest = tl.maximum(longest, tl.where(n > K, n, 0))
     longest = tl.minimum(longest, WIDTH * PAGE)
-    if tl.min(p) < longest:
-        seen = p < longest
-        place = tl.load(table + row.to(tl.int64) * WIDTH + p // PAGE, mask=seen, other=-1)
-        layer = tl.load(number)
-        place = tl.where((layer >= 0) & (layer < LAYERS), place, -1)
+    last = tl.minimum(tl.minimum(begin + STEP * BLOCKS, COLUMNS), longest - first)
+    layer = tl.load(number)
+    real = (layer >= 0) & (layer < LAYERS)
+    c = tl.arange(0, DIM)
+    for block in tl.range(begin, last, STEP):
+        column = block + tl.arange(0, STEP)
+        p = first + column
+        entry = table + row.to(tl.int64) * WIDTH + p // PAGE
+        place = tl.where(real, tl.load(entry, mask=p < longest, other=-1), -1)
         inside = (place >= 0) & (place < PAGES)
         at = (layer.to(tl.int64) * PAGES + tl.where(inside, place, 0)) * STRIDE
-        c = tl.arange(0, DIM)
         keys = pages + (at + (p % PAGE) * DIM)[:, None] + c[None, :]
         if RECORDS:
-            k = tl.load(keys, mask=inside[:, None], other=0).to(tl.float8e4nv, bitcast=True)
+            keys = keys.to(tl.pointer_type(tl.float8e4nv))
             scales = (pages + at + PAGE * DIM + (p % PAGE) * 4).to(tl.pointer_type(tl.float32))
             scale = tl.load(scales, mask=inside, other=0.0)
         else:
-            k = tl.load(keys, mask=inside[:, None], other=0.0)
             scale = 1.0
+        k = tl.load(keys, mask=inside[:, None], other=0.0)
         for j in tl.static_range(0, QUERIES):
             line = (row * QUERIES + j).to(tl.int64)
             n = tl.load(lens + line)
             s = _scores(k, q + line * HEADS * DIM, weights + line * HEADS, HEADS, FEW, DIM)
-            tl.store(ranks + line * COLUMNS + column, _ranks(s * scale), mask=p < n)
+            inner = (p < n) & (column < COLUMNS)
+            tl.store(ranks + line * COLUMNS + column, _ranks(s * scale), mask=inner)
 
 
 @jit
 def gathered_ranks(
-    q, weights, keys, starts, ends, base, ranks,
-    SIZES: tl.constexpr, TILE: tl.constexpr,
+    q, weights, keys, scales, starts, ends, base, ranks,
+    SIZES: tl.constexpr, TILE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Ranks of a block of gathered keys for a block of queries.
 
@@ -118,27 +127,24 @@ def gathered_ranks(
     SOME: tl.constexpr = TILE[2]
     COLUMNS: tl.constexpr = TILE[3]
     pid = tl.program_id(0)
-    first = (pid // (COLUMNS // STEP)) * SOME
-    column = (pid % (COLUMNS // STEP)) * STEP + tl.arange(0, STEP)
+    first = (pid // tl.cdiv(COLUMNS, STEP)) * SOME
+    column = (pid % tl.cdiv(COLUMNS, STEP)) * STEP + tl.arange(0, STEP)
     at = tl.load(base) + column
-    low = KEYS
-    high = 0
-    for j in tl.static_range(0, SOME):
-        i = tl.minimum(first + j, QUERIES - 1)
-        a = tl.load(starts + i)
-        b = tl.load(ends + i)
-        scored = (b - a > K) & (first + j < QUERIES)
-        low = tl.minimum(low, tl.where(scored, a, KEYS))
-        high = tl.maximum(high, tl.where(scored, b, 0))
+    mine = first + tl.arange(0, SOME)
+    a = tl.load(starts + mine, mask=mine < QUERIES, other=0)
+    b = tl.load(ends + mine, mask=mine < QUERIES, other=0)
+    low = tl.min(tl.where(b - a > K, a, KEYS), 0)
+    high = tl.max(tl.where(b - a > K, b, 0), 0)
     if (tl.min(at) < high) & (tl.max(at) >= low):
         c = tl.arange(0, DIM)
         inside = (at < high) & (at < KEYS)
         k = tl.load(
             keys + at.to(tl.int64)[:, None] * DIM + c[None, :], mask=inside[:, None], other=0.0
         )
-        for m in range(0, SOME):
-            if first + m < QUERIES:
-                line = (first + m).to(tl.int64)
-                n = tl.load(ends + line)
-                s = _scores(k, q + line * HEADS * DIM, weights + line * HEADS, HEADS, FEW, DIM)
-                tl.store(ranks + line * COLUMNS + column, _ranks(s), mask=inside & (at < n))
+        scale = tl.load(scales + at, mask=inside, other=0.0) if SCALED else 1.0
+        for m in tl.range(0, tl.minimum(SOME, QUERIES - first)):
+            line = (first + m).to(tl.int64)
+            n = tl.load(ends + line)
+            s = _scores(k, q + line * HEADS * DIM, weights + line * HEADS, HEADS, FEW, DIM)
+            inner = inside & (at < n) & (column < COLUMNS)
+            tl.store(ranks + line * COLUMNS + column, _ranks(s * scale), mask=inner)

@@ -1,9 +1,21 @@
 """Which positions each query looks at: the best of the indexer's scores."""
 
 from mla_jax.pallas.registry import Backend
-from mla_jax.pallas.topk import triton, xla
+from mla_jax.pallas.topk import mosaic, triton, xla
 
 BACKENDS = (
+    Backend(
+        op="select_topk_decode",
+        name="mosaic",
+        run=mosaic.select_decode,
+        requirement=mosaic.DECODE,
+    ),
+    Backend(
+        op="select_topk_prefill",
+        name="mosaic",
+        run=mosaic.select_prefill,
+        requirement=mosaic.PREFILL,
+    ),
     Backend(
         op="select_topk_decode",
         name="triton",

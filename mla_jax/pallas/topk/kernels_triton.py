@@ -1,4 +1,4 @@
-"""The Triton program that keeps the best of a row; ``triton.py`` says how it is launched.
+"""The Triton programs that take the best of a row; ``triton.py`` says how it is launched.
 
 Imported only where Triton is there: by ``triton.py``, when it runs.
 """
@@ -13,101 +13,205 @@ Imported only where Triton is there: by ``triton.py``, when it runs.
 # pyright: reportPossiblyUnboundVariable=false
 # pyright: reportGeneralTypeIssues=false
 
-from mla_jax.pallas.triton_lib import jit, tl
+from mla_jax.pallas.triton_lib import jit, scatter, tl
 
-__all__ = ["keep_best"]
+__all__ = ["best_of", "stream"]
 
-DIGITS = tl.constexpr(256)
-"""Values of one of the four digits of a rank."""
-
-
-@jit
-def _digits(ranks, shift):
-    """The digits above and at ``shift``, of ranks as unsigned numbers of the same order."""
-    unsigned = ranks.to(tl.uint32, bitcast=True) ^ 0x80000000
-    return (unsigned >> shift).to(tl.int32)
+NONE = tl.constexpr(-0x7FFFFFFF - 1)
+"""Rank of what is no candidate; that of NaN is one more."""
 
 
 @jit
-def _count(found, from_, first, end, shift, prefix, STEP: tl.constexpr):
-    """Add to ``found`` the digits at ``shift`` of ranks whose digits above are ``prefix``."""
-    j = tl.arange(0, STEP)
-    for i in range(first, end, STEP):
-        r = tl.load(from_ + i + j, mask=i + j < end, other=0)
-        digits = _digits(r, shift)
-        above = (digits >> 8) & ((1 << (24 - shift)) - 1)
-        matches = (i + j < end) & (above == prefix)
-        found += tl.histogram(digits & 255, DIGITS, mask=matches)
-    return found
+def _swap(x):
+    """Between a rank and the bits of its score, both ways."""
+    return x ^ ((x >> 31) & 0x7FFFFFFF)
 
 
 @jit
-def _take(
-    ranks, places, written, equals, bound, wanted, from_, where, first, end, shifted,
-    STEP: tl.constexpr, K: tl.constexpr, MOVED: tl.constexpr,
-):  # fmt: skip
-    """Store what is above the bound, and the first ``wanted`` that equal it, in order."""
-    j = tl.arange(0, STEP)
-    for i in range(first, end, STEP):
-        here = i + j < end
-        r = tl.load(from_ + i + j, mask=here, other=0)
-        same = here & (r == bound)
-        before = equals + tl.cumsum(same.to(tl.int32), 0) - same.to(tl.int32)
-        kept = here & ((r > bound) | (same & (before < wanted)))
-        to = written + tl.cumsum(kept.to(tl.int32), 0) - 1
-        place = tl.load(where + i + j, mask=kept, other=0) if MOVED else shifted + i + j
-        kept = kept & (to < K)
-        tl.store(ranks + to, r, mask=kept)
-        tl.store(places + to, place, mask=kept)
-        equals += tl.sum(same.to(tl.int32), 0)
-        written = written + tl.sum(kept.to(tl.int32), 0)
-    return written, equals
+def _grid(SIZE: tl.constexpr):
+    """Numbers of candidates, as rows of which a warp has several: [SIZE / LINE, LINE]."""
+    LINE: tl.constexpr = min(SIZE, 128)
+    return tl.arange(0, SIZE // LINE)[:, None] * LINE + tl.arange(0, LINE)[None, :]
 
 
 @jit
-def keep_best(
-    old_ranks, old_places, chunk, starts, ends, base, ranks, places,
-    K: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
-    """The best ``K`` of a row's best so far and of its part of a chunk, both in order of place.
+def _flat(x):
+    """All elements in any order: each thread's are joined before threads exchange anything."""
+    return tl.reshape(x, (x.shape[0] * x.shape[1],), can_reorder=True)
 
-    A radix selection: four passes find the rank of the last one kept, a fifth stores. A row that
-    sees at most ``K`` columns in all is left out: nothing was scored for it.
+
+@jit
+def _count(x):
+    return tl.sum(_flat(x.to(tl.int32)), 0)
+
+
+@jit
+def _bound(ranks, wanted, total):
+    """The largest rank that ``wanted`` of ``total`` candidates reach, or one that just so many do;
+    and how many of those that equal it are among them.
+
+    Between a rank that enough reach and one that too few do, the next one tried is where a line
+    between both counts would be right, every third time the middle.
     """
-    row = tl.program_id(0)
+    low = tl.min(_flat(tl.where(ranks == NONE, 0x7FFFFFFF, ranks)), 0)
+    high = tl.max(_flat(ranks), 0)
+    reach = total
+    few = wanted - wanted
+    turn = wanted - wanted
+    while (low < high) & (reach != wanted):
+        a = _swap(low).to(tl.float32, bitcast=True)
+        b = _swap(high).to(tl.float32, bitcast=True)
+        part = (reach - wanted).to(tl.float32) / (reach - few).to(tl.float32)
+        line = _swap((a + (b - a) * part).to(tl.int32, bitcast=True))
+        middle = (low | high) - ((low ^ high) >> 1)
+        tried = tl.minimum(tl.maximum(tl.where(turn == 2, middle, line), low + 1), high)
+        count = _count(ranks >= tried)
+        enough = count >= wanted
+        low = tl.where(enough, tried, low)
+        high = tl.where(enough, high, tried - 1)
+        reach = tl.where(enough, count, reach)
+        few = tl.where(enough, few, count)
+        turn = tl.where(turn == 2, 0, turn + 1)
+    return low, tl.where(reach == wanted, total, wanted - few)
+
+
+@jit
+def _places(r, total, wanted):
+    """Where each candidate goes if the best ``wanted`` are stored in order, or -1; the bound."""
+    bound = NONE
+    equals = total
+    if total > wanted:
+        bound, equals = _bound(r, wanted, total)
+    above = (r > bound).to(tl.int32)
+    same = ((r == bound) & (r != NONE)).to(tl.int32)
+    both = above + (same << 16)
+    here = tl.cumsum(both, 1)
+    lines = tl.sum(both, 1)
+    before = (tl.cumsum(lines, 0) - lines)[:, None] + here - both
+    kept = (above != 0) | ((same != 0) & ((before >> 16) < equals))
+    return tl.where(kept, (before & 0xFFFF) + tl.minimum(before >> 16, equals), -1), bound
+
+
+@jit
+def _move(at, r, p, ranks, places):
+    """Store entries of a list ``at`` their new places, which may lie in the same list."""
+    tl.debug_barrier()  # all have read what some overwrite
+    scatter(ranks + at, r, at >= 0)
+    scatter(places + at, p, at >= 0)
+
+
+@jit
+def _everything(places, count, K: tl.constexpr, STEP: tl.constexpr):
+    """The places of a row that sees at most ``K`` keys."""
+    for i in tl.static_range(0, K, STEP):
+        p = i + tl.arange(0, STEP)
+        tl.store(places + p, tl.where(p < count, p, -1), mask=p < K)
+
+
+@jit
+def best_of(
+    old_ranks, old_places, chunk, starts, ends, base, ranks, places,
+    K: tl.constexpr, OLD: tl.constexpr, NEW: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """The best ``K`` of a part of a row's columns, or of its lists, in order of place.
+
+    ``OLD`` are entries of such a part and of the row, ``NEW`` columns of such a part and of the
+    row; one of both is 0. Column 0 is key ``base``. ``SIZE`` is a power of two that holds a part.
+    Behind less than ``K`` stand ranks of ``NONE`` and places of -1. A row that sees at most ``K``
+    keys in all takes them; nothing was scored for it.
+    """
+    PARTS: tl.constexpr = tl.cdiv(NEW[1], NEW[0]) if NEW[0] else tl.cdiv(OLD[1], OLD[0])
+    row = tl.program_id(0) // PARTS
+    part = tl.program_id(0) % PARTS
     line = row.to(tl.int64)
     start = tl.load(starts + line)
     end = tl.load(ends + line)
+    to = (line * PARTS + part) * K
+    if end - start <= K:
+        if part == 0:
+            _everything(places + to, end - start, K, SIZE)
+    else:
+        j = _grid(SIZE)
+        if NEW[0]:
+            column = part * NEW[0] + j
+            key = tl.load(base) + column
+            seen = (j < NEW[0]) & (column < NEW[1]) & (key >= start) & (key < end)
+            r = tl.load(chunk + line * NEW[1] + column, mask=seen, other=NONE)
+        else:
+            listed = (j < OLD[0]) & (part * OLD[0] + j < OLD[1])
+            entry = line * OLD[1] + part * OLD[0] + j
+            r = tl.load(old_ranks + entry, mask=listed, other=NONE)
+        total = _count(r != NONE)
+        at, _ = _places(r, total, K)
+        where = key - start if NEW[0] else tl.load(old_places + entry, mask=at >= 0, other=-1)
+        _move(at, r, where, ranks + to, places + to)
+        if total < K:
+            behind = (j >= total) & (j < K)
+            tl.store(ranks + to + j, NONE, mask=behind)
+            tl.store(places + to + j, -1, mask=behind)
+
+
+@jit
+def stream(
+    old_ranks, old_places, old_state, chunk, starts, ends, base, ranks, places, state, chosen,
+    K: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, SIZE: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr,
+):  # fmt: skip
+    """A row's candidates so far with those of a chunk; behind the last one, the best ``K``.
+
+    Up to ``SIZE = 2 K`` candidates lie in the row's list, in order of place. ``state`` [rows, 2] is
+    how many they are, and a rank that ``K`` of them reach: what comes later must be above it.
+    ``STEP`` columns are looked at together. Where they do not fit, the list is cut down to its best
+    ``K``; where they still do not, they are.
+    """
+    line = tl.program_id(0).to(tl.int64)
+    start = tl.load(starts + line)
+    end = tl.load(ends + line)
     first = tl.load(base)
-    if end - start > K:
-        old = tl.minimum(tl.maximum(first - start, 0), K)
-        a = tl.minimum(tl.maximum(start - first, 0), COLUMNS)
-        b = tl.minimum(tl.maximum(end - first, 0), COLUMNS)
-        mine = chunk + line * COLUMNS
-        total = old + tl.maximum(b - a, 0)
-        wanted = tl.minimum(total, K)
-        bound = -0x7FFFFFFF - 1
-        if total > K:
-            prefix = 0
-            bins = tl.arange(0, DIGITS)
-            for turn in range(0, 4):
-                shift = 24 - 8 * turn
-                found = tl.zeros((DIGITS,), tl.int32)
-                found = _count(found, old_ranks + line * K, 0, old, shift, prefix, STEP)
-                found = _count(found, mine, a, b, shift, prefix, STEP)
-                above = tl.cumsum(found, 0, reverse=True)
-                digit = tl.max(tl.where(above >= wanted, bins, 0), 0)
-                wanted -= tl.sum(tl.where(bins > digit, found, 0), 0)
-                prefix = (prefix << 8) | digit
-            bound = prefix ^ (-0x7FFFFFFF - 1)
-        none = start - start  # a number of the device's
-        to_ranks = ranks + line * K
-        to_places = places + line * K
-        written, equals = _take(
-            to_ranks, to_places, none, none, bound, wanted, old_ranks + line * K,
-            old_places + line * K, 0, old, 0, STEP, K, True,
-        )  # fmt: skip
-        _take(
-            to_ranks, to_places, written, equals, bound, wanted, mine, old_places, a, b,
-            first - start, STEP, K, False,
-        )  # fmt: skip
+    mine = ranks + line * SIZE
+    where = places + line * SIZE
+    if end - start <= K:
+        if LAST:
+            _everything(chosen + line * K, end - start, K, STEP)
+    else:
+        count = start - start
+        bound = count + NONE
+        if not FIRST:
+            count = tl.load(old_state + 2 * line)
+            bound = tl.load(old_state + 2 * line + 1)
+        a = tl.maximum(start - first, 0) // STEP * STEP
+        b = tl.minimum(end - first, COLUMNS)
+        j = _grid(STEP)
+        whole = _grid(SIZE)
+        for i in range(a, b, STEP):
+            key = first + i + j
+            seen = (i + j < b) & (key >= start)
+            r = tl.load(chunk + line * COLUMNS + i + j, mask=seen, other=NONE)
+            more = _count(r > bound)
+            wanted = more
+            if count + more > SIZE:
+                if count > K:
+                    tl.debug_barrier()  # what other threads stored is there
+                    old = tl.load(mine + whole, mask=whole < count, other=NONE)
+                    at, cut = _places(old, count, K)
+                    p = tl.load(where + whole, mask=at >= 0, other=-1)
+                    _move(at, old, p, mine, where)
+                    bound = tl.maximum(bound, cut)
+                    count = count - count + K
+                    tl.debug_barrier()
+                    more = _count(r > bound)
+                wanted = tl.minimum(more, K)
+            to, cut = _places(tl.where(r > bound, r, NONE), more, wanted)
+            scatter(mine + count + to, r, to >= 0)
+            scatter(where + count + to, key - start, to >= 0)
+            count += wanted
+            bound = tl.maximum(bound, cut)
+        if LAST:
+            tl.debug_barrier()
+            old = tl.load(mine + whole, mask=whole < count, other=NONE)
+            at, _ = _places(old, count, K)
+            p = tl.load(where + whole, mask=at >= 0, other=-1)
+            _move(at, old, p, mine, chosen + line * K)
+        else:
+            tl.store(state + 2 * line, count)
+            tl.store(state + 2 * line + 1, bound)

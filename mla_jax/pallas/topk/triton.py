@@ -1,13 +1,18 @@
 """Selection in Triton: scores of a chunk of keys into a workspace, then the best of each row.
 
-    ranks      scores as integers of the same order, tensor cores      [rows, columns]
-    keep_best  radix selection among the best so far and the chunk      [rows, k], in order of place
+    ranks    scores as integers of the same order, tensor cores            [rows, columns]
+    best_of  few rows: the best of up to 8,192 candidates, in registers    [rows, parts, k]
+    stream   many rows: a row's candidates so far, and those of a chunk    [rows, 2 k]
 
-The workspace has ``WORKSPACE`` elements, or 1,024 for each row where these are more, whatever the
-context's length; few rows have all of it in one chunk. Ranks keep the order of scores exactly and
-places ascend, so equal scores go to the lower position, and no chunk changes a result.
+Few rows have all of their columns in one chunk: parts of a row are taken side by side, then lists
+of parts are joined until one is left. Many rows have a chunk after the other, of which a row takes
+what is above the ``k``-th of its candidates so far; a list that is full is cut down to its best. A
+chunk has ``WORKSPACE`` elements, or ``LEAST`` for each row where these are more, whatever the
+context's length. Ranks keep the order of scores exactly and places ascend, so equal scores go to
+the lower position, and no chunk and no part changes a result.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +24,7 @@ from mla_jax.cache import LatentCache, RecordCache
 from mla_jax.pallas.registry import OneOf, Requirement, Within
 from mla_jax.types import Array, Float, Int, cdiv, power_of_two, round_up
 
-__all__ = ["DECODE", "PREFILL", "select_decode", "select_prefill"]
+__all__ = ["DECODE", "PREFILL", "select", "select_decode", "select_prefill"]
 
 DECODE = Requirement(
     sm=Within(low=89),  # products of e4m3
@@ -44,11 +49,33 @@ PREFILL = Requirement(
 WORKSPACE = 1 << 25
 """Elements of one chunk's ranks: 128 MiB."""
 
-KEYS, HEADS, QUERIES = 128, 64, 16
-"""Of a program of scores: keys, heads of a product, and queries of gathered keys."""
+HEADS = 64
+"""Of a product of scores."""
 
-STEP = 1024
-"""Ranks that a selection takes at once."""
+PAGED = 128, 4
+"""Keys of a block, and blocks of a program, where keys lie in pages."""
+
+GATHERED = 256, 32
+"""Keys and queries of a program where keys are gathered."""
+
+CANDIDATES = 8192
+"""Of a program of ``best_of``, or four lists where these are more."""
+
+FEW = 1024
+"""Parts of all rows up to which they are taken side by side."""
+
+STEP = 8192
+"""Columns that ``stream`` looks at together, at most."""
+
+LEAST = 256
+"""Of a multiple of so many columns is a chunk."""
+
+REGISTERS = 128
+"""Of a thread of ``stream``: two programs share a multiprocessor."""
+
+UNROLLED = 32
+"""Chunks up to which the loop over them is none: each is launched, and ends at once behind the
+longest row."""
 
 
 def select_decode(
@@ -75,9 +102,9 @@ def select_decode(
             kernels.paged_ranks,
             q, weights, cache.pages, page_table, lens, number, base,
             out=jax.ShapeDtypeStruct((rows * queries, columns), jnp.int32),
-            grid=rows * (columns // KEYS),
+            grid=rows * cdiv(columns, PAGED[0] * PAGED[1]),
             warps=4,
-            stages=2,
+            stages=3,
             SIZES=(rows, queries, heads, dim, width, k),
             CACHE=(
                 cache.layers or 1,
@@ -85,12 +112,12 @@ def select_decode(
                 cache.page,
                 cache.pages.shape[-1] * (1 if records else cache.page),
             ),
-            TILE=(KEYS, _heads(heads), columns),
+            TILE=(PAGED[0], _heads(heads), PAGED[1], columns),
             RECORDS=records,
         )  # fmt: skip
 
     flat = lens.reshape(-1)
-    chosen = _select(ranks, jnp.zeros_like(flat), flat, width * cache.page, k=k)
+    chosen = select(ranks, jnp.zeros_like(flat), flat, width * cache.page, k=k)
     return chosen.reshape(rows, queries, k)
 
 
@@ -102,6 +129,7 @@ def select_prefill(
     ends: Int[Array, "queries"],
     *,
     k: int,
+    scales: Float[Array, "keys"] | None = None,
 ) -> Int[Array, "queries {k}"]:
     """``xla.select_prefill``."""
     from mla_jax.pallas import triton_lib
@@ -109,20 +137,22 @@ def select_prefill(
 
     (queries, heads, dim), count = q.shape, keys.shape[0]
     starts, ends = (jnp.clip(x, 0, count) for x in (starts, ends))
+    (step, some), scaled = GATHERED, scales is not None
 
     def ranks(base: Array, columns: int) -> Array:
         return triton_lib.call(
             kernels.gathered_ranks,
-            q, weights, keys, starts, ends, base,
+            q, weights, keys, scales if scaled else weights, starts, ends, base,
             out=jax.ShapeDtypeStruct((queries, columns), jnp.int32),
-            grid=cdiv(queries, QUERIES) * (columns // KEYS),
-            warps=4,
-            stages=2,
+            grid=cdiv(queries, some) * cdiv(columns, step),
+            warps=8,
+            stages=3,
             SIZES=(queries, heads, dim, count, k),
-            TILE=(KEYS, _heads(heads), QUERIES, columns),
+            TILE=(step, _heads(heads), some, columns),
+            SCALED=scaled,
         )  # fmt: skip
 
-    return _select(ranks, starts, ends, count, k=k)
+    return select(ranks, starts, ends, count, k=k)
 
 
 def _heads(heads: int) -> int:
@@ -130,7 +160,7 @@ def _heads(heads: int) -> int:
     return min(HEADS, max(power_of_two(heads), 16))
 
 
-def _select(
+def select(
     ranks: Callable[[Array, int], Array],
     starts: Int[Array, "rows"],
     ends: Int[Array, "rows"],
@@ -139,36 +169,102 @@ def _select(
     k: int,
 ) -> Int[Array, "rows {k}"]:
     """Places from ``starts`` on of the best; ``ranks(base, columns)`` is a chunk's workspace."""
+    rows, at = starts.shape[0], jnp.arange(k, dtype=jnp.int32)
+    if not rows or longest <= k:
+        return jnp.where(at < (ends - starts)[:, None], at, -1)
+    size = max(CANDIDATES, 4 * power_of_two(k))
+    if rows * cdiv(longest, size) <= FEW and rows * longest <= WORKSPACE:
+        return _parts(ranks, starts, ends, round_up(longest, 16), k=k, size=size)
+    columns = max(WORKSPACE // rows // LEAST, 1) * LEAST
+    if columns > STEP:
+        columns = columns // STEP * STEP
+    columns = min(columns, round_up(longest, LEAST))
+    return _stream(ranks, starts, ends, cdiv(longest, columns), k=k, columns=columns)
+
+
+def _parts(
+    ranks: Callable[[Array, int], Array],
+    starts: Int[Array, "rows"],
+    ends: Int[Array, "rows"],
+    columns: int,
+    *,
+    k: int,
+    size: int,
+) -> Int[Array, "rows {k}"]:
+    """``select`` with all columns at once: parts of them, then lists of parts."""
     from mla_jax.pallas import triton_lib
     from mla_jax.pallas.topk import kernels_triton as kernels
 
-    rows, lens = starts.shape[0], ends - starts
-    at = jnp.arange(k, dtype=jnp.int32)
-    everything = jnp.where(at < lens[:, None], at, -1)
-    if not rows or longest <= k:
-        return everything
-    fits = max(WORKSPACE // rows // STEP * STEP, STEP)
-    columns = min(round_up(longest, STEP), fits)
+    rows, base = starts.shape[0], jnp.zeros_like(starts, shape=())
 
-    def chunk(i: Array, best: Any) -> Any:
-        base = jnp.asarray(i, jnp.int32) * columns
-        out = jax.ShapeDtypeStruct((rows, k), jnp.int32)
+    def best(given: tuple[Array, ...], *, old: tuple[int, int], new: tuple[int, int]) -> Any:
+        parts = cdiv(*reversed(new)) if new[0] else cdiv(*reversed(old))
+        out = jax.ShapeDtypeStruct((rows, parts * k), jnp.int32)
         return triton_lib.call(
-            kernels.keep_best,
-            *best, ranks(base, columns), starts, ends, base,
+            kernels.best_of,
+            *given, starts, ends, base,
             out=(out, out),
-            grid=rows,
+            grid=rows * parts,
             warps=8,
             stages=2,
             K=k,
-            COLUMNS=columns,
-            STEP=STEP,
+            OLD=old,
+            NEW=new,
+            SIZE=power_of_two(max(old[0], new[0], k)),
         )  # fmt: skip
 
-    best = jnp.full_like(lens, -1, shape=(rows, k)), jnp.full_like(lens, -1, shape=(rows, k))
-    if columns >= longest:
-        best = chunk(jnp.zeros_like(lens, shape=()), tuple(best))
+    new = min(size, columns), columns
+    lists = best((starts, starts, ranks(base, columns)), old=(0, 0), new=new)
+    while (entries := lists[0].shape[1]) > k:
+        old = min(size // k * k, entries), entries
+        lists = best((*lists, starts), old=old, new=(0, 0))
+    return lists[1]
+
+
+def _stream(
+    ranks: Callable[[Array, int], Array],
+    starts: Int[Array, "rows"],
+    ends: Int[Array, "rows"],
+    turns: int,
+    *,
+    k: int,
+    columns: int,
+) -> Int[Array, "rows {k}"]:
+    """``select``, chunk by chunk."""
+    from mla_jax.pallas import triton_lib
+    from mla_jax.pallas.topk import kernels_triton as kernels
+
+    rows, step = starts.shape[0], min(power_of_two(columns), STEP)
+    size = 2 * power_of_two(k)
+    shapes = (rows, size), (rows, size), (rows, 2), (rows, k)
+    out = tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
+
+    def chunk(i: Array | int, kept: Any, *, first: bool, last: bool) -> Any:
+        base = jnp.asarray(i, jnp.int32) * columns + jnp.zeros_like(starts, shape=())
+        *kept, chosen = triton_lib.call(
+            kernels.stream,
+            *(kept or (starts, starts, starts)), ranks(base, columns), starts, ends, base,
+            out=out,
+            grid=rows,
+            warps=8,
+            stages=2,
+            aliases=None if first else {0: 0, 1: 1, 2: 2},
+            registers=REGISTERS,
+            K=k,
+            COLUMNS=columns,
+            STEP=step,
+            SIZE=size,
+            FIRST=first,
+            LAST=last,
+        )  # fmt: skip
+        return chosen if last else tuple(kept)
+
+    kept = chunk(0, None, first=True, last=turns == 1)
+    if turns <= UNROLLED:
+        for i in range(1, turns):
+            kept = chunk(i, kept, first=False, last=i == turns - 1)
     else:
-        wanted = jnp.max(jnp.where(lens > k, ends, 0))
-        best = lax.fori_loop(0, (wanted + columns - 1) // columns, chunk, tuple(best))
-    return jnp.where(lens[:, None] > k, best[1], everything)
+        some = functools.partial(chunk, first=False, last=False)
+        end = jnp.maximum(cdiv(jnp.max(ends), columns), 2)
+        kept = chunk(end - 1, lax.fori_loop(1, end - 1, some, kept), first=False, last=True)
+    return kept

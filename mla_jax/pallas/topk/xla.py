@@ -55,12 +55,15 @@ def select_prefill(
     ends: Int[Array, "queries"],
     *,
     k: int,
+    scales: Float[Array, "keys"] | None = None,
 ) -> Int[Array, "queries {k}"]:
     """The same over gathered keys, of which a query sees ``starts`` to ``ends``.
 
-    Positions count from the query's own ``starts``.
+    Positions count from the query's own ``starts``. Keys may be codes, with a scale each.
     """
     rows = keys.shape[0]
+    if scales is not None:
+        keys = keys.astype(jnp.float32) * scales[:, None]
     keys = jnp.pad(keys, ((0, round_up(rows, BLOCK) - rows), (0, 0)))
 
     def block(i: Array) -> Array:

@@ -1,0 +1,144 @@
+"""The Triton programs of V4's compressed states; ``triton.py`` says how they are launched.
+
+``POOL`` are halves, dim, ratio and pairs of a pool, and the first of its columns in the ring;
+``RING`` layers, slots of each, columns and span (rows of a request).
+
+Imported only where Triton is there: by other ``kernels_triton.py`` and by ``triton.py``.
+"""
+
+# Triton gives these functions a meaning of its own: arguments are pointers, branches may be static.
+# pyright: reportMissingImports=false
+# pyright: reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false
+# pyright: reportCallIssue=false
+# pyright: reportOperatorIssue=false
+# pyright: reportIndexIssue=false
+# pyright: reportPossiblyUnboundVariable=false
+
+from mla_jax.pallas.append.kernels_triton import normalise, rotate
+from mla_jax.pallas.cache_io.row_triton import place, store_row
+from mla_jax.pallas.triton_lib import jit, tl
+
+__all__ = ["pool", "rotate_tail", "store"]
+
+
+@jit
+def rotate_tail(x, cos, sin, line, DIM: tl.constexpr, PAIRS: tl.constexpr):
+    """``[rows, columns]`` float32, the last pairs of ``DIM`` columns turned by angles ``line``."""
+    ROWS: tl.constexpr = x.shape[0]
+    HALF: tl.constexpr = x.shape[1] // 2
+    a, b = tl.split(tl.reshape(x, (ROWS, HALF, 2)))
+    p = tl.arange(0, HALF) - (DIM - 2 * PAIRS) // 2
+    turned = (p >= 0) & (p < PAIRS)
+    u = tl.load(cos + line.to(tl.int64) * PAIRS + p, mask=turned, other=1.0)[None, :]
+    v = tl.load(sin + line.to(tl.int64) * PAIRS + p, mask=turned, other=0.0)[None, :]
+    left, right = rotate(a, b, u, v)
+    left = tl.where(turned[None, :], left, a)
+    right = tl.where(turned[None, :], right, b)
+    return tl.reshape(tl.join(left, right), (ROWS, 2 * HALF))
+
+
+@jit
+def pool(
+    values, gates, bias, ring, ends, tokens, kept, number, pooled,
+    POOL: tl.constexpr, RING: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Some channels of one group: values summed by the softmax of their gates, float32.
+
+    ``TILE`` are a power of two from the span on and channels of a program. A program of no group
+    reads its ``ends`` alone; places of this step read nothing of the ring.
+    """
+    HALVES: tl.constexpr = POOL[0]
+    DIM: tl.constexpr = POOL[1]
+    SPAN: tl.constexpr = RING[3]
+    BLOCKS: tl.constexpr = (DIM + TILE[1] - 1) // TILE[1]
+    group = tl.program_id(0) // BLOCKS
+    if tl.load(ends + group) >= 0:
+        j = tl.arange(0, TILE[0])
+        c = (tl.program_id(0) % BLOCKS) * TILE[1] + tl.arange(0, TILE[1])[None, :]
+        token = tl.load(tokens + group * SPAN + j, mask=j < SPAN, other=-1)
+        row = tl.load(kept + group * SPAN + j, mask=j < SPAN, other=-1)
+        layer = tl.load(number)
+        here = token >= 0
+        row = tl.where(here, -1, row)
+        there = here | (row >= 0)
+        rows = tl.where((layer >= 0) & (layer < RING[0]), RING[1], 0)
+        waits = ((row >= 0) & (row < rows))[:, None] & (c < DIM)
+        fresh = here[:, None] & (c < DIM)
+        half = (j * HALVES // SPAN * DIM)[:, None]
+        at = tl.where(here, token, 0).to(tl.int64)[:, None] * (HALVES * DIM) + half + c
+        old = tl.where(row >= 0, row, 0).to(tl.int64) + layer.to(tl.int64) * RING[1]
+        old = old[:, None] * RING[2] + POOL[4] + half + c
+        offset = (j % POOL[2] * (HALVES * DIM))[:, None] + half + c
+        g = tl.load(gates + at, mask=fresh, other=0.0)
+        g += tl.load(bias + offset, mask=fresh, other=0.0)
+        g += tl.load(ring + old + HALVES * DIM, mask=waits, other=0.0)
+        v = tl.load(values + at, mask=fresh, other=0.0)
+        v += tl.load(ring + old, mask=waits, other=0.0)
+        g = tl.where(there[:, None], g, float("-inf"))
+        p = tl.where(there[:, None], tl.exp(g - tl.max(g, 0)[None, :]), 0.0)
+        total = tl.sum(p, 0)
+        state = tl.sum(p * v, 0) / tl.where(total > 0.0, total, 1.0)
+        to = pooled + group.to(tl.int64) * DIM + c
+        tl.store(to, state[None, :], mask=c < DIM)
+
+
+@jit
+def _state(
+    pooled, gain, cos, sin, ends, slots, number, pages, group,
+    POOL: tl.constexpr, STORE: tl.constexpr,
+    COLUMNS: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    """Normalise, rotate and store one group's state, if it has a slot."""
+    DIM: tl.constexpr = POOL[1]
+    end = tl.load(ends + group)
+    if end >= 0:
+        here, layer, slot = place(slots, number, end, STORE)
+        if here:
+            c = tl.arange(0, COLUMNS)[None, :]
+            x = tl.load(pooled + group.to(tl.int64) * DIM + c, mask=c < DIM, other=0.0)
+            y = tl.load(gain + c, mask=c < DIM, other=0.0).to(tl.float32) * normalise(x, DIM, EPS)
+            y = rotate_tail(y, cos, sin, group, DIM, POOL[3]).to(gain.dtype.element_ty)
+            store_row(y, pages, layer, slot, DIM, STORE)
+
+
+@jit
+def _kept(
+    values, gates, bias, keep, positions, number, ring, token,
+    POOL: tl.constexpr, RING: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """What later groups need of a token, into its ring."""
+    WIDTH: tl.constexpr = POOL[0] * POOL[1]
+    here, layer, slot = place(keep, number, token, RING)
+    if here:
+        c = tl.arange(0, COLUMNS)
+        real = c < WIDTH
+        at = token.to(tl.int64) * WIDTH + c
+        to = ring + (layer.to(tl.int64) * RING[1] + slot) * RING[2] + POOL[4] + c
+        tl.store(to, tl.load(values + at, mask=real, other=0.0), mask=real)
+        offset = tl.load(positions + token) % POOL[2] * WIDTH + c
+        g = tl.load(gates + at, mask=real, other=0.0)
+        g += tl.load(bias + offset, mask=real, other=0.0)
+        tl.store(to + WIDTH, g, mask=real)
+
+
+@jit
+def store(
+    values, gates, bias, gain, pooled, cos, sin, ends, slots, keep, positions, number,
+    ring_before, before, ring, pages,
+    GROUPS: tl.constexpr, POOL: tl.constexpr, RING: tl.constexpr, STORE: tl.constexpr,
+    TILE: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    """One of ``GROUPS`` states into its slot, or what is kept of one token into its ring.
+
+    ``TILE`` are powers of two from dim and from all halves on. ``before`` and ``pages`` are one
+    array, ``ring_before`` and ``ring`` too; ``pool`` has read the ring before.
+    """
+    pid = tl.program_id(0)
+    if pid < GROUPS:
+        _state(
+            pooled, gain, cos, sin, ends, slots, number, pages, pid,
+            POOL, STORE, TILE[0], EPS,
+        )  # fmt: skip
+    else:
+        _kept(values, gates, bias, keep, positions, number, ring, pid - GROUPS, POOL, RING, TILE[1])
