@@ -144,7 +144,7 @@ def environment(where: str, test: str, root: Path) -> dict[str, str]:
 
 
 def run_test(root: Path, test: str, where: str, limit: int) -> tuple[str, str]:
-    """``(passed | failed | skipped | broken | hung, last lines)`` of one test in a copy of the tree."""
+    """``(passed, failed, skipped, broken or hung; last lines)`` of a test in a copy of the tree."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--tb=line"]
     command += [x for name in ("xdist", "cacheprovider", "benchmark") for x in ("-p", f"no:{name}")]
     if test.partition("::")[0].endswith("_interpreted.py"):
