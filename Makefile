@@ -11,7 +11,7 @@ export JAX_PLATFORMS ?= cpu
 # Interpreted Pallas kernels need more host threads than a small machine has cores.
 export NPROC ?= 16
 
-.PHONY: demo test compile lint format types parity notebooks docs clean
+.PHONY: demo test faults compile lint format types parity notebooks docs clean
 .DEFAULT_GOAL := test
 
 # One stamp per set of extras; a changed pyproject or constraint installs again.
@@ -35,6 +35,13 @@ demo: $(CLI)
 # Hundreds of tiny programs compile here, each runs once: optimising them costs, and shows nothing.
 test: $(DEV)
 	@JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(BIN)/python -m pytest -q -n $(WORKERS) $(PYTEST_ARGS)
+
+# The code broken on purpose, a few times: each time a test must fail. The draw changes with every
+# commit; make faults SAMPLE=1000 takes all. Triton's interpreter needs what parity needs.
+SAMPLE ?= 6
+SEED ?= $(shell git rev-list --count HEAD 2>/dev/null || date +%j)
+faults: $(PARITY)
+	@$(BIN)/python -m tools.faults --sample $(SAMPLE) --seed $(SEED) --jobs $(WORKERS)
 
 # With CUDA 12 and with CUDA 13; make compile CUDA=12, CUDA=13, or CUDA=turn: one of them by commit.
 CUDA ?= 12 13
@@ -61,7 +68,7 @@ notebooks: $(NOTEBOOKS)
 	@$(BIN)/python -m pytest -q tests/notebooks $(PYTEST_ARGS)
 
 docs: $(DEV)
-	@$(BIN)/python tools/docs.py
+	@$(BIN)/python -m tools.docs
 
 clean:
 	rm -rf $(VENV) .venv-sm90* build dist .pytest_cache .ruff_cache .hypothesis .parity

@@ -51,7 +51,7 @@ TINY = ModelConfig(
 
 
 def test_generated_documents_are_up_to_date():
-    command = [sys.executable, "tools/docs.py", "--check"]
+    command = [sys.executable, "-m", "tools.docs", "--check"]
     done = subprocess.run(command, cwd=imports.ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"run `make docs`: {done.stdout}{done.stderr}"
 

@@ -1,7 +1,9 @@
-"""Write what the documentation derives from the code: ``python tools/docs.py [--check]``.
+"""Write what the documentation derives from the code: ``python -m tools.docs [--check]``.
 
-The support matrix of README.md comes from the registry, docs/cache_formats.md from ``FORMATS``, and
-the tables of measurements on other pages from the newest JSON file of each suite.
+The support matrix of README.md comes from the registry, docs/cache_formats.md from ``FORMATS``, the
+counts of docs/testing.md from ``tests/faults``, the errors of docs/numerics.md from the newest file
+of ``tools.numerics`` for each device, and the tables of measurements on other pages from the newest
+JSON file of each suite.
 """
 
 import functools
@@ -14,19 +16,57 @@ import jax.numpy as jnp
 
 from mla_jax.formats import ELEMENT_FORMATS, RECORD_FORMATS, CacheFormat, Field, RecordFormat
 from mla_jax.ops import support_matrix
+from tools import faults
 
-ROOT = Path(__file__).parent.parent
-BEGIN = "<!-- support matrix: written by `make docs` -->"
-END = "<!-- end of support matrix -->"
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 RANK, ROPE = 512, 64
 PAGES = (1, 2, 64, 256)
 
 
+def between(page: str, what: str, text: str) -> str:
+    """A page with ``text`` between its markers of ``what``."""
+    begin, end = f"<!-- {what}: written by `make docs` -->", f"<!-- end of {what} -->"
+    before, _, rest = (ROOT / page).read_text().partition(begin)
+    _, _, after = rest.partition(end)
+    return f"{before}{begin}\n{text.strip()}\n{end}{after}"
+
+
 def readme() -> str:
-    """README.md with the current support matrix between its markers."""
-    before, _, rest = (ROOT / "README.md").read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{support_matrix().strip()}\n{END}{after}"
+    """README.md with the current support matrix."""
+    return between("README.md", "support matrix", support_matrix())
+
+
+def testing() -> str:
+    """docs/testing.md with the number of faults of each family."""
+    return between("docs/testing.md", "seeded faults", faults.table(faults.faults()))
+
+
+def numerics() -> str:
+    """docs/numerics.md with the errors of the newest file of each device."""
+    newest = {}
+    for path in sorted(RESULTS.glob("*_numerics_*.json")):
+        found = json.loads(path.read_text())
+        newest[found["device"]] = found
+    parts = [_errors(found) for _, found in sorted(newest.items(), reverse=True)]
+    return between("docs/numerics.md", "measured errors", "\n\n".join(parts))
+
+
+def _errors(found: dict) -> str:
+    versions = ", ".join(f"{k} {v}" for k, v in found["versions"].items())
+    lines = [
+        f"### On {found['device']}, {versions}, {found['date']}",
+        "",
+        "| operation | dtype | stored as | backend | largest | rms | largest, original | "
+        "rms, original | lse |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for r in found["rows"]:
+        figures = (r[k] for k in ("largest", "rms", "original_largest", "original_rms", "lse"))
+        shown = ("" if x is None else f"{x:.1e}" for x in figures)
+        names = f"`{r['op']}` | {r['dtype']} | {r['stored']} | {r['backend']}"
+        lines.append(f"| {names} | {' | '.join(shown)} |")
+    return "\n".join(lines)
 
 
 def cache_formats() -> str:
@@ -166,7 +206,12 @@ def page(path: Path) -> str:
     return MEASURED.sub(measured, path.read_text())
 
 
-GENERATED = {"README.md": readme, "docs/cache_formats.md": cache_formats} | {
+GENERATED = {
+    "README.md": readme,
+    "docs/cache_formats.md": cache_formats,
+    "docs/numerics.md": numerics,
+    "docs/testing.md": testing,
+} | {
     str(path.relative_to(ROOT)): functools.partial(page, path)
     for path in sorted((ROOT / "docs").rglob("*.md"))
     if "<!-- measured " in path.read_text()

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
@@ -50,6 +51,7 @@ __all__ = [
     "fold_columns",
     "in_place",
     "kernel",
+    "landed",
     "lowered_once",
     "layer_of",
     "matmul",
@@ -201,6 +203,19 @@ def fold_columns(x: jax.Array, columns: int, join: Callable = jnp.add) -> jax.Ar
 def fill_rows(x: jax.Array, columns: int) -> jax.Array:
     """A row vector repeated over ``columns`` columns; costs nothing in registers."""
     return lax.broadcast_in_dim(x, (x.shape[0], columns), [0])
+
+
+def landed(x: jax.Array, later: int) -> jax.Array:
+    """``x``, of a group in flight, once at most the ``later`` groups behind it still are."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=WGMMA)
+    )
+    def wait(_, x):
+        inline.nvvm.wgmma_wait_group_sync_aligned(later)
+        return fragmented_array.optimization_barrier(x)  # no use of it before the wait
+
+    return wait(x)
 
 
 def matmul(acc, a, b, *, simulate: bool) -> None:

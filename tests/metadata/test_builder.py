@@ -44,6 +44,15 @@ def test_the_example_step():
     check(meta, page=4, num_pages=10)
 
 
+def test_decode_rows_behind_the_decodes_see_nothing():
+    """The view of two decodes has one, and behind it a prefill, which is no decode's keys."""
+    step = make([1, 3], [9, 5], page=4)
+    decision = BUILDER.decide(step.host)
+    meta = build(step.common(decision.common_bucket), decision)
+    assert meta.decode.seq_lens.tolist() == [9, 0]
+    assert meta.decode.query_starts.tolist() == [0, 1, 1]
+
+
 def test_parts_that_a_step_lacks():  # edges 2 and 3
     decodes = make([1, 1, 1], [5, 9, 5], page=4)
     decision = BUILDER.decide(decodes.host)
@@ -59,6 +68,8 @@ def test_parts_that_a_step_lacks():  # edges 2 and 3
 def test_a_prompt_of_one_token_is_a_decode():
     decision = BUILDER.decide(make([1, 1, 3], [9, 1, 3], page=4).host)
     assert (int(decision.num_decodes), int(decision.num_prefills)) == (2, 1)
+    two = BUILDER.decide(make([1, 2], [9, 2], page=4).host)
+    assert (int(two.num_decodes), int(two.num_prefills)) == (1, 1)
     behind = BUILDER.decide(make([1, 3, 1], [9, 3, 1], page=4).host)
     assert (int(behind.num_decodes), int(behind.num_prefills)) == (1, 2)
 

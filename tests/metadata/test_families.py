@@ -186,6 +186,24 @@ def test_random_traffic(family):
     assert len(visited) >= len(listed) - each
 
 
+def test_v32_writes_latents_to_the_pages_of_latents():
+    """The index keys have pages of another size, and other pages."""
+    builder, host = v32(), HostBatch.of(np.array([1, 3]), np.array([9, 3]))
+    decision = builder.decide(host)
+    bucket = decision.common_bucket
+    tables = {}
+    for group, width, pages in zip(
+        builder.groups, bucket.pages, ([[1, 2], [3]], [[11, 12, 13], [14]]), strict=True
+    ):
+        table = tables[group.name] = np.zeros((bucket.requests, width), np.int32)
+        for row, own in zip(table, pages, strict=False):
+            row[: len(own)] = own
+    meta = program(builder, [])(pack((host.padded_arrays(bucket), tables, decision)))
+    assert meta.slots[:4].tolist() == [2 * 8, 3 * 8, 3 * 8 + 1, 3 * 8 + 2]
+    assert meta.indexer.slots[:4].tolist() == [13 * 4, 14 * 4, 14 * 4 + 1, 14 * 4 + 2]
+    assert meta.page_table[:2, :2].tolist() == [[1, 2], [3, 0]]
+
+
 @pytest.mark.parametrize(("longest", "widths"), [(4096, 1), (163_840, 2), (1 << 20, 3)])
 def test_stated_numbers_of_programs(longest, widths):
     """docs/metadata.md: 6 for each family, 8 with absorption; times the widths of page tables."""

@@ -8,6 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mla_jax.errors import ConfigError, MetadataError
+from mla_jax.metadata.buckets import CommonBucket
 from mla_jax.metadata.sparse import combine_topk_swa_indices
 from mla_jax.metadata.window import (
     compute_prefill_gather_lens,
@@ -45,6 +46,15 @@ def test_golden_padded_example():
     ]
     assert meta.prefill_swa_indices[:5].tolist() == rows
     assert meta.prefill_swa_lens[:6].tolist() == [3, 4, 4, 4, 4, 0]
+
+
+def test_a_token_without_a_slot_sees_nothing():
+    """Its position is behind its page table, so it was never written."""
+    one = CommonBucket(requests=6, tokens=16, pages=(1,))
+    meta = built([1, 1], [6, 4], bucket=one, table=[[7], [5]])
+    assert meta.is_valid_token[:2].tolist() == [False, True]
+    assert meta.decode_swa_lens[:2].tolist() == [0, 4]
+    assert meta.decode_swa_indices[:2, 0].tolist() == [[-1] * 4, [20, 21, 22, 23]]
 
 
 def window_of(row, length, *, page, window):

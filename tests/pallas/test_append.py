@@ -92,6 +92,16 @@ def test_against_the_truth(tokens, heads, format, interleaved, backend, rng):
     assert (rows[others] == POISON * float(cache.scale)).all(), "a row that nobody names"
 
 
+def test_a_row_of_zeros_stays_zero(backend, rng):
+    """``eps`` keeps its norm from being a division by zero."""
+    cache, q, kv, gain, angles, slots = inputs(rng, 3, 4, dtype="float32", format="fp32")
+    kv = np.zeros_like(kv)
+    args = map(as_arrays, (q, kv, gain, angles, slots))
+    _, _, after = run(append_latent, cache, *args, eps=EPS, interleaved=True, backend=backend)
+    rows = np.asarray(after.pages).reshape(PAGES * PAGE, -1)
+    assert not rows[slots].any()
+
+
 def as_arrays(x):
     return jax.tree.map(jnp.asarray, x)
 

@@ -79,6 +79,12 @@ def test_definition(name, layer, rng):
     close_states(ours, defined, atol=1e-5)
 
 
+def test_padding_tokens_behind_a_full_batch(backend, rng):
+    """No padded request, whose result would be that of padding anyway."""
+    case = decode_case(rng, seq_lens=[5, 9], pad_tokens=3, pad_requests=0)
+    judge_decode(solve(case, backend), case)
+
+
 def test_single_key_and_bottom_right_mask(backend, rng):
     """Query 0 of 2 over one key sees nothing; query 1 returns the value exactly."""
     case = decode_case(rng, seq_lens=[1], query_lens=[2], pad_tokens=0, pad_requests=0)

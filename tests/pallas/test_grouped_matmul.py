@@ -22,6 +22,8 @@ def test_the_definition(rng):
         c = c.with_choices(np.where(rng.random(c.experts.shape) < 0.2, -1, c.experts))
         got = ref.routed_experts(*c.args, limit=limit)
         np.testing.assert_allclose(got, truth(c, limit), atol=2e-5)
+    c = c.with_choices(np.full_like(c.experts, 2))  # one expert, as often as there are choices
+    np.testing.assert_allclose(ref.routed_experts(*c.args), truth(c), atol=2e-5)
 
 
 @DTYPES

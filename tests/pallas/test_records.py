@@ -8,9 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mla_jax.cache import ELEMENT_FORMATS, RECORD_FORMATS, RecordCache
+from mla_jax.cache import ELEMENT_FORMATS, RECORD_FORMATS, LatentCache, RecordCache
 from mla_jax.errors import ArgumentError
-from mla_jax.pallas.cache_io.records import gather_codes, gather_records, write_records
+from mla_jax.pallas.cache_io.records import (
+    gather_codes,
+    gather_records,
+    gather_rows,
+    write_records,
+)
 
 RECORDS = RECORD_FORMATS | {"bf16": ELEMENT_FORMATS["bf16"].record(16, 4)}
 POISON = 0xFF  # a NaN as e4m3, as bfloat16, as float32 and as an exponent byte
@@ -175,3 +180,16 @@ def test_a_donated_stack_stays_in_place(record, rng):
     assert used.temp_size_in_bytes < one_layer / 4
     used = jax.jit(gather_records).lower(cache, given[1], **at).compile().memory_analysis()
     assert used.temp_size_in_bytes < one_layer / 4
+
+
+@pytest.mark.parametrize("layer", [None, 1])
+def test_rows_of_elements_outside_of_the_cache_are_zeros(layer, rng):
+    """Also where row 0 and the last row hold numbers."""
+    cache = LatentCache.alloc(
+        num_pages=2, page=3, rank=4, rope=2, layers=None if layer is None else 3
+    )
+    cache = replace(cache, pages=jnp.ones_like(cache.pages))
+    slots = jnp.asarray([-1, 0, 6, 5, -6, 2**31 - 1])
+    at = {} if layer is None else {"layer": jnp.int32(layer)}
+    rows = gather_rows(cache, slots, dtype=jnp.float32, **at)
+    np.testing.assert_array_equal(np.asarray(rows)[:, 0], [0, 1, 0, 1, 0, 0])

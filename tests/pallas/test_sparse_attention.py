@@ -15,9 +15,10 @@ from mla_jax.errors import ArgumentError, UnsupportedError
 from mla_jax.ops import mla_sparse_decode, mla_sparse_prefill, write_rows
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.sparse_attention import xla
+from mla_jax.pallas.sparse_attention.ref import attend
 from tests import aot
 from tests.cases import TINY, V3, draw, run
-from tests.compare import judge, same_bits
+from tests.compare import attention, judge, same_bits
 from tests.pallas.experts import missing
 from tests.pallas.interpreted import INTERPRETER, in_a_process
 
@@ -107,6 +108,19 @@ def drawn(rng, *, dims=SMALL, heads=None, tokens=6, keys=11, page=4, pages=9, fo
     slots[rng.random(slots.shape) < missing] = -1
     q = draw(rng, tokens, heads, row, dtype=dtype)
     return Drawn(q, cache, slots, stored, dims.rank, dtype)
+
+
+def test_the_definition_reads_no_row_that_is_not_seen(rng):
+    q, rows = draw(rng, 2, 3, 20), draw(rng, 2, 7, 20)
+    seen = rng.random((2, 7)) < 0.5
+    seen[:, 0] = True
+    rows[~seen] = np.nan
+    got = attend(*map(jnp.asarray, (q, rows, seen)), scale=SCALE, value=16)
+    for t in range(2):
+        k = rows[t][seen[t]]
+        out, lse = attention(q[t : t + 1], k, k[:, :16], np.ones((1, len(k)), bool), scale=SCALE)
+        np.testing.assert_allclose(got.out[t], out[0], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(got.lse[t], lse[0], rtol=1e-5)
 
 
 def value_of(dims):

@@ -253,7 +253,7 @@ class Attention:
 
     def _landed(self, x, later=0):
         """``x``, complete, while the ``later`` products issued behind it may go on."""
-        return x if self.simulate else steps.landed(x, later)
+        return x if self.simulate else lib.landed(x, later)
 
     def _fact(self, t, i):
         return self.buffers.facts[self.buffers.step_slot(t), i]

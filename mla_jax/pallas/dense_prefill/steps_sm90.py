@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mla_jax.pallas import mosaic_inline as inline
@@ -27,7 +26,7 @@ from mla_jax.pallas.mosaic_inline import arith, ir, nvvm
 from mla_jax.pallas.mosaic_lib import ROW, WGMMA
 
 __all__ = [
-    "add_values", "any_score_above", "arrive", "draw", "give_turn", "landed", "scores",
+    "add_values", "any_score_above", "arrive", "draw", "give_turn", "scores",
     "store_live_rows", "sync", "take_turn", "zero_rows_from",
 ]  # fmt: skip
 
@@ -86,20 +85,6 @@ def _group(acc, a, b):
     acc = mgpu.wgmma(acc, a, b)
     nvvm.wgmma_commit_group_sync_aligned()
     return acc.value
-
-
-def landed(x: jax.Array, later: int) -> jax.Array:
-    """``x``, of a group in flight, once at most the ``later`` groups behind it still are."""
-
-    @plgpu.inline_mgpu(
-        arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=WGMMA)
-    )
-    def wait(_, x):
-
-        nvvm.wgmma_wait_group_sync_aligned(later)
-        return fragmented_array.optimization_barrier(x)  # no use of it before the wait
-
-    return wait(x)
 
 
 def any_score_above(x: jax.Array, bound: float, *after: jax.Array) -> jax.Array:

@@ -32,6 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mla_jax.pallas import mosaic_inline as inline
 from mla_jax.pallas import mosaic_lib as lib
+from mla_jax.pallas.mosaic_inline import arith, ir, nvvm
 from mla_jax.types import cdiv
 
 __all__ = ["DIM", "KEYS", "SIDE", "gathered_ranks", "paged_ranks"]
@@ -148,7 +149,7 @@ def _gathered(
             pl.when((wg == 0) & (p + AHEAD < pairs))(lambda: load(p + AHEAD))
             slot = lax.rem(p, PAIRS)
             plgpu.barrier_wait(full.at[slot])
-            both = _landed(_multiply(k, refs["q"].at[slot]), 0)
+            both = lib.landed(_multiply(k, refs["q"].at[slot]), 0)
             for i in range(2):
                 x = both[:, i * heads : (i + 1) * heads]
                 w = plgpu.load(refs["side"].at[slot, i, pl.ds(0, heads)], layout=COLUMN)
@@ -251,7 +252,7 @@ def _paged(
 
         @pl.loop(0, queries)
         def _(j):
-            x = _landed(_multiply_shared(codes.at[wg, slot], refs["q"].at[j]), 0)
+            x = lib.landed(_multiply_shared(codes.at[wg, slot], refs["q"].at[j]), 0)
             pl.when(j == queries - 1)(lambda: plgpu.barrier_arrive(free(slot)))
             heads = x.shape[1]
             w = plgpu.load(refs["side"].at[j, pl.ds(0, heads)], layout=COLUMN)
@@ -306,29 +307,10 @@ def _multiply_shared(k, q) -> jax.Array:
 
 
 def _group(k, q, heads: int):
-    from jax._src.lib.mlir.dialects import nvvm
-
     transposed = mgpu.utils.memref_transpose(q, (1, 0, 3, 2))
     acc = mgpu.wgmma(mgpu.WGMMAAccumulator.zero(BLOCK, heads), k, transposed)
     nvvm.wgmma_commit_group_sync_aligned()
     return acc.value
-
-
-def _landed(x: jax.Array, later: int) -> jax.Array:
-    """``x``, of a group in flight, once at most the ``later`` groups behind it still are."""
-
-    @plgpu.inline_mgpu(
-        arg_types=(lib.WGMMA,),
-        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=lib.WGMMA),
-    )
-    def wait(_, x):
-        from jax._src.lib.mlir.dialects import nvvm
-        from jax.experimental.mosaic.gpu import fragmented_array
-
-        nvvm.wgmma_wait_group_sync_aligned(later)
-        return fragmented_array.optimization_barrier(x)
-
-    return wait(x)
 
 
 _LANE = """
@@ -372,8 +354,6 @@ def _store(x, w, scale, ranks, query, limit, *, column, columns: int) -> None:
         arg_types=(lib.WGMMA, COLUMN, inline.SCALAR, plgpu.RefType(), *(inline.SCALAR,) * 3)
     )
     def store(_, x, w, scale, ranks, query, limit, column):
-        from jax._src.lib.mlir import ir
-        from jax._src.lib.mlir.dialects import arith
 
         f32 = ir.F32Type.get()
         words = [v for r in x.registers.flat for v in inline.words(r)]
