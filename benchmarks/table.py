@@ -251,9 +251,20 @@ SUITES = {
         V4_STEP,
     ),
     "indexer": Suite(
-        "Selection as a whole: index scores and the best 2,048. Case names: queries x keys of "
-        "each.",
-        SPARSE,
+        "Selection as a whole, index scores and the best 2,048, beside DeepGEMM's scores and vLLM's "
+        "selection. Case names: queries x keys of each.",
+        {
+            "µs": ("us", 1),
+            "scores": ("logits_us", 1),
+            "floor": ("floor_us", 1),
+            "DeepGEMM": ("peer_logits_us", 1),
+            "vLLM's top-k": ("peer_topk_us", 1),
+            "its kernel": ("peer_topk", 0),
+            "ratio of scores": ("ratio_logits", 2),
+            "ratio": ("ratio", 2),
+            "recall": ("recall", 3),
+            "workspace": ("workspace_bytes", 0),
+        },
     ),
     "serve": Suite(
         "Decode of a model with random weights through `Engine.generate`, beside vLLM. Case names: "

@@ -168,11 +168,13 @@ COLUMNS = {
     "peer_span_us": "peer µs", "copy_span_us": "copy µs", "ratio_span": "peer / ours",
     "floor_percent": "% of the floor", "copy_percent": "% of a copy", "recall": "recall",
     "copy_percent_ordered": "%, pages in order", "times_floor": "times the floor",
+    "peer_logits_us": "DeepGEMM's scores, µs", "peer_topk_us": "vLLM's top-k, µs",
+    "ratio_logits": "scores, peer / ours", "ratio": "peer / ours",
     "bf16_us": "bf16 weights, µs", "of_bf16": "part of bf16's time", "error": "error",
 }  # fmt: skip
 """Keys of a result that pages may show."""
 
-HUNDREDTHS = ("ratio_span", "times_floor", "recall", "of_bf16")
+HUNDREDTHS = ("ratio", "ratio_logits", "ratio_span", "times_floor", "recall", "of_bf16")
 
 
 def measured(found: re.Match[str]) -> str:
