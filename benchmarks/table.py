@@ -251,8 +251,8 @@ SUITES = {
         V4_STEP,
     ),
     "indexer": Suite(
-        "Selection as a whole, index scores and the best 2,048, beside DeepGEMM's scores and vLLM's "
-        "selection. Case names: queries x keys of each.",
+        "Selection as a whole, index scores and the best 2,048, beside DeepGEMM's scores and "
+        "vLLM's selection. Case names: queries x keys of each.",
         {
             "µs": ("us", 1),
             "scores": ("logits_us", 1),
@@ -296,7 +296,8 @@ SUITES = {
 
 def page() -> str:
     """The text of docs/performance.md."""
-    paths = sorted(RESULTS.glob("*.json"), key=lambda p: (_date(p), p.stem), reverse=True)
+    timed = (p for p in RESULTS.glob("*.json") if "_numerics_" not in p.stem)  # a page of its own
+    paths = sorted(timed, key=lambda p: (_date(p), p.stem), reverse=True)
     return "\n".join([HEAD, *map(_section, paths)]).rstrip() + "\n"
 
 
