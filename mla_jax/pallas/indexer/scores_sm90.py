@@ -16,6 +16,7 @@ The bound of 256 keys and a query: 512 tensor-core cycles, and about 500 of inst
 # Mosaic GPU states its types in part only; roles are decided while tracing.
 # pyright: reportPrivateImportUsage=false
 # pyright: reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false
 # pyright: reportArgumentType=false
 # pyright: reportCallIssue=false
 # pyright: reportAbstractUsage=false

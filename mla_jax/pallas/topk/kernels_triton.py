@@ -6,6 +6,7 @@ Imported only where Triton is there: by ``triton.py``, when it runs.
 # Triton gives these functions a meaning of its own: arguments are pointers, branches may be static.
 # pyright: reportMissingImports=false
 # pyright: reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false
 # pyright: reportArgumentType=false
 # pyright: reportCallIssue=false
 # pyright: reportOperatorIssue=false
@@ -30,7 +31,7 @@ def _swap(x):
 @jit
 def _grid(SIZE: tl.constexpr):
     """Numbers of candidates, as rows of which a warp has several: [SIZE / LINE, LINE]."""
-    LINE: tl.constexpr = min(SIZE, 128)
+    LINE: tl.constexpr = 128 if SIZE > 128 else SIZE
     return tl.arange(0, SIZE // LINE)[:, None] * LINE + tl.arange(0, LINE)[None, :]
 
 

@@ -142,7 +142,7 @@ def select_prefill(
     def ranks(base: Array, columns: int) -> Array:
         return triton_lib.call(
             kernels.gathered_ranks,
-            q, weights, keys, scales if scaled else weights, starts, ends, base,
+            q, weights, keys, weights if scales is None else scales, starts, ends, base,
             out=jax.ShapeDtypeStruct((queries, columns), jnp.int32),
             grid=cdiv(queries, some) * cdiv(columns, step),
             warps=8,
@@ -262,6 +262,6 @@ def _stream(
             kept = chunk(i, kept, first=False, last=i == turns - 1)
     else:
         some = functools.partial(chunk, first=False, last=False)
-        end = jnp.maximum(cdiv(jnp.max(ends), columns), 2)
+        end = jnp.maximum((jnp.max(ends) + columns - 1) // columns, 2)
         kept = chunk(end - 1, lax.fori_loop(1, end - 1, some, kept), first=False, last=True)
     return kept
