@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mla_jax.config import LayerKind, ModelConfig
+from mla_jax.errors import ArgumentError
 from mla_jax.model.embed import Embed, Head, project_to_vocab
 from mla_jax.model.mla import MLA, Absorbed
 from mla_jax.model.mlp import SwiGLU
@@ -49,7 +50,7 @@ class DecoderBlock[Attention: MLA](nnx.Module):
         config: ModelConfig, kind: LayerKind, *, dtype: jnp.dtype, rngs: nnx.Rngs, fp8: bool
     ) -> Attention:
         """The attention of a layer of this kind."""
-        raise NotImplementedError
+        raise ArgumentError("Block.attention", "the base class", "a family's own block")
 
     def feed_forward(
         self,
