@@ -95,7 +95,7 @@ INTERNAL = {
     "pages": "the scheduler asks what is free before it takes pages",
     "pallas/cache_io/triton": "what a record format of ours says",
     "pallas/dense_prefill/steps_sm90": "a layout that is written out twice",
-    "pallas/indexer/scores_sm90": "a layout that is written out twice, and what the backend requires",
+    "pallas/indexer/scores_sm90": "a layout written out twice, and what the backend requires",
     "pallas/triton_lib": "what the compiler said of a kernel",
     "request_queue": "the scheduler knows which requests wait",
 }

@@ -50,7 +50,7 @@ class DecoderBlock[Attention: MLA](nnx.Module):
         config: ModelConfig, kind: LayerKind, *, dtype: jnp.dtype, rngs: nnx.Rngs, fp8: bool
     ) -> Attention:
         """The attention of a layer of this kind."""
-        raise ArgumentError("Block.attention", "the base class", "a family's own block")
+        raise ArgumentError("DecoderBlock.attention", "the base class", "a family's own block")
 
     def feed_forward(
         self,
