@@ -21,7 +21,7 @@ Imported only where Triton is there: by ``triton.py``, when it runs.
 
 from mla_jax.pallas.triton_lib import jit, tl
 
-__all__ = ["gather", "gather_codes", "write"]
+__all__ = ["gather", "gather_codes", "to_e4m3", "write"]
 
 
 @jit
@@ -77,7 +77,7 @@ def _from_e4m3(byte):
 
 
 @jit
-def _to_e4m3(x):
+def to_e4m3(x):
     """Codes of float32, to nearest even; above 448 is 448, a NaN a NaN."""
     bits = x.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
@@ -197,7 +197,7 @@ def _store(
         s = _chosen(amax, RULE)
         if FIELD[6] == "e8m0":  # which has no infinity
             s = tl.where(s == float("inf"), float("nan"), s)
-        tl.store(to + c, _to_e4m3(tl.div_rn(x, tl.zeros_like(x) + s)), mask=there)
+        tl.store(to + c, to_e4m3(tl.div_rn(x, tl.zeros_like(x) + s)), mask=there)
         kept = inside[:, None, None] & (g < (FIELD[1] + FIELD[3] - 1) // FIELD[3])
         at = _bytes(pages, begin, place, FIELD[7], FIELD[8])
         if FIELD[6] == "e8m0":

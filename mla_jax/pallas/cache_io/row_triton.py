@@ -12,6 +12,7 @@ Imported only where Triton is there: by other ``kernels_triton.py``.
 # pyright: reportIndexIssue=false
 # pyright: reportPossiblyUnboundVariable=false
 
+from mla_jax.pallas.cache_io.kernels_triton import to_e4m3
 from mla_jax.pallas.triton_lib import jit, tl
 
 __all__ = ["clamp", "place", "store_row"]
@@ -34,19 +35,6 @@ def clamp(x, LARGEST: tl.constexpr):
     """``x`` within ``[-LARGEST, LARGEST]``; a NaN stays one."""
     x = tl.minimum(x, LARGEST, propagate_nan=tl.PropagateNan.ALL)
     return tl.maximum(x, -LARGEST, propagate_nan=tl.PropagateNan.ALL)
-
-
-@jit
-def _e4m3(x):
-    """Codes of float32 within ±448 or NaN, rounded to nearest even; before sm89 no unit does it."""
-    bits = x.to(tl.int32, bitcast=True)
-    size = bits & 0x7FFFFFFF
-    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
-    # The last bit of 2^14 in float32 is that of a subnormal code, 2^-9.
-    subnormal = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-    code = tl.where(size < 0x3C800000, subnormal, normal)  # below 2^-6
-    code = tl.where(size > 0x7F800000, 0x7F, code)
-    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
 
 
 @jit
@@ -91,7 +79,7 @@ def _store_record(x, pages, layer, slot, STORE: tl.constexpr):
     else:
         tl.store(to.to(tl.pointer_type(tl.float32)) + i, s, mask=i < STORED)
     divisor = tl.zeros_like(grouped) + tl.reshape(s, (GROUPS, 1))
-    codes = tl.reshape(_e4m3(clamp(tl.div_rn(grouped, divisor), 448.0)), (1, COLUMNS))
+    codes = tl.reshape(to_e4m3(tl.div_rn(grouped, divisor)), (1, COLUMNS))
     c = tl.arange(0, COLUMNS)[None, :]
     tl.store(pages + begin + STORE[7] + offset * STORE[8] + c, codes, mask=c < CODED)
     if STORE[11] >= 0:

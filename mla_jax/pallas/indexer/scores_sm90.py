@@ -7,7 +7,7 @@ and the half is in the weights.
 
   gathered   a thread block has 256 keys and some queries. Four warpgroups hold 64 keys each in
              registers, queries stream through shared memory: a product reads only them there.
-             The scores of one query are summed while the next query's are multiplied.
+             Two queries are one product; a warpgroup sums while others multiply.
   paged      a warpgroup has a stream of pages of its own, 64 keys each, and one row's queries.
 
 The bound of 256 keys and a query: 512 tensor-core cycles, and about 500 of instructions.
@@ -59,7 +59,10 @@ I32, F8 = jnp.int32, jnp.float8_e4m3fn
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
 EIGHT = plgpu.Layout.WGMMA_8BIT
 _TILES = (plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128))
-
+SHARED = plgpu.RefType(_TILES)
+_PARAMS = plgpu.CompilerParams(
+    approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+)
 
 SCALES = 2
 """Rows of a page, behind its keys, that hold their scales."""
@@ -100,9 +103,7 @@ def gathered_ranks(
         num_threads=GROUPS,
         thread_name="wg",
         kernel_name="mla_index_ranks",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
-        ),
+        compiler_params=_PARAMS,
     )
     return kernel(q.reshape(count * heads, DIM), side, keys, scales, bounds, base.reshape(1))
 
@@ -167,10 +168,10 @@ def cdiv_(a, b: int):
     return lax.div(a + (b - 1), b)
 
 
-@lib.lowered_once("columns", "page", "span")
+@lib.lowered_once("columns", "span")
 def paged_ranks(
     q: jax.Array, side: jax.Array, pages: jax.Array, table: jax.Array, longest: jax.Array,
-    layer: jax.Array, base: jax.Array, *, columns: int, page: int, span: int,
+    layer: jax.Array, base: jax.Array, *, columns: int, span: int,
 ) -> jax.Array:  # fmt: skip
     """Ranks ``[rows * queries, columns]`` of positions from ``base`` on, keys in pages.
 
@@ -180,7 +181,7 @@ def paged_ranks(
     """
     rows, queries, heads, _ = q.shape
     layers, count, size = pages.shape
-    assert page == BLOCK and size == BLOCK * (DIM + 4)
+    assert size == BLOCK * (DIM + 4)
     slots = 4 if queries < 3 else 3  # pages of a warpgroup in shared memory
     shape = STREAMS, slots, BLOCK, DIM
     body = functools.partial(_paged, columns=columns, span=span)
@@ -203,9 +204,7 @@ def paged_ranks(
         num_threads=STREAMS,
         thread_name="wg",
         kernel_name="mla_index_ranks_paged",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
-        ),
+        compiler_params=_PARAMS,
     )
     flat = pages.reshape(layers * count, BLOCK + SCALES, DIM)
     first = jnp.clip(layer, 0, layers - 1) * count
@@ -253,7 +252,7 @@ def _paged(
 
         @pl.loop(0, queries)
         def _(j):
-            x = lib.landed(_multiply_shared(codes.at[wg, slot], refs["q"].at[j]), 0)
+            x = lib.landed(_multiply(codes.at[wg, slot], refs["q"].at[j], SHARED), 0)
             pl.when(j == queries - 1)(lambda: plgpu.barrier_arrive(free(slot)))
             heads = x.shape[1]
             w = plgpu.load(refs["side"].at[j, pl.ds(0, heads)], layout=COLUMN)
@@ -279,30 +278,16 @@ def _paged(
         lax.fori_loop(0, n, step, first)
 
 
-def _multiply(k: jax.Array, q) -> jax.Array:
-    """``k q^T`` [64, columns] in flight, of keys in registers."""
+def _multiply(k, q, kind=EIGHT) -> jax.Array:
+    """``k q^T`` [64, columns] in flight. ``kind``: keys in registers, or ``SHARED``."""
     columns = q.shape[0]
 
     @plgpu.inline_mgpu(
-        arg_types=(EIGHT, plgpu.RefType(_TILES)),
+        arg_types=(kind, SHARED),
         return_type=plgpu.ShapeDtypeStruct((BLOCK, columns), jnp.float32, layout=lib.WGMMA),
     )
     def issue(_, k, q):
         return _group(k, q, columns)
-
-    return issue(k, q)
-
-
-def _multiply_shared(k, q) -> jax.Array:
-    """The same of keys in shared memory."""
-    heads = q.shape[0]
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(_TILES), plgpu.RefType(_TILES)),
-        return_type=plgpu.ShapeDtypeStruct((BLOCK, heads), jnp.float32, layout=lib.WGMMA),
-    )
-    def issue(_, k, q):
-        return _group(k, q, heads)
 
     return issue(k, q)
 

@@ -4,30 +4,10 @@ from mla_jax.pallas.registry import Backend
 from mla_jax.pallas.topk import mosaic, triton, xla
 
 BACKENDS = (
-    Backend(
-        op="select_topk_decode",
-        name="mosaic",
-        run=mosaic.select_decode,
-        requirement=mosaic.DECODE,
-    ),
-    Backend(
-        op="select_topk_prefill",
-        name="mosaic",
-        run=mosaic.select_prefill,
-        requirement=mosaic.PREFILL,
-    ),
-    Backend(
-        op="select_topk_decode",
-        name="triton",
-        run=triton.select_decode,
-        requirement=triton.DECODE,
-    ),
-    Backend(
-        op="select_topk_prefill",
-        name="triton",
-        run=triton.select_prefill,
-        requirement=triton.PREFILL,
-    ),
-    Backend(op="select_topk_decode", name="xla", run=xla.select_decode),
-    Backend(op="select_topk_prefill", name="xla", run=xla.select_prefill),
+    Backend("select_topk_decode", "mosaic", mosaic.select_decode, mosaic.DECODE),
+    Backend("select_topk_prefill", "mosaic", mosaic.select_prefill, mosaic.PREFILL),
+    Backend("select_topk_decode", "triton", triton.select_decode, triton.DECODE),
+    Backend("select_topk_prefill", "triton", triton.select_prefill, triton.PREFILL),
+    Backend("select_topk_decode", "xla", xla.select_decode),
+    Backend("select_topk_prefill", "xla", xla.select_prefill),
 )

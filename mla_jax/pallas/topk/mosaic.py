@@ -68,7 +68,7 @@ def select_decode(
         span = next((n for n in spans if n >= LEAST), spans[-1])
         return scores.paged_ranks(
             q, side, pages, page_table, longest, number, base,
-            columns=columns, page=page, span=span,
+            columns=columns, span=span,
         )  # fmt: skip
 
     chosen = triton.select(ranks, jnp.zeros_like(flat), flat, width * page, k=k)
