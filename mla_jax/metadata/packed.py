@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
 from operator import attrgetter
+from struct import pack_into
 from typing import Any
 
 import jax
@@ -122,14 +123,13 @@ def counts_and_rows(
     """
     n, columns = len(counts), len(filler)
     words = _blank(n, len(plans), size, filler).copy()
-    words[:n] = counts
+    # By struct: numpy takes twice as long to read a short list.
+    pack_into(f"{n}i", words, 0, *counts)
     start = n
     for plan in plans:
         if len(plan) > size:
             raise MetadataError("rows of a plan", len(plan), f"at most {size}, the bucket's")
-        if plan:
-            flat = [*chain.from_iterable(plan)]
-            words[start : start + len(flat)] = flat
+        pack_into(f"{len(plan) * columns}i", words, 4 * start, *chain.from_iterable(plan))
         start += size * columns
     return words[:n], words[n:].reshape(len(plans), size, columns)
 

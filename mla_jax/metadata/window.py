@@ -156,30 +156,32 @@ def window_plans(
         if n <= sure:
             plans.append([(0, n, states, states + tail)])
         elif ratio > 1:
-            plans.append(_greedy_chunks(seq_lens, tails, ratio, rows, sure))
+            plans.append(_greedy_chunks(seq_lens, tails, ratio, rows))
         else:
-            plans.append(_greedy_chunks([0] * n, tails, 1, rows, sure))
+            plans.append(_greedy_chunks([0] * n, tails, 1, rows))
     return plans
 
 
 def _greedy_chunks(
-    seq_lens: list[int], tails: list[int], ratio: int, rows: int, sure: int
+    seq_lens: list[int], tails: list[int], ratio: int, rows: int
 ) -> list[tuple[int, int, int, int]]:
-    """Chunks of at least ``sure`` requests, each as long as the next request fits too."""
-    n = len(tails)
+    """Chunks of consecutive requests, each as long as the next request fits too.
+
+    A request longer than those before it in the chunk widens the chunk's ranges; until one does,
+    the chunk has room for requests below ``end``, and nothing is computed.
+    """
     chunks = []
-    start = 0
-    while start < n:
-        stop = min(start + sure, n)
-        longest, tail = max(seq_lens[start:stop]), max(tails[start:stop])
-        while stop < n:
-            keys = seq_lens[stop] if seq_lens[stop] > longest else longest
-            rest = tails[stop] if tails[stop] > tail else tail
-            if (stop + 1 - start) * (keys // ratio + rest) > rows:
-                break
-            longest, tail, stop = keys, rest, stop + 1
-        chunks.append((start, stop, longest // ratio, longest // ratio + tail))
-        start = stop
+    start = end = longest = tail = 0
+    for i, (keys, rest) in enumerate(zip(seq_lens, tails, strict=True)):
+        if i < end and keys <= longest and rest <= tail:
+            continue
+        more, most = keys if keys > longest else longest, rest if rest > tail else tail
+        if i > start and (i + 1 - start) * (more // ratio + most) > rows:
+            chunks.append((start, i, longest // ratio, longest // ratio + tail))
+            start, more, most = i, keys, rest
+        longest, tail = more, most
+        end = start + rows // (longest // ratio + tail or 1)
+    chunks.append((start, len(tails), longest // ratio, longest // ratio + tail))
     return chunks
 
 
