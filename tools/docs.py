@@ -2,8 +2,8 @@
 
 The support matrix of README.md comes from the registry, docs/cache_formats.md from ``FORMATS``, the
 counts of docs/testing.md from ``tests/faults``, the errors of docs/numerics.md from the newest file
-of ``tools.numerics`` for each device, the definitions on other pages from the code, and their tables
-of measurements from the newest JSON file of each suite.
+of ``tools.numerics`` for each device; of other pages the definitions come from the code and the
+tables of measurements from the newest JSON file of each suite.
 """
 
 import ast
