@@ -382,7 +382,8 @@ def test_files_that_would_hang_or_not_end_are_refused(tmp_path: Path):
 
 def test_a_folder_that_is_not_there_is_one_that_can_be_downloaded():
     """README's third example, without the checkpoint that it names."""
-    with pytest.raises(ConfigError, match="given DeepSeek-V2-Lite, which is not here.*hf download"):
+    message = r"model: given DeepSeek-V2-Lite, which is not here.*hf download"
+    with pytest.raises(ConfigError, match=message):
         ModelConfig.from_hf("DeepSeek-V2-Lite")
 
 
