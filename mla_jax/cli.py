@@ -600,7 +600,7 @@ def parity_command(
     Exit code 1 if they do. Needs torch and transformers: pip install 'mla-jax[parity]'.
     """
     keys = ignore_key or ()
-    config = ModelConfig.from_hf(model_dir, ignore_keys=keys)
+    config = latent_model_of(str(model_dir), what="parity", ignore_keys=keys)
     ids = None
     if prompt_ids is not None:
         ids = ids_of(prompt_ids, vocab=config.vocab, where="--prompt-ids")
@@ -632,7 +632,7 @@ def roofline_command(
     ignore_key: IgnoreKey = None,
 ) -> None:
     """Print bytes, FLOPs, floor and time of every kernel of a step, with a picture."""
-    config = latent_model_of(model, what="roofline", ignore_keys=ignore_key or ())
+    config = model_of(model, ignore_keys=ignore_key or ())
     found = roofline(
         config,
         device=device,

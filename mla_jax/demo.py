@@ -1,9 +1,8 @@
 """``mla-jax demo``: serve a small trained model, check its answers, then recompute them.
 
 A few dozen questions of ``demo_task``, from a line to thousands of tokens, are served together
-over a page pool that cannot hold them all: prompts enter in chunks, requests queue for pages,
-and the youngest gives its pages up when an older one needs them. Every greedy answer is then
-computed again without engine, cache or batch.
+over a page pool that cannot hold them all: prompts enter in chunks, and requests queue for pages.
+Every greedy answer is then computed again without engine, cache or batch.
 """
 
 import random

@@ -45,15 +45,30 @@ def config_object(
     """The content of a ``config.json`` and where it is from: itself, its path or its folder.
 
     Raises:
-        ConfigError: no such file, no JSON, or names to ignore that are one text.
+        ConfigError: no such folder or file, no JSON, or names to ignore that are one text.
     """
     if isinstance(ignore_keys, str):
         raise ConfigError("ignore_keys", repr(ignore_keys), "a list of names", "Put it in [].")
     if not isinstance(source, str | Path):
         return source, "config.json"
     path = Path(source)
+    if path.suffix != ".json" and _absent(path):
+        allowed = "a folder with config.json and weights, or a hub id OWNER/NAME"
+        hint = "To get one: hf download OWNER/NAME --local-dir FOLDER."
+        raise ConfigError("model", f"{path}, which is not here", allowed, hint)
     path = path / "config.json" if os.path.isdir(path) else path
     return load_json(path), str(path)
+
+
+def _absent(path: Path) -> bool:
+    """Nothing is there; a path that cannot be asked for is what its reader says."""
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return True
+    except (OSError, ValueError):
+        return False
+    return False
 
 
 class Keys:

@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +17,7 @@ from mla_jax.commands.models import model_of
 from mla_jax.commands.roofline import Roofline, roofline
 from mla_jax.config import ModelConfig
 from mla_jax.errors import ArgumentError, ConfigError, EngineError
-from mla_jax.model.presets import GLM_5, KIMI_K2, PRESETS, V2_LITE, V3, V3_2
+from mla_jax.model.presets import GLM_5, KIMI_K2, PRESETS, V2_LITE, V3, V3_2, V4_FLASH
 from mla_jax.model.weight_table import num_params
 from tests import imports
 from tests.consoles import assert_promised, consoles
@@ -120,6 +121,44 @@ def test_flops_are_those_of_the_benchmarks(phase, batch, context, table):
     row = next(r for r in json.loads(path.read_text())["rows"] if r["case"] == names[table])
     found = kernel(roofline(V3, phase=phase, batch=batch, context=context), "attention")
     assert found.flops == pytest.approx(row["tflops"] * row["ours_span_us"] * 1e6, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("case", "ratio"),
+    [("window_b128_k65536", 0), ("c4_b128_k65536", 4), ("c128_b128_k65536", 128)],
+)
+def test_floors_of_v4_are_those_of_the_benchmarks(case, ratio):
+    """``benchmarks.v4_layer`` adds up weights and rows by itself; without activations."""
+    files = sorted(RESULTS.glob("nvidia_h200_v4_layer_2*.json"), reverse=True)
+    rows = (r for file in files for r in json.loads(file.read_text())["rows"])
+    row = next(r for r in rows if r["case"] == case)
+    one = replace(V4_FLASH, compress_ratios=(ratio,), hash_layers=0)
+    found = roofline(one, batch=128, context=65536)
+    parts = [k for k in found.kernels if k.name not in ("embedding", "head", "sampling")]
+    moved = sum(k.calls * (k.weights + k.cache) for k in parts)
+    assert 1e6 * moved / 4.25e12 == pytest.approx(row["floor_us"], rel=0.01)
+
+
+def test_128_more_cached_tokens_of_v4():
+    """32 index keys in each layer of ratio 4, a state in each of ratio 128, of each request."""
+    short, long = (roofline(V4_FLASH, batch=3, context=n) for n in (65536, 65664))
+    more = long.total("cache") - short.total("cache")
+    assert more == 3 * (21 * 32 * 2 * 128 + 20 * 2 * 512)
+
+
+@pytest.mark.parametrize("context", [1, 5, 40, 300])
+@pytest.mark.parametrize("ratio", [0, 4, 16])
+def test_pairs_of_a_v4_prefill(ratio, context):
+    """Token by token: the window's rows, and the complete groups or the selected ones."""
+    sizes = {"overlapping": 4, "disjoint": 16, "window": 7, "index_topk": 5}
+    one = replace(V4_FLASH, compress_ratios=(ratio,), hash_layers=0, **sizes)
+    found = roofline(one, phase="prefill", batch=2, context=context)
+    rows = 0
+    for seen in range(1, context + 1):
+        groups = seen // ratio if ratio else 0
+        rows += min(seen, 7) + (min(groups, 5) if ratio == 4 else groups)
+    attention = next(k for k in found.kernels if k.name.startswith("attention"))
+    assert attention.flops == 4 * 2 * rows * one.heads * one.dim
 
 
 def test_a_measured_row_is_named_and_scaled():
@@ -275,7 +314,7 @@ def test_what_is_no_memory(run, memory):
         (("fit", "V3", "--share", "1.5"), "share: given 1.5; allowed: above 0, at most 1"),
         (("fit", "V3", "--cards", "2", "--fp8-weights"), "allowed: 1 card"),
         (("fit", "V2_LITE", "--cards", "4096", "--compile"), "those of this machine"),
-        (("roofline", "V4_FLASH"), "roofline: model_type: given deepseek_v4; allowed: a model of"),
+        (("parity", "V4_FLASH"), "parity: model_type: given deepseek_v4; allowed: a model of"),
         (("parity", "nothing"), "nothing"),
     ],
 )

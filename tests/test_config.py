@@ -380,6 +380,13 @@ def test_files_that_would_hang_or_not_end_are_refused(tmp_path: Path):
         ModelConfig.from_hf("n" * 5000)
 
 
+def test_a_folder_that_is_not_there_is_one_that_can_be_downloaded():
+    """README's third example, without the checkpoint that it names."""
+    message = r"model: given DeepSeek-V2-Lite, which is not here.*hf download"
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig.from_hf("DeepSeek-V2-Lite")
+
+
 def test_who_wrote_the_file_is_a_warning():
     with pytest.warns(UserWarning, match="nothing is computed from: _x, unsloth_version"):
         assert ModelConfig.from_hf(_v3(unsloth_version="2025.1", _x=1)) == V3

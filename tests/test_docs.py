@@ -128,11 +128,13 @@ def test_every_page_has_an_example_and_says_its_limits(name):
 
 @pytest.mark.parametrize("name", [name for name in PAGES if name.startswith("kernels/")])
 def test_pages_of_kernels_have_their_sections(name):
-    """What bounds the kernel, its schedule as a diagram, what was measured, what remains."""
+    """The definition, what bounds the kernel, its schedule as a diagram, what was measured, …"""
     page = (DOCS / f"{name}.md").read_text()
-    wanted = ["Example", "Bound", "Schedule", "Measured", "Limits", "What remains"]
+    wanted = ["Example", "Definition", "Bound", "Schedule", "Measured", "Limits", "What remains"]
     found = [title for title in re.findall(r"^## (.+)$", page, re.MULTILINE) if title in wanted]
     assert found == wanted
+    section = page.partition("\n## Definition\n")[2].partition("\n## ")[0]
+    assert "<!-- definition " in section and "```py\ndef " in section
     schedule = page.partition("\n## Schedule\n")[2].partition("\n## ")[0]
     assert "```mermaid\n" in schedule
     assert "<!-- measured " in page.partition("\n## Measured\n")[2].partition("\n## ")[0]

@@ -104,6 +104,14 @@ def test_without_its_fault_a_test_must_pass(toy):
     assert faults.judged(fault, root, intact=True)[0] == "BROKEN (failed)"
 
 
+def test_the_copy_comes_before_other_packages(monkeypatch, tmp_path):
+    """Relative entries of PYTHONPATH would be those of the intact tree."""
+    monkeypatch.setenv("PYTHONPATH", f".:{tmp_path / 'site'}")
+    for where in faults.WHERE:
+        found = faults.environment(where, "tests/test_faults.py::test_outcomes", tmp_path)
+        assert found["PYTHONPATH"] == f"{tmp_path}:{tmp_path / 'site'}"
+
+
 def test_the_same_seed_draws_the_same_faults(capsys):
     drawn = []
     for seed in (1, 1, 2):

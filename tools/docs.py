@@ -2,10 +2,11 @@
 
 The support matrix of README.md comes from the registry, docs/cache_formats.md from ``FORMATS``, the
 counts of docs/testing.md from ``tests/faults``, the errors of docs/numerics.md from the newest file
-of ``tools.numerics`` for each device, and the tables of measurements on other pages from the newest
-JSON file of each suite.
+of ``tools.numerics`` for each device; of other pages the definitions come from the code and the
+tables of measurements from the newest JSON file of each suite.
 """
 
+import ast
 import functools
 import json
 import re
@@ -203,9 +204,26 @@ def _cell(key: str, value: float | str | None) -> str:
     return f"{value:.{digits}f}"
 
 
+DEFINITION = re.compile(
+    r"<!-- definition (?P<file>[\w/]+\.py): (?P<names>[\w ]+) -->\n.*?<!-- end of definition -->",
+    re.DOTALL,
+)
+"""Functions of a file, as they stand there. The test suite runs blocks of ``python``, not these."""
+
+
+def definition(found: re.Match[str]) -> str:
+    """The functions of one marker, in its order."""
+    source = (ROOT / "mla_jax" / found["file"]).read_text()
+    nodes = {n.name: n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)}
+    texts = (ast.get_source_segment(source, nodes[name]) for name in found["names"].split())
+    opening, _, _ = found[0].partition("\n")
+    code = "\n\n\n".join(filter(None, texts))
+    return f"{opening}\n```py\n{code}\n```\n<!-- end of definition -->"
+
+
 def page(path: Path) -> str:
-    """A page with the tables of all of its markers."""
-    return MEASURED.sub(measured, path.read_text())
+    """A page with the definitions and tables of all of its markers."""
+    return DEFINITION.sub(definition, MEASURED.sub(measured, path.read_text()))
 
 
 GENERATED = {
@@ -216,7 +234,7 @@ GENERATED = {
 } | {
     str(path.relative_to(ROOT)): functools.partial(page, path)
     for path in sorted((ROOT / "docs").rglob("*.md"))
-    if "<!-- measured " in path.read_text()
+    if re.search("<!-- (measured|definition) ", path.read_text())
 }
 
 

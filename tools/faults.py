@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 __all__ = ["FOLDER", "KERNELS", "WHERE", "BUILDERS", "Fault", "faults", "occurrences", "table"]
@@ -32,6 +32,8 @@ KERNELS = {
     "sparse_attention": "sparse attention",
     "cache_io": "cache reads and writes",
     "append": "a step's new rows (`append`)",
+    "append_window": "V4's new rows (`append_window`)",
+    "pooling": "V4's compressed states (`pooling`)",
     "grouped_matmul": "routed experts (`grouped_matmul`)",
     "fp8_matmul": "products with fp8 weights (`fp8_matmul`)",
     "router": "router",
@@ -133,7 +135,8 @@ def copy_of_the_tree(to: Path) -> Path:
 
 def environment(where: str, test: str, root: Path) -> dict[str, str]:
     """That of a test's process, which imports the package from ``root``."""
-    given = os.environ | {"PYTHONPATH": str(root)}
+    more = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if os.path.isabs(p)]
+    given = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), *more])}
     given.pop("TRITON_INTERPRET", None)
     if where == "gpu":  # many processes share the card
         return given | {"JAX_PLATFORMS": "cuda", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
@@ -241,6 +244,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
     parser.add_argument("--jobs", type=int, default=2, help="tests side by side")
     parser.add_argument("--list", action="store_true", help="print them and run nothing")
+    parser.add_argument("--limit", type=int, help="seconds of a test at most, for a short run")
     parser.add_argument(
         "--intact", action="store_true", help="run the tests without the faults: all must pass"
     )
@@ -253,6 +257,8 @@ def main(given: list[str] | None = None) -> int:
         and (not args.family or f.family in args.family)
         and (not args.name or f.name in args.name)
     ]
+    if args.limit is not None:
+        chosen = [replace(f, limit=min(f.limit, args.limit)) for f in chosen]
     if args.sample is not None:
         chosen = random.Random(args.seed).sample(chosen, min(args.sample, len(chosen)))
     if args.list:

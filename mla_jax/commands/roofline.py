@@ -16,7 +16,8 @@ Attention of a prefill, ``T`` tokens in sequences of ``n``, causal, expanded hea
     bytes = T (H (d + dn + 2 dv) + dr) a           FLOPs = T (n + 1) H (d + dv)
 
 Routed experts read those that any token chooses; of ``E`` experts, ``k`` chosen evenly by each of
-``T`` tokens, that is ``E (1 - (1 - k / E)^T)`` on average. The floor of a kernel is the larger of
+``T`` tokens, that is ``E (1 - (1 - k / E)^T)`` on average. ``step_kernels_v4`` has what DeepSeek V4
+does otherwise. The floor of a kernel is the larger of
 ``bytes / bandwidth`` and ``FLOPs / peak`` of the device's data sheet, in microseconds. A kernel
 without a measured row is predicted at the share of both peaks that kernels of this library reach on
 an H200: 4.25 of 4.8 TB/s and 800 of 989 TFLOP/s. Launches and gaps between kernels are not counted.
@@ -30,85 +31,26 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mla_jax.checks import checked_size
+from mla_jax.commands.step_kernels import (
+    Case,
+    Kernel,
+    Measured,
+    Phase,
+    Step,
+    closing,
+    opening,
+    product,
+    routed,
+    swiglu,
+)
+from mla_jax.commands.step_kernels_v4 import layers_v4
 from mla_jax.config import ModelConfig
-from mla_jax.model.family import Serving, family_of
+from mla_jax.config_v4 import AnyConfig, V4Config
 from mla_jax.pallas.device import DeviceInfo, Peaks, peaks_of
 from mla_jax.pallas.registry import Problem
 from mla_jax.pallas.tuning import folder_name, lookup
 
 __all__ = ["Kernel", "Measured", "Roofline", "Step", "roofline"]
-
-REACHED_BANDWIDTH, REACHED_FLOPS = 4.25 / 4.8, 800 / 989
-"""Shares of an H200's peaks that bound the tables of docs/performance.md."""
-
-SCALE_BLOCK = 128 * 128  # elements of one float32 scale of e4m3 weights
-Phase = Literal["decode", "prefill"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """What a step is asked to do."""
-
-    config: ModelConfig
-    phase: Phase
-    batch: int  # requests
-    context: int  # decode: cached rows of each request; prefill: new tokens of each
-    weights: str = "bf16"  # bf16 or fp8 (block-scaled e4m3)
-    cache: str = "bf16"  # a key of ELEMENT_FORMATS
-
-    @property
-    def tokens(self) -> int:
-        """New tokens of all requests."""
-        return self.batch * (1 if self.phase == "decode" else self.context)
-
-    def row_bytes(self, group: str) -> float:
-        """Bytes of one token in one layer of a cache group."""
-        serving = Serving.of(self.config, cache_format=self.cache)
-        groups = family_of(self.config.family).groups(self.config, serving)
-        found = next(g for g in groups if g.name == group)
-        return found.page_bytes / (found.tokens * found.layers)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """A time from a table, scaled from its row to this problem by the floors of both."""
-
-    us: float
-    row: str  # which row of which table
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kernel:
-    """One kernel of a step; bytes and FLOPs are of one call."""
-
-    name: str
-    calls: int  # layers that have it
-    weights: float = 0.0  # bytes
-    cache: float = 0.0  # bytes
-    activations: float = 0.0  # bytes
-    flops: float = 0.0
-    measured: Measured | None = None
-
-    @property
-    def bytes(self) -> float:
-        return self.weights + self.cache + self.activations
-
-    def floor_us(self, peaks: Peaks) -> float:
-        """Of one call."""
-        return 1e6 * max(self.bytes / peaks.bandwidth, self.flops / peaks.flops)
-
-    def predicted_us(self, peaks: Peaks) -> float:
-        """Of one call, at the shares of the peaks that kernels reach."""
-        memory = self.bytes / (REACHED_BANDWIDTH * peaks.bandwidth)
-        return 1e6 * max(memory, self.flops / (REACHED_FLOPS * peaks.flops))
-
-    def us(self, peaks: Peaks) -> float:
-        """Measured where a row is near, else predicted; of one call."""
-        return self.measured.us if self.measured else self.predicted_us(peaks)
-
-    def bound(self, peaks: Peaks) -> str:
-        """What the floor is made of."""
-        return "memory" if self.bytes / peaks.bandwidth >= self.flops / peaks.flops else "products"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +76,7 @@ class Roofline:
 
 
 def roofline(
-    config: ModelConfig,
+    config: AnyConfig,
     *,
     device: str = "H200",
     phase: Phase = "decode",
@@ -171,42 +113,16 @@ def roofline(
     return Roofline(step=step, peaks=peaks, kernels=tuple(kernels))
 
 
-Case = dict[str, Any] | None
-"""Sizes by which a measured row is looked up; None where nothing was ever measured."""
-
-
 def _kernels(step: Step) -> Iterator[tuple[Kernel, Case]]:
-    c, tokens = step.config, step.tokens
-    yield Kernel(name="embedding", calls=1, activations=4 * tokens * c.hidden), None
-    yield Kernel(name="norms", calls=2 * c.layers + 1, activations=4 * tokens * c.hidden), None
-    yield from _attention(step)
-    if c.indexer is not None:
-        yield from _indexer(step)
-    yield from _feed_forward(step)
-    head = step.batch  # logits of each request's last token
-    yield (
-        Kernel(
-            name="head",
-            calls=1,
-            weights=2 * c.vocab * c.hidden,
-            activations=head * (2 * c.hidden + 4 * c.vocab),
-            flops=2 * head * c.vocab * c.hidden,
-        ),
-        None,
-    )
-    yield Kernel(name="sampling", calls=1, activations=4 * head * c.vocab), None
-
-
-def _product(step: Step, name: str, calls: int, into: int, out: int, **facts: Any) -> Kernel:
-    """``T`` rows times a matrix; ``w`` overrides the bytes of a weight."""
-    each = facts.get("w") or (1 + 4 / SCALE_BLOCK if step.weights == "fp8" else 2)
-    return Kernel(
-        name=name,
-        calls=calls,
-        weights=into * out * each,
-        activations=2 * step.tokens * (into + out),
-        flops=2 * step.tokens * into * out,
-    )
+    yield from opening(step)
+    if isinstance(step.config, V4Config):
+        yield from layers_v4(step, step.config)
+    else:
+        yield from _attention(step, step.config)
+        if step.config.indexer is not None:
+            yield from _indexer(step, step.config)
+        yield from _feed_forward(step, step.config)
+    yield from closing(step)
 
 
 def _batched(step: Step, name: str, heads: int, into: int, out: int) -> Kernel:
@@ -220,19 +136,19 @@ def _batched(step: Step, name: str, heads: int, into: int, out: int) -> Kernel:
     )
 
 
-def _attention(step: Step) -> Iterator[tuple[Kernel, Case]]:
-    c, d, tokens, n = step.config, step.config.dims, step.tokens, step.config.layers
+def _attention(step: Step, c: ModelConfig) -> Iterator[tuple[Kernel, Case]]:
+    d, tokens, n = c.dims, step.tokens, c.layers
     if d.q_rank is None:
-        yield _product(step, "queries", n, c.hidden, d.heads * d.qk), None
+        yield product(step, "queries", n, c.hidden, d.heads * d.qk), None
     else:
-        yield _product(step, "query latent", n, c.hidden, d.q_rank), None
-        yield _product(step, "queries", n, d.q_rank, d.heads * d.qk), None
-    yield _product(step, "latent and key", n, c.hidden, d.row), None
+        yield product(step, "query latent", n, c.hidden, d.q_rank), None
+        yield product(step, "queries", n, d.q_rank, d.heads * d.qk), None
+    yield product(step, "latent and key", n, c.hidden, d.row), None
     row = step.row_bytes("latent")
     made = 2 * tokens * (d.row + 2 * d.heads * d.rope)
     yield Kernel(name="rotate and write", calls=n, cache=tokens * row, activations=made), None
     if step.phase == "prefill" and c.indexer is None:
-        yield _product(step, "expand latents", n, d.rank, d.heads * (d.nope + d.v)), None
+        yield product(step, "expand latents", n, d.rank, d.heads * (d.nope + d.v)), None
         wide = d.heads * (d.qk + d.nope + 2 * d.v) + d.rope
         yield (
             Kernel(
@@ -245,14 +161,14 @@ def _attention(step: Step) -> Iterator[tuple[Kernel, Case]]:
         )
     else:
         yield _batched(step, "absorb queries", d.heads, d.nope, d.rank), None
-        yield _over_rows(step, row)
+        yield _over_rows(step, c, row)
         yield _batched(step, "values", d.heads, d.rank, d.v), None
-    yield _product(step, "output", n, d.heads * d.v, c.hidden), None
+    yield product(step, "output", n, d.heads * d.v, c.hidden), None
 
 
-def _over_rows(step: Step, row: float) -> tuple[Kernel, Case]:
+def _over_rows(step: Step, c: ModelConfig, row: float) -> tuple[Kernel, Case]:
     """Absorbed attention over cached rows, all of them or those an indexer selected."""
-    d, indexer, tokens = step.config.dims, step.config.indexer, step.tokens
+    d, indexer, tokens = c.dims, c.indexer, step.tokens
     most = step.context if indexer is None else min(step.context, indexer.topk)
     if step.phase == "decode":
         pairs, rows = tokens * most, tokens * most
@@ -271,14 +187,14 @@ def _over_rows(step: Step, row: float) -> tuple[Kernel, Case]:
     return kernel, {"table": "decode" if indexer is None else "sparse_decode"}
 
 
-def _indexer(step: Step) -> Iterator[tuple[Kernel, Case]]:
-    c, tokens = step.config, step.tokens
+def _indexer(step: Step, c: ModelConfig) -> Iterator[tuple[Kernel, Case]]:
+    tokens = step.tokens
     indexer, q_rank = c.indexer, c.dims.q_rank
     assert indexer is not None and q_rank is not None  # as ModelConfig checks
     layers, wide = sum(indexer.full), indexer.heads * indexer.dim
-    yield _product(step, "index queries", layers, q_rank, wide), None
-    yield _product(step, "index keys", layers, c.hidden, indexer.dim), None
-    yield _product(step, "index head weights", layers, c.hidden, indexer.heads, w=4), None
+    yield product(step, "index queries", layers, q_rank, wide), None
+    yield product(step, "index keys", layers, c.hidden, indexer.dim), None
+    yield product(step, "index head weights", layers, c.hidden, indexer.heads, w=4), None
     row = step.row_bytes("index_keys")
     decode = step.phase == "decode"
     pairs = tokens * (step.context if decode else (step.context + 1) / 2)
@@ -293,38 +209,12 @@ def _indexer(step: Step) -> Iterator[tuple[Kernel, Case]]:
     yield kernel, {"table": "indexer"}
 
 
-def _feed_forward(step: Step) -> Iterator[tuple[Kernel, Case]]:
-    c, moe, tokens = step.config, step.config.moe, step.tokens
+def _feed_forward(step: Step, c: ModelConfig) -> Iterator[tuple[Kernel, Case]]:
     sparse = sum(c.sparse_layers)
     if sparse < c.layers:
-        yield _swiglu(step, "dense feed-forward", c.layers - sparse, c.mlp), None
-    if moe is None:
-        return
-    yield _product(step, "router", sparse, c.hidden, moe.experts, w=4), None
-    reached = moe.experts * (1 - (1 - moe.topk / moe.experts) ** tokens)
-    each = 3 * c.hidden * moe.width
-    a_weight = 1 + 4 / SCALE_BLOCK if step.weights == "fp8" else 2
-    experts = Kernel(
-        name="routed experts",
-        calls=sparse,
-        weights=reached * each * a_weight,
-        activations=2 * tokens * (2 * c.hidden + 2 * moe.topk * moe.width),
-        flops=2 * tokens * moe.topk * each,
-    )
-    yield experts, {"table": "experts"}
-    if moe.shared:
-        yield _swiglu(step, "shared experts", sparse, moe.shared * moe.width), None
-
-
-def _swiglu(step: Step, name: str, calls: int, width: int) -> Kernel:
-    one = _product(step, name, calls, step.config.hidden, width)
-    return Kernel(
-        name=name,
-        calls=calls,
-        weights=3 * one.weights,
-        activations=2 * step.tokens * (2 * step.config.hidden + 2 * width),
-        flops=3 * one.flops,
-    )
+        yield swiglu(step, "dense feed-forward", c.layers - sparse, c.mlp), None
+    if c.moe is not None:
+        yield from routed(step, sparse)
 
 
 # ---------------------------------------------------------------------------- measured rows
@@ -398,6 +288,7 @@ class _Tables:
 def _of_case(step: Step, table: str, case: dict[str, str]) -> Step | None:
     """The step that a row measured, if it is this model's kernel at another size."""
     c = step.config
+    assert isinstance(c, ModelConfig)  # no table has rows of V4
     widths = c.dims.rank, c.dims.rope, c.dims.nope, c.dims.v
     if "heads" in case and int(case["heads"]) != c.dims.heads:
         return None
@@ -426,7 +317,7 @@ def _of_case(step: Step, table: str, case: dict[str, str]) -> Step | None:
 def _experts_us(step: Step, tokens: int) -> float:
     """The floor of the routed experts of that many tokens, on an H200."""
     other = Step(config=step.config, phase="decode", batch=tokens, context=1)
-    twin = next(k for k, _ in _feed_forward(other) if k.name == "routed experts")
+    twin = next(k for k, _ in routed(other, 1) if k.name == "routed experts")
     return twin.floor_us(peaks_of("H200"))
 
 

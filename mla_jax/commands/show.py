@@ -7,7 +7,8 @@ from pathlib import Path
 
 from mla_jax.commands.fit import Compiled, Fit
 from mla_jax.commands.parity import Parity
-from mla_jax.commands.roofline import Kernel, Roofline
+from mla_jax.commands.roofline import Roofline
+from mla_jax.commands.step_kernels import Kernel
 from mla_jax.errors import ArgumentError
 
 try:

@@ -105,7 +105,11 @@ class StepDecision:
 
     @property
     def bucket(self) -> StepBucket:
-        """What decides the program: all other static sizes follow from it."""
+        """What decides the program: all other static sizes follow from it.
+
+        The rung itself, in a family with one program for each rung; others return a type of step
+        that differs between the programs of a rung.
+        """
         return self.step
 
 
@@ -129,9 +133,9 @@ class StepMetadata:
 
 @dataclass(frozen=True, kw_only=True)
 class StepBuilder[D: StepDecision, M](AttentionMetadataBuilder[D, M]):
-    """A builder with as many programs as its ladder has rungs.
+    """A builder whose programs are those that a family names for each rung of a ladder.
 
-    With ``default_steps`` these are 6 for 128 requests x 4,096 tokens in chunks of 512.
+    With ``default_steps`` these are 6 rungs for 128 requests x 4,096 tokens in chunks of 512.
     """
 
     ladder: StepLadder  # pages: of ``paged``
@@ -142,21 +146,24 @@ class StepBuilder[D: StepDecision, M](AttentionMetadataBuilder[D, M]):
         """The group whose page-table width is that of a rung."""
 
     @abstractmethod
-    def nothing(self, step: StepBucket, common: CommonBucket, longest: int) -> D:
-        """The empty decision of a rung, whose requests have at most ``longest`` tokens."""
+    def programs(self, step: StepBucket, common: CommonBucket, longest: int) -> tuple[D, ...]:
+        """The empty decisions of a rung, whose requests have at most ``longest`` tokens: one for
+        each program that steps of this rung can take, with different ``bucket``.
+        """
 
     @cached_property
     def _empty(self) -> dict[StepBucket, D]:
+        """The empty decision of each program, by its bucket."""
         found = {}
         for step in self.ladder.steps():
             longest = step.pages * self.paged.tokens
             pages = tuple(g.pages_of(longest) for g in self.groups)
             common = CommonBucket(requests=step.requests, tokens=step.tokens, pages=pages)
-            found[step] = self.nothing(step, common, longest)
+            found |= {empty.bucket: empty for empty in self.programs(step, common, longest)}
         return found
 
-    def _rung(self, host: HostBatch) -> tuple[DecodePrefillSplit, D]:
-        """The split of a batch, and the empty decision of the smallest rung that holds it."""
+    def _rung(self, host: HostBatch) -> tuple[DecodePrefillSplit, StepBucket]:
+        """The split of a batch, and the smallest rung that holds it."""
         split = split_decodes_and_prefills(host, 1)
         step = self.ladder.step(
             decodes=split.num_decodes,
@@ -164,13 +171,13 @@ class StepBuilder[D: StepDecision, M](AttentionMetadataBuilder[D, M]):
             prefill_tokens=split.num_prefill_tokens,
             pages=self.paged.pages_of(host.max_seq_len),
         )
-        return split, self._empty[step]
+        return split, step
 
     def rungs(self) -> tuple[D, ...]:
         return tuple(self._empty.values())
 
     def warmup_decision(self, decision: D) -> D:
-        return self._empty[decision.step]
+        return self._empty[decision.bucket]
 
 
 def sizes_of(step: StepBucket) -> dict[str, int]:

@@ -6,7 +6,6 @@ a step has metadata of dense attention beside the slots of its index keys, and n
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import jax
 
@@ -16,56 +15,41 @@ from mla_jax.metadata.buckets import (
     CommonBucket,
     MLABucket,
     StepBucket,
-    StepLadder,
     dense_bucket,
 )
-from mla_jax.metadata.builder import AttentionMetadataBuilder
+from mla_jax.metadata.builder import StepBuilder, StepDecision, StepMetadata, sizes_of
 from mla_jax.metadata.check import check
 from mla_jax.metadata.common import CommonMetadata, GroupSpec, HostBatch
 from mla_jax.metadata.indexer import Indexer, IndexerDecision, IndexerMetadata
 from mla_jax.metadata.mla import MLAMetadata, mla_views
-from mla_jax.metadata.split import DecodePrefillSplit, split_decodes_and_prefills
-from mla_jax.types import Array, Bool, Int
+from mla_jax.metadata.split import DecodePrefillSplit
+from mla_jax.types import Array, Int
 
 __all__ = ["V32Decision", "V32Metadata", "V32MetadataBuilder"]
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class V32Decision:
+class V32Decision(StepDecision):
     """Sizes of the step, and the indexer's part; its counts are those of the split."""
 
-    step: StepBucket = field(metadata={"static": True})
     dense: MLABucket | None = field(metadata={"static": True})  # None: tokens are selected
-    common_bucket: CommonBucket = field(metadata={"static": True})
     indexer: IndexerDecision
 
     @property
     def bucket(self) -> StepBucket:
-        """What decides the program: all other static sizes follow from it."""
+        """A dense step and one that selects are two programs of a rung."""
         return self.dense or self.step
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class V32Metadata:
+class V32Metadata(StepMetadata):
     """Everything a V3.2 layer needs besides weights and caches."""
 
-    step: StepBucket = field(metadata={"static": True})
     latent: str = field(metadata={"static": True})  # name of the latent cache's group
-    common: CommonMetadata
     indexer: IndexerMetadata  # with the counts of decodes and prefills; in a dense step slots only
     dense: MLAMetadata | None  # of a step that selects nothing; None: tokens are selected
-
-    @property
-    def positions(self) -> Int[Array, "tokens"]:
-        """Absolute; 0 on padding."""
-        return self.common.positions
-
-    @property
-    def real(self) -> Bool[Array, "tokens"]:
-        """Not padding."""
-        return self.common.real
 
     @property
     def slots(self) -> Int[Array, "tokens"]:
@@ -79,15 +63,13 @@ class V32Metadata:
 
 
 @dataclass(frozen=True, kw_only=True)
-class V32MetadataBuilder(AttentionMetadataBuilder[V32Decision, V32Metadata]):
+class V32MetadataBuilder(StepBuilder[V32Decision, V32Metadata]):
     """The groups of the latents and of the index keys, one split and one ladder for both.
 
-    All sizes of the indexer follow from the step's, so there are as many programs as rungs of the
-    ladder: with ``default_steps`` 6 for 128 requests x 4,096 tokens in chunks of 512. With ``topk``
-    a rung has a dense program too, and no other one where nothing is ever selected.
+    All sizes of the indexer follow from the step's, so each rung has one program. With ``topk`` it
+    has a dense program too, and no other one where nothing is ever selected.
     """
 
-    ladder: StepLadder  # pages: of the latent cache
     latent: GroupSpec
     indexer: Indexer
     topk: int | None = None  # up to this length sequences take dense attention; None = never
@@ -107,59 +89,45 @@ class V32MetadataBuilder(AttentionMetadataBuilder[V32Decision, V32Metadata]):
         """Latents, index keys."""
         return self.latent, self.indexer.group
 
-    @cached_property
-    def _empty(self) -> dict[StepBucket, V32Decision]:
-        """The empty decision of each rung, by its bucket."""
-        found = {}
-        for step in self.ladder.steps():
-            longest = step.pages * self.latent.tokens
-            if self.topk is not None:
-                bucket = dense_bucket(step, context_rows=self.context_rows)
-                found[bucket] = self._nothing(step, bucket)
-            always = self.absorb is None or not step.prefills
-            if self.topk is None or longest > self.topk or not always:
-                found[step] = self._nothing(step, None)
-        return found
+    @property
+    def paged(self) -> GroupSpec:
+        return self.latent
 
-    def _nothing(self, step: StepBucket, dense: MLABucket | None) -> V32Decision:
-        width = self.indexer.group.pages_of(step.pages * self.latent.tokens)
-        selects = dense is None
-        bucket = self.indexer.bucket(
-            decodes=step.decodes * selects,
-            prefills=step.prefills * selects,
-            prefill_tokens=step.prefill_tokens * selects,
-            width=width,
-        )
-        return V32Decision(
-            step=step,
-            dense=dense,
-            common_bucket=CommonBucket(
-                requests=step.requests, tokens=step.tokens, pages=(step.pages, width)
-            ),
-            indexer=IndexerDecision.nothing(bucket),
+    def programs(
+        self, step: StepBucket, common: CommonBucket, longest: int
+    ) -> tuple[V32Decision, ...]:
+        """A dense one, and one that selects, as far as steps of the rung can take them."""
+        kinds: list[MLABucket | None] = []
+        if self.topk is not None:
+            kinds.append(dense_bucket(step, context_rows=self.context_rows))
+        sometimes = self.absorb is not None and step.prefills > 0
+        if self.topk is None or longest > self.topk or sometimes:
+            kinds.append(None)
+        width = self.indexer.group.pages_of(longest)
+        nothing = dict.fromkeys(sizes_of(step), 0)
+        return tuple(
+            V32Decision(
+                step=step,
+                dense=dense,
+                common_bucket=common,
+                indexer=IndexerDecision.nothing(
+                    self.indexer.bucket(**(nothing if dense else sizes_of(step)), width=width)
+                ),
+            )
+            for dense in kinds
         )
 
     def decide(self, host: HostBatch) -> V32Decision:
         """Split, rung, whether anything is selected, chunks of index keys."""
-        split = split_decodes_and_prefills(host, 1)
-        step = self.ladder.step(
-            decodes=split.num_decodes,
-            prefills=split.num_prefills,
-            prefill_tokens=split.num_prefill_tokens,
-            pages=self.latent.pages_of(host.max_seq_len),
-        )
-        dense = None
+        split, step = self._rung(host)
         if self._dense(host, split):
-            dense = dense_bucket(step, context_rows=self.context_rows)
-        empty = self._empty[dense or step]
-        bucket = empty.indexer.bucket
-        return V32Decision(
-            step=step,
-            dense=dense,
-            common_bucket=empty.common_bucket,
-            indexer=self.indexer.decide(host, bucket, split)
-            if dense is None
-            else self.indexer.filled(bucket, split, []),
+            empty = self._empty[dense_bucket(step, context_rows=self.context_rows)]
+            indexer = self.indexer.filled(empty.indexer.bucket, split, [])
+        else:
+            empty = self._empty[step]
+            indexer = self.indexer.decide(host, empty.indexer.bucket, split)
+        return V32Decision(  # ``replace`` takes a microsecond more
+            step=step, dense=empty.dense, common_bucket=empty.common_bucket, indexer=indexer
         )
 
     def _dense(self, host: HostBatch, split: DecodePrefillSplit) -> bool:
@@ -184,12 +152,6 @@ class V32MetadataBuilder(AttentionMetadataBuilder[V32Decision, V32Metadata]):
             indexer=indexer,
             dense=dense,
         )
-
-    def rungs(self) -> tuple[V32Decision, ...]:
-        return tuple(self._empty.values())
-
-    def warmup_decision(self, decision: V32Decision) -> V32Decision:
-        return self._empty[decision.bucket]
 
 
 @check.register

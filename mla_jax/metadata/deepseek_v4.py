@@ -149,22 +149,27 @@ class V4MetadataBuilder(StepBuilder[V4Decision, V4Metadata]):
     def paged(self) -> GroupSpec:
         return self.windows.group
 
-    def nothing(self, step: StepBucket, common: CommonBucket, longest: int) -> V4Decision:
+    def programs(
+        self, step: StepBucket, common: CommonBucket, longest: int
+    ) -> tuple[V4Decision, ...]:
+        """One for each rung."""
         sizes, indexer = sizes_of(step), None
         windows = self.windows.bucket(**sizes, max_seq_len=longest)
         if self.indexer is not None:
             width = self.indexer.group.pages_of(longest)
             indexer = IndexerDecision.nothing(self.indexer.bucket(**sizes, width=width))
-        return V4Decision(
+        empty = V4Decision(
             step=step,
             common_bucket=common,
             windows=WindowDecision.nothing(windows, len(self.windows.layer_types)),
             indexer=indexer,
         )
+        return (empty,)
 
     def decide(self, host: HostBatch) -> V4Decision:
         """Split, rung, workspace chunks of each layer type, chunks of index keys."""
-        split, empty = self._rung(host)
+        split, step = self._rung(host)
+        empty = self._empty[step]
         windows = self.windows.decide(host, empty.windows.bucket, split)
         if self.indexer is None or empty.indexer is None:
             return replace(empty, windows=windows)

@@ -33,6 +33,7 @@ __all__ = [
     "gather_lens_of",
     "layer_type",
     "plan_window_chunks",
+    "ratios_of",
     "sliding_window_indices",
     "window_plans",
 ]
@@ -189,6 +190,11 @@ RATIOS = {"swaonly": 1, "c4a": 4, "c128a": 128}
 """Tokens per compressed state of each layer type; ``swaonly`` has no states."""
 
 
+def ratios_of(overlapping: int, disjoint: int) -> dict[str, int]:
+    """Tokens of a compressed state in each layer type, of a model with these two ratios."""
+    return RATIOS | {"c4a": overlapping, "c128a": disjoint}
+
+
 def layer_type(compress_ratio: int, ratios: Mapping[str, int] = RATIOS) -> str:
     """``swaonly``, ``c4a`` (states overlap and are selected) or ``c128a`` (all are seen)."""
     for name, ratio in ratios.items():
@@ -275,7 +281,7 @@ class Windows:
     @cached_property
     def ratios(self) -> dict[str, int]:
         """Tokens per compressed state of each layer type."""
-        return RATIOS | {"c4a": self.overlapping, "c128a": self.disjoint}
+        return ratios_of(self.overlapping, self.disjoint)
 
     @property
     def limits(self) -> WindowLimits:

@@ -25,7 +25,7 @@ from mla_jax.metadata.sparse import (
     combine_topk_swa_indices,
     compute_global_topk_indices_and_lens,
 )
-from mla_jax.metadata.window import layer_type
+from mla_jax.metadata.window import layer_type, ratios_of
 from mla_jax.model.compressor import Pool, StateIndexer
 from mla_jax.model.embed import Embed, Head, project_to_vocab
 from mla_jax.model.hyper_connections import StreamHead, Streams
@@ -288,7 +288,7 @@ class _Scopes(NamedTuple):
     ) -> Float[Array, "tokens heads dim"]:
         """``out`` with the rows of prefills, chunk by chunk of gathered rows."""
         config, windows = self.attention.config, self.meta.windows
-        name = layer_type(self.attention.ratio, _ratios(config))
+        name = layer_type(self.attention.ratio, ratios_of(config.overlapping, config.disjoint))
         chunks, count = windows.chunks_of(name)
         first_token = windows.counts[2]  # tokens of the decodes
         lane = jnp.arange(windows.bucket.prefill_tokens, dtype=jnp.int32)
@@ -394,10 +394,6 @@ class _Chunk(NamedTuple):
         inside = request < len(self.seq_lens)  # a request of length 0 has no rows
         column = jnp.where(inside, row % stride, jnp.iinfo(jnp.int32).max // 2)
         return jnp.minimum(request, len(self.seq_lens) - 1), column
-
-
-def _ratios(config: V4Config) -> dict[str, int]:
-    return {"swaonly": 1, "c4a": config.overlapping, "c128a": config.disjoint}
 
 
 def _parts(q: Float[Array, "tokens heads dim"], config: V4Config) -> tuple[Array, Array]:
