@@ -51,12 +51,12 @@ class Pool(nnx.Module):
 
     def given(
         self,
-        x: Float[Array, "tokens hidden"],
+        products: tuple[Float[Array, "tokens halves dim"], Float[Array, "tokens halves dim"]],
         cache: LatentCache | RecordCache,
         slots: Int[Array, "tokens"],
     ) -> StatePool:
-        """What these tokens give to their groups."""
-        values, gates = self.products(x)
+        """What tokens with these ``products`` give to their groups."""
+        values, gates = products
         return StatePool(
             cache=cache,
             values=values,
