@@ -277,10 +277,14 @@ SUITES = {
         {
             "steps": ("steps", 0),
             "s": ("seconds", 1),
+            "tokens of the prompt": ("prefill_tokens", 0),
+            "prefill s": ("prefill_s", 1),
+            "decode ms": ("decode_ms", 2),
+            "tokens drawn": ("tokens", 0),
             "peak bytes": ("peak_bytes", 0),
             "said bytes": ("said_bytes", 0),
             "caches": ("cache_bytes", 0),
-            "tokens drawn": ("tokens", 0),
+            "ready s": ("ready_s", 1),
         },
     ),
     "start": Suite(

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from benchmarks.random_model import drawn
+from benchmarks.random_model import drawn, of_ratios
 from mla_jax.config_v4 import V4Config
 from mla_jax.engine import Engine
 from mla_jax.metadata.common import HostBatch, build_common
@@ -63,9 +63,7 @@ class Case:
     @property
     def layer(self) -> V4Config:
         """A model of this one layer."""
-        return dataclasses.replace(
-            self.config, vocab=1024, compress_ratios=(self.ratio,), hash_layers=0, fp8_block=None
-        )
+        return of_ratios(self.config, self.ratio)
 
     @property
     def attention_bytes(self) -> int:
