@@ -32,12 +32,12 @@ def interpreted(monkeypatch):
 @jit
 def _records(
     x, slots, pages,
-    DIM: tl.constexpr, STORE: tl.constexpr,
+    DIM: tl.constexpr, ROW: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
     row = tl.load(x + token * DIM + tl.arange(0, DIM)[None, :])
     slot = tl.load(slots + token)
-    io.store_row(row, pages, slot * 0, slot, DIM, STORE)
+    io.store_row(row, pages, slot * 0, slot, ROW)
 
 
 @pytest.mark.parametrize("rule", [0, 1])
@@ -61,7 +61,7 @@ def test_records_to_the_bit(format, rule, rng):
     slots = rng.permutation(PAGES * PAGE)[:20].astype(np.int32)
     pages = np.array(cache.pages)
     given = (torch.from_numpy(a) for a in (x, slots, pages))
-    _records[(20,)](*given, DIM=dim, STORE=layout(cache))
+    _records[(20,)](*given, DIM=dim, ROW=layout(cache))
     cut = [f.count for f in fmt.values][:1]
     parts = tuple(jnp.split(jnp.asarray(x), cut, axis=1)) if len(fmt.values) > 1 else (x,)
     want = write_records(cache, tuple(map(jnp.asarray, parts)), jnp.asarray(slots))
