@@ -6,6 +6,7 @@ disjoint ratio (C128) to all states. Decodes read the pages; prefills gather wha
 into a workspace, as the metadata plans it.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -103,18 +104,27 @@ class V4Attention(nnx.Module):
         ``layer`` is this layer's number in the window's stack, ``number`` its number among the
         layers of its ratio.
         """
-        given = self.products(x, shared.angles)
-        facts = {"layer": layer, "number": number, "backend": backend, "placement": placement}
+        where = {"backend": backend, "placement": placement}
+        given = self.products(x, shared.angles, **where)
+        facts = {"layer": layer, "number": number, **where}
         out, caches = self.attend(given, meta, caches, shared, **facts)
         return self._project(out, shared.angles), caches
 
-    def products(self, x: Float[Array, "tokens hidden"], angles: Angles) -> _Products:
+    def products(
+        self,
+        x: Float[Array, "tokens hidden"],
+        angles: Angles,
+        *,
+        backend: str | None = None,
+        placement: Placement | None = None,
+    ) -> _Products:
         """What the layer's weights make of new tokens, before any cache is read."""
         low = self.q_norm(self.q_down(x))
         pools = () if self.pool is None else (self.pool.products(x),)
         select = None
         if self.indexer is not None:
-            select = self.indexer.queries(low, angles), self.indexer.weights(x)
+            weights = self.indexer.weights(x, backend=backend, placement=placement)
+            select = self.indexer.queries(low, angles), weights
             pools = (*pools, self.indexer.pool.products(x))
         return _Products(q=self.q_up(low), kv=self.kv(x), pools=pools, select=select)
 
@@ -251,7 +261,7 @@ class V4Attention(nnx.Module):
             return jnp.arange(states) < complete[:, None]
         keys = self.indexer.pool.whole(x, angles)
         scores = ops.indexer_logits(
-            self.indexer.queries(low, angles), self.indexer.weights(x), keys
+            self.indexer.queries(low, angles), self.indexer.weights(x, backend="xla"), keys
         )
         chosen = best_positions(scores, complete, k=self.indexer.topk)
         column = jnp.where(chosen >= 0, chosen, states)
@@ -501,10 +511,10 @@ class V4Block(nnx.Module):
     ) -> tuple[Float[Array, "tokens streams hidden"], dict[str, Cache]]:
         """One step of this layer; ``facts`` as ``V4Attention.step`` takes them."""
         more = {"backend": backend, "placement": placement}
-        x, mixing = self.attn_streams(streams)
+        x, mixing = self.attn_streams(streams, **more)
         y, written = self.attn.step(self.attn_norm(x), meta, caches, shared, **facts, **more)
         streams = mixing.back(streams, y)
-        x, mixing = self.mlp_streams(streams)
+        x, mixing = self.mlp_streams(streams, **more)
         y = self.moe(self.mlp_norm(x), token_ids, meta.real, **more)
         return mixing.back(streams, y), written
 
@@ -516,11 +526,11 @@ class V4Block(nnx.Module):
         """Whole sequences without a cache; all tokens real."""
         shape, tokens = streams.shape, token_ids.size
         flat = streams.reshape(tokens, *shape[2:])
-        x, mixing = self.attn_streams(flat)
+        x, mixing = self.attn_streams(flat, backend="xla")
         sequences = self.attn_norm(x).reshape(*shape[:2], -1)
         y = jax.vmap(self.attn.whole)(sequences).reshape(tokens, -1)
         flat = mixing.back(flat, y)
-        x, mixing = self.mlp_streams(flat)
+        x, mixing = self.mlp_streams(flat, backend="xla")
         real = jnp.ones((tokens,), jnp.bool_)
         y = self.moe(self.mlp_norm(x), token_ids.reshape(-1), real, backend="xla")
         return mixing.back(flat, y).reshape(shape)
@@ -582,7 +592,8 @@ class DeepseekV4(nnx.Module):
         for stack in self.stacks:
             carry = stack.run(carry, layer)
         streams, written = carry
-        return self.final_norm(self.stream_head(streams)), written
+        last = self.stream_head(streams, backend=backend, placement=placement)
+        return self.final_norm(last), written
 
     def _streams(self, token_ids: Int[Array, "*tokens"]) -> Float[Array, "*tokens streams hidden"]:
         """The embedding, copied into all streams."""
@@ -621,7 +632,8 @@ class DeepseekV4(nnx.Module):
         streams = self._streams(token_ids)
         for stack in self.stacks:
             streams = stack.run(streams, layer)
-        return self.final_norm(jax.vmap(self.stream_head)(streams))
+        head = functools.partial(self.stream_head, backend="xla")
+        return self.final_norm(jax.vmap(head)(streams))
 
 
 def _every_state(meta: V4Metadata, config: V4Config) -> C128ATopkMetadata:

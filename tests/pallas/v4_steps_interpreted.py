@@ -17,9 +17,11 @@ from mla_jax.pallas.cache_io import row_triton as io
 from mla_jax.pallas.cache_io.records import write_records
 from mla_jax.pallas.cache_io.row_layout import layout
 from mla_jax.pallas.pooling import triton as pooling
+from mla_jax.pallas.streams import triton as mixing
 from mla_jax.pallas.triton_lib import jit, tl
-from tests.pallas import v4_steps
+from tests.pallas import streams, v4_steps
 from tests.pallas.interpreted import call
+from tests.pallas.streams import NORM_EPS, ROUNDS, arrays, inputs, judge
 from tests.pallas.v4_steps import EPS, PAGE, PAGES, Memory, cuts, sequences
 
 
@@ -158,3 +160,10 @@ def test_a_token_that_completes_nothing_reads_no_ring(rng):
     ring, (cache,) = pooling.pool_states(ring, pools, groups_of(step), eps=EPS)
     assert np.isnan(np.asarray(cache.pages)).all()
     assert (~np.isnan(np.asarray(ring.pages)).all(-1)).sum() == 2
+
+
+@pytest.mark.parametrize(("tokens", "n", "hidden"), [(1, 4, 512), (5, 2, 24), (3, 4, 200)])
+def test_streams(tokens, n, hidden, rng):
+    given = inputs(rng, tokens, n, hidden, dtype="float32")
+    facts = {"rounds": ROUNDS, "eps": streams.EPS, "norm_eps": NORM_EPS}
+    judge(mixing.mix_streams(*arrays(given), **facts), given, atol=1e-5)
