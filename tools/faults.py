@@ -32,6 +32,7 @@ KERNELS = {
     "sparse_attention": "sparse attention",
     "cache_io": "cache reads and writes",
     "append": "a step's new rows (`append`)",
+    "v4_steps": "V4's small steps (`append_window`, `pooling`, `streams`)",
     "grouped_matmul": "routed experts (`grouped_matmul`)",
     "fp8_matmul": "products with fp8 weights (`fp8_matmul`)",
     "router": "router",
