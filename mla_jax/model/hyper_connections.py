@@ -93,7 +93,7 @@ class StreamHead(nnx.Module):
     ) -> Float[Array, "tokens hidden"]:
         """The same on every device."""
         tokens, n, hidden = streams.shape
-        rows, kernel = streams.reshape(tokens, -1), self.proj[...].reshape(n * hidden, n)
+        rows, kernel = streams.reshape(tokens, n * hidden), self.proj[...].reshape(n * hidden, n)
         z = product_float32(rows, kernel, backend=backend, placement=placement)
         squares = (streams.astype(jnp.float32) ** 2).mean(axis=(1, 2))
         z = z * jax.lax.rsqrt(squares + self.eps)[:, None]
