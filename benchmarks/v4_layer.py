@@ -26,7 +26,7 @@ from mla_jax.metadata.common import HostBatch, build_common
 from mla_jax.metadata.packed import pack
 from mla_jax.model.deepseek_v4 import DeepseekV4
 from mla_jax.model.presets import V4_FLASH
-from mla_jax.model.step import LOOPS_IN_GRAPHS, StepBatch, empty_batch
+from mla_jax.model.step import GPU_OPTIONS, StepBatch, empty_batch
 from mla_jax.types import round_up
 
 __all__ = ["CASES", "METHOD", "Case", "run"]
@@ -178,7 +178,7 @@ def attention_parts(engine: Engine, batch: StepBatch) -> dict[str, Callable[[], 
         jax.random.normal(jax.random.key(1), (tokens, *n), jnp.bfloat16)
         for n in ((c.hidden,), (c.heads, c.dim))
     )
-    options = LOOPS_IN_GRAPHS if jax.default_backend() == "gpu" else None
+    options = GPU_OPTIONS if jax.default_backend() == "gpu" else None
     given = state, x, out, shared.angles
     project = jax.jit(products, compiler_options=options).lower(*given).compile()
     new, _ = project(*given)

@@ -75,4 +75,4 @@ def test_compiles_for_sm90_with_two_launches(tokens, monkeypatch):
     entry = text[text.index("\nENTRY") :]
     assert entry.count('custom_call_target="triton_kernel_call_ffi"') == 2, entry
     assert " fusion(" not in entry and "cublas" not in entry, entry
-    assert compiled.memory_analysis().temp_size_in_bytes < 1 << 20
+    assert compiled.memory_analysis().temp_size_in_bytes < 1 << 21

@@ -19,6 +19,7 @@ from mla_jax.types import Array, Bool, Float, cdiv, power_of_two
 
 __all__ = [
     "MOST_CUT",
+    "NARROW_PIECES",
     "PRODUCT",
     "REQUIREMENT",
     "matmul_float32",
@@ -48,6 +49,9 @@ MOST_CUT = 1024
 
 TOKENS, MANY_TOKENS, DEPTH = 16, 64, 32
 """Of a program of ``logits``: its tokens, and the channels of one turn of its loop."""
+
+MOST_PIECES, NARROW_PIECES = 32, 128
+"""Of a product: of a router's, whose program adds them, and of one with few columns."""
 
 LEAST = 16
 """Columns of a product on tensor cores."""
@@ -93,18 +97,18 @@ def matmul_float32(x: Hidden, kernel: Float[Array, "hidden out"]) -> Float[Array
     """``ref.router_logits``."""
     if not x.shape[0]:
         return jnp.zeros((0, kernel.shape[1]), jnp.float32)
-    return product_pieces(x, kernel).sum(axis=0)
+    return product_pieces(x, kernel, most=NARROW_PIECES).sum(axis=0)
 
 
 def product_pieces(
-    x: Hidden, kernel: Float[Array, "hidden out"]
+    x: Hidden, kernel: Float[Array, "hidden out"], *, most: int = MOST_PIECES
 ) -> Float[Array, "pieces tokens out"]:
     """``x @ kernel`` in float32, cut along hidden; of many tokens one piece has all of it."""
     from mla_jax.pallas import triton_lib
     from mla_jax.pallas.router import kernels_triton as kernels
 
     (tokens, hidden), out = x.shape, kernel.shape[1]
-    depth = piece_depth(hidden)
+    depth = piece_depth(hidden, most)
     pieces, columns = cdiv(hidden, depth), max(power_of_two(out), LEAST)
     many = tokens > MOST_CUT
     programs, rows = (1, MANY_TOKENS) if many else (pieces, TOKENS)
@@ -124,9 +128,9 @@ def product_pieces(
     )
 
 
-def piece_depth(hidden: int) -> int:
-    """Channels of a piece: at most 32 pieces, 128 channels or more."""
+def piece_depth(hidden: int, most: int = MOST_PIECES) -> int:
+    """Channels of a piece: at most so many pieces, 128 channels or more."""
     depth = 128
-    while cdiv(hidden, depth) > 32:
+    while cdiv(hidden, depth) > most:
         depth *= 2
     return depth

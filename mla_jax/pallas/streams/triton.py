@@ -47,7 +47,8 @@ def mix_streams(
         x, post, matrix = (jnp.zeros(o.shape, o.dtype) for o in out)
         return x, post, matrix
     rows = streams.reshape(tokens, n * hidden)
-    pieces = router.product_pieces(rows, proj.reshape(n * hidden, -1))
+    kernel = proj.reshape(n * hidden, -1)
+    pieces = router.product_pieces(rows, kernel, most=router.NARROW_PIECES)
     return triton_lib.call(
         kernels.mix,
         streams, pieces, scale, bias, tokens,
