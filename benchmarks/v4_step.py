@@ -197,6 +197,7 @@ def _torch(x: Any, dtype: Any = None) -> Any:
     import torch
 
     x = torch.from_dlpack(jnp.copy(jnp.asarray(x))).clone()
+    torch.cuda.synchronize()  # JAX may use the memory of its copy again
     return x if dtype is None else x.to(dtype)
 
 

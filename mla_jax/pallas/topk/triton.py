@@ -108,7 +108,7 @@ def select_decode(
             out=jax.ShapeDtypeStruct((rows * queries, columns), jnp.int32),
             grid=rows * cdiv(columns, PAGED[0] * blocks),
             warps=4,
-            stages=3,
+            stages=2 if blocks > PAGED[1] else 3,
             SIZES=(rows, queries, heads, dim, width, k),
             CACHE=(
                 cache.layers or 1,
