@@ -1,4 +1,4 @@
-"""Models of V2-Lite's or V3's widths with random weights, drawn leaf by leaf on the device.
+"""Models of V2-Lite's, V3's or V4's widths with random weights, drawn leaf by leaf on the device.
 
 Two standard deviations of 0.02 keep activations finite through any number of layers. One program
 that draws all leaves at once takes minutes to compile.
@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mla_jax.config import ModelConfig
-from mla_jax.config_v4 import AnyConfig
+from mla_jax.config_v4 import AnyConfig, V4Config
 from mla_jax.model.deepseek_v3 import DeepseekV3
 
-__all__ = ["drawn", "of_layers"]
+__all__ = ["drawn", "of_layers", "of_ratios"]
 
 LARGE = 2**28
 """Elements of a leaf that is drawn row by row."""
@@ -29,6 +29,13 @@ def of_layers(config: ModelConfig, layers: int) -> ModelConfig:
     sparse = (False,) * min(dense, layers) + (True,) * max(layers - dense, 0)
     moe = config.moe if any(sparse) else None
     return dataclasses.replace(config, layers=layers, sparse_layers=sparse, moe=moe)
+
+
+def of_ratios(config: V4Config, *ratios: int) -> V4Config:
+    """Layers of these ratios, none of them hashed; few tokens in the vocabulary."""
+    return dataclasses.replace(
+        config, vocab=1024, compress_ratios=ratios, hash_layers=0, fp8_block=None
+    )
 
 
 def drawn(config: AnyConfig, module: Any = DeepseekV3) -> Any:

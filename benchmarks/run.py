@@ -23,7 +23,8 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 SUITES = (
     "chunked_prefill", "decode", "gather", "indexer", "layer", "prefill", "serve", "serve_prefill",
-    "sparse_decode", "sparse_prefill", "start", "v32_dense", "v4_decode", "v4_layer", "v4_step",
+    "sparse_decode", "sparse_prefill", "start", "v32_dense", "v4_context", "v4_decode", "v4_layer",
+    "v4_step",
 )  # fmt: skip
 
 

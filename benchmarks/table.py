@@ -151,7 +151,11 @@ V4_LAYER: Columns = {
     "µs": ("ours_us", 1),
     "kernels, µs": ("busy_us", 1),
     "floor µs": ("floor_us", 1),
-    "floor of attention µs": ("attention_floor_us", 1),
+    "attention µs": ("attention_us", 1),
+    "its span": ("attention_span_us", 1),
+    "its floor µs": ("attention_floor_us", 1),
+    "its products µs": ("products_us", 1),
+    "their floor": ("products_floor_us", 1),
     "caches, bytes": ("cache_bytes", 0),
 }
 V4_STEP: Columns = {
@@ -277,10 +281,14 @@ SUITES = {
         {
             "steps": ("steps", 0),
             "s": ("seconds", 1),
+            "tokens of the prompt": ("prefill_tokens", 0),
+            "prefill s": ("prefill_s", 1),
+            "decode ms": ("decode_ms", 2),
+            "tokens drawn": ("tokens", 0),
             "peak bytes": ("peak_bytes", 0),
             "said bytes": ("said_bytes", 0),
             "caches": ("cache_bytes", 0),
-            "tokens drawn": ("tokens", 0),
+            "ready s": ("ready_s", 1),
         },
     ),
     "start": Suite(

@@ -1,95 +1,143 @@
-"""``python -m benchmarks.v4_context FILE``: one sequence of 1,048,576 tokens on one card.
+"""One sequence of 1,048,576 tokens on one card, by a model of two V4-Flash-shaped layers.
 
-A model of two layers of V4-Flash's widths, one that pools 4 tokens and one that pools 128, random
-weights: prefilled in chunks, then decoded. Memory beside what the engine says beforehand.
+One layer pools 4 tokens, one 128. The prompt is prefilled in chunks, then tokens are decoded;
+memory beside what the engine says before the first step.
 """
 
-import argparse
-import dataclasses
-import json
+import itertools
+import math
+import statistics
 import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 import numpy as np
 
-from benchmarks.machine import clocks
-from benchmarks.random_model import drawn
-from benchmarks.run import versions
+from benchmarks.random_model import drawn, of_ratios
+from mla_jax.config_v4 import V4Config
 from mla_jax.engine import Engine
+from mla_jax.metadata.buckets import FEWEST_ROWS, Ladder, MLALadder
 from mla_jax.model.deepseek_v4 import DeepseekV4
 from mla_jax.model.presets import V4_FLASH
 from mla_jax.model.sampling import SamplingParams
 from mla_jax.types import round_up
 
-PAGE, NEW = 64, 16
+__all__ = ["CASES", "METHOD", "Case", "made", "run", "walked"]
+
+PAGE = 64
+SAID = 0.02  # that the peak may be off what was said
+METHOD = (
+    "Two layers of V4-Flash's widths (ratios 4 and 128, experts among them; a vocabulary of "
+    "1,024), bf16, random weights and prompt, one request; the programs (a chunk of prefill with "
+    "and without decodes, and decodes alone, each for the longest context) compiled side by side "
+    "before the first step; ready_s: all of that; prefill_s: wall time until the first token was "
+    "read; decode_ms: median of a step behind that; said: weights, caches and the largest "
+    "program's workspace, as the engine says them before the first step; peak: of all the process "
+    "has done, by the allocator"
+)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks.v4_context", description=__doc__)
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--context", type=int, default=1 << 20)
-    parser.add_argument("--chunk", type=int, default=8192)
-    parser.add_argument("--limit", type=float, default=240.0, help="seconds after which it stops")
-    parser.add_argument(
-        "--experts", type=int, default=V4_FLASH.moe.experts, help="fewer: to try it"
-    )
-    given = parser.parse_args()
-    config = dataclasses.replace(
-        V4_FLASH,
-        vocab=1024,
-        compress_ratios=(4, 128),
-        hash_layers=0,
-        fp8_block=None,
-        moe=dataclasses.replace(V4_FLASH.moe, experts=given.experts),
-    )
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A sequence of ``context`` tokens, the last ``new`` of which are drawn."""
+
+    context: int
+    chunk: int = 8192
+    new: int = 64
+    config: V4Config = V4_FLASH
+
+    @property
+    def name(self) -> str:
+        return f"v4_flash_2l_{self.context}"
+
+    @property
+    def model(self) -> V4Config:
+        return of_ratios(self.config, self.config.overlapping, self.config.disjoint)
+
+    @property
+    def ladder(self) -> MLALadder:
+        """One chunk, with decodes beside it or not, and decodes alone: three programs."""
+        return MLALadder(
+            decodes=Ladder("decode requests", (FEWEST_ROWS,)),
+            prefills=Ladder("prefill requests", (1,)),
+            prefill_tokens=Ladder("prefill tokens", (self.chunk,)),
+            pages=Ladder("pages of one request", (self.context // PAGE,)),
+            mixed=((0, self.chunk), (FEWEST_ROWS, self.chunk)),
+            context_rows=PAGE,  # of a workspace that this family has not
+        )
+
+
+CASES = (Case(context=1 << 20),)
+
+
+def run(peers: Path | None, chosen: list[str], turn: AbstractContextManager) -> Iterator[dict]:
+    """The chosen cases, one after the other; compiles outside of ``turn``, measures inside."""
+    del peers
+    for case in (c for c in CASES if c.name in chosen):
+        begin = time.perf_counter()
+        engine = made(case)
+        ready = time.perf_counter() - begin
+        with turn:
+            row = {"case": case.name, "ready_s": ready} | walked(case, engine)
+        print(row, flush=True)
+        yield row
+        assert row["tokens"] == case.new and row["finite"], "tokens are missing, or no numbers"
+        assert not row["peak_bytes"] or abs(row["off"]) < SAID, f"memory is off by {row['off']}"
+
+
+def made(case: Case) -> Engine:
+    """The engine, its programs compiled."""
     engine = Engine(
-        drawn(config, DeepseekV4),
-        config,
-        num_pages=2 + round_up(given.context, 128 * PAGE) // PAGE,
+        drawn(case.model, DeepseekV4),
+        case.model,
+        num_pages=2 + round_up(case.context, 128 * PAGE) // PAGE,
         page=PAGE,
         max_requests=1,
-        prefill_chunk=given.chunk,
-        max_model_len=given.context,
+        prefill_chunk=case.chunk,
+        max_model_len=case.context,
         cache_format="bf16",
+        ladder=case.ladder,
     )
-    prompt = np.random.default_rng(0).integers(1, 1024, given.context - NEW).tolist()
-    engine.add(prompt, SamplingParams(max_new_tokens=NEW))
-    begin = last = time.perf_counter()
-    steps, tokens = [], []
-    done = False
-    while not done and last - begin < given.limit:
-        for event in engine.step():
-            tokens += [event.token_id] if event.token_id is not None else []
-            done = event.completion is not None
-        now = time.perf_counter()
-        steps.append(now - last)
-        last = now
+    engine.warm_up(progress=lambda state: print(state, flush=True))
+    return engine
+
+
+def walked(case: Case, engine: Engine) -> dict:
+    """The whole sequence, chunk by chunk, then token by token."""
     stats = engine.stats()
     said = stats.weight_bytes + stats.cache_bytes + stats.workspace_bytes
-    peak = jax.devices()[0].memory_stats() or {}
-    row = {
-        "case": f"v4_flash_2l_{given.context}",
-        "chunk": given.chunk,
-        "steps": len(steps),
-        "seconds": last - begin,
-        "last_steps_ms": [round(1e3 * s, 1) for s in steps[-NEW - 4 :]],
+    prompt = np.random.default_rng(0).integers(1, case.model.vocab, case.context - case.new)
+    engine.add(prompt.tolist(), SamplingParams(max_new_tokens=case.new, ignore_eos=True))
+    begin = time.perf_counter()
+    at, events, done = [begin], [], False
+    first = 0  # steps until the first token
+    while not done:
+        events += engine.step()
+        at.append(time.perf_counter())
+        first += not events
+        done = bool(events) and events[-1].completion is not None
+        if len(at) % 16 == 0:
+            print(f"{len(at) - 1} steps, {at[-1] - begin:.1f} s", flush=True)
+    ms = [1e3 * (b - a) for a, b in itertools.pairwise(at)]
+    device = jax.devices()[0].memory_stats() or {}
+    peak = device.get("peak_bytes_in_use", 0)
+    tokens = [e for e in events if e.token_id is not None]
+    return {
+        "prefill_tokens": len(prompt),
+        "chunk": case.chunk,
+        "prefill_s": at[first + 1] - begin,
+        "first_chunks_ms": [round(x, 1) for x in ms[2:6]],
+        "last_chunks_ms": [round(x, 1) for x in ms[first - 4 : first]],
+        "decode_ms": statistics.median(ms[first + 2 :] or ms),
         "tokens": len(tokens),
+        "finite": all(math.isfinite(e.logprob) for e in tokens),
+        "compiles": engine.stats().compiles,
         "said_bytes": said,
-        "peak_bytes": peak.get("peak_bytes_in_use", 0),
+        "peak_bytes": peak,
+        "off": peak / said - 1,
         "cache_bytes": stats.cache_bytes,
+        "weight_bytes": stats.weight_bytes,
     }
-    record = {
-        "device": jax.devices()[0].device_kind,
-        "versions": versions(),
-        "clocks": clocks(),
-        "method": "Random weights, bf16 caches; wall time, compilation in it",
-        "extra": [],
-        "rows": [row],
-    }
-    given.file.write_text(json.dumps(record, indent=1) + "\n")
-    print(row)
-
-
-if __name__ == "__main__":
-    main()

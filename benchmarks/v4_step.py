@@ -111,17 +111,11 @@ class Made:
 
 
 def run(peers: Path | None, chosen: list[str], turn: AbstractContextManager) -> Iterator[dict]:
-    """Check and time the chosen cases; compiles outside of ``turn``, measures inside."""
-    for case in (c for c in CASES if c.name in chosen):
-        both = made(case)
-        programs = {
-            backend: jax.jit(both.call(backend), donate_argnums=0)
-            .lower(both.held, *both.given)
-            .compile()
-            for backend in ("triton", "xla")
-        }
+    """Check and time the chosen cases; all of them are compiled before the first ``turn``."""
+    ready = [_checked(case, peers) for case in CASES if case.name in chosen]
+    for row, sides in ready:
         with turn:
-            row = _measured(case, both, programs, peers)
+            row |= _times(isolated_us(sides))
         print({k: v for k, v in row.items() if "kernels" not in k}, flush=True)
         yield row
 
@@ -131,10 +125,12 @@ def made(case: Case) -> Made:
     return _pools(case) if case.ratio else _rows(case)
 
 
-def _measured(case: Case, both: Made, programs: dict[str, Any], peers: Path | None) -> dict:
-    """Errors and times of our backends and of the peer."""
-    results, sides = {}, {}
-    for backend, program in programs.items():
+def _checked(case: Case, peers: Path | None) -> tuple[dict, dict[str, Callable[[], Any]]]:
+    """Errors of our backends and of the peer, and a call of each."""
+    both, results, sides = made(case), {}, {}
+    for backend in ("triton", "xla"):
+        program = jax.jit(both.call(backend), donate_argnums=0)
+        program = program.lower(both.held, *both.given).compile()
         held = [jax.tree.map(jnp.copy, both.held)]
 
         def once(program=program, held=held):
@@ -155,7 +151,7 @@ def _measured(case: Case, both: Made, programs: dict[str, Any], peers: Path | No
             sides["peer"] = functools.partial(_waited, call)
         else:
             print(f"{case.name}: {name} is off by {row['peer_error']}", flush=True)
-    return row | _times(isolated_us(sides))
+    return row, sides
 
 
 def _times(found: dict[str, Isolated]) -> dict[str, Any]:
@@ -201,6 +197,7 @@ def _torch(x: Any, dtype: Any = None) -> Any:
     import torch
 
     x = torch.from_dlpack(jnp.copy(jnp.asarray(x))).clone()
+    torch.cuda.synchronize()  # JAX may use the memory of its copy again
     return x if dtype is None else x.to(dtype)
 
 

@@ -26,6 +26,7 @@ from mla_jax.pallas import (
     problems,
     router,
     sparse_attention,
+    streams,
     topk,
 )
 from mla_jax.pallas.device import DeviceInfo
@@ -57,6 +58,7 @@ REGISTRY = Registry(
         *append_window.BACKENDS,
         *merge.BACKENDS,
         *router.BACKENDS,
+        *streams.BACKENDS,
         *grouped_matmul.BACKENDS,
         *fp8_matmul.BACKENDS,
         *indexer.BACKENDS,

@@ -34,6 +34,8 @@ from mla_jax.pallas.axes import (
     ExpertsIn,
     ExpertsOut,
     Hidden,
+    Mixed,
+    StreamRows,
 )
 from mla_jax.sparse_ops import (
     append_window,
@@ -57,8 +59,10 @@ __all__ = [
     "gather_rows",
     "in_one_kernel",
     "indexer_logits",
+    "matmul_float32",
     "matmul_fp8",
     "merge_attn_states",
+    "mix_streams",
     "mla_decode",
     "mla_prefill",
     "mla_sparse_decode",
@@ -379,6 +383,35 @@ def route_tokens(
     """
     run = choose(problems.route(x, kernel, choice_bias, real, moe=moe), backend)
     return run(x, kernel, choice_bias, real, moe=moe)
+
+
+def matmul_float32(
+    x: Hidden, kernel: Float[Array, "hidden out"], *, backend: str | None = None
+) -> Float[Array, "tokens out"]:
+    """``x @ kernel`` in float32, never TF32, whatever the dtype of ``x``; for few columns.
+
+    Routers, gates and the heads' weights of an indexer are such products: too narrow to fill a
+    machine by cuBLAS, and rounded by less than the choices that follow from them may be.
+    """
+    run = choose(problems.matmul_float32(x, kernel), backend)
+    return run(x, kernel)
+
+
+def mix_streams(
+    streams: StreamRows, proj: Float[Array, "streams hidden out"], scale: Float[Array, "3"],
+    bias: Float[Array, "out"], *, rounds: int, eps: float, norm_eps: float,
+    backend: str | None = None,
+) -> Mixed:  # fmt: skip
+    """``(x, post, M)`` of hyper-connections: what a sub-block reads, and how it is given back.
+
+    With ``z = W rms(vec(S))``, cut into n, n and n x n entries, ``x = sum_n pre_n S_n`` with ``pre
+    = sigmoid(a_0 z_pre + b_pre) + eps``, ``post = 2 sigmoid(a_1 z_post + b_post)``, and ``M`` is
+    Sinkhorn's matrix of ``softmax_rows(a_2 z_mix + b_mix) + eps``; all in float32, x rounded once.
+    Source: mHC, arXiv:2512.24880; DeepSeek-V4.
+    """
+    facts = {"rounds": rounds, "eps": eps, "norm_eps": norm_eps}
+    run = choose(problems.mix_streams(streams, proj, scale, bias, **facts), backend)
+    return run(streams, proj, scale, bias, **facts)
 
 
 def routed_experts(

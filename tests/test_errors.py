@@ -93,7 +93,7 @@ INTERNAL = {
     # Contracts between modules, which no caller's input can break.
     "metadata/buckets": "raise AssertionError",
     "pages": "the scheduler asks what is free before it takes pages",
-    "pallas/cache_io/triton": "what a record format of ours says",
+    "pallas/cache_io/row_layout": "what a record format of ours says",
     "pallas/dense_prefill/steps_sm90": "a layout that is written out twice",
     "pallas/indexer/scores_sm90": "a layout written out twice, and what the backend requires",
     "pallas/triton_lib": "what the compiler said of a kernel",

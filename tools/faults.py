@@ -34,6 +34,7 @@ KERNELS = {
     "append": "a step's new rows (`append`)",
     "append_window": "V4's new rows (`append_window`)",
     "pooling": "V4's compressed states (`pooling`)",
+    "v4_steps": "V4's streams (`streams`)",
     "grouped_matmul": "routed experts (`grouped_matmul`)",
     "fp8_matmul": "products with fp8 weights (`fp8_matmul`)",
     "router": "router",

@@ -12,9 +12,10 @@ from flax import nnx
 
 from mla_jax.cache import LatentCache, RecordCache, StatePool
 from mla_jax.config_v4 import V4Config
-from mla_jax.model.linear import Linear, contract
+from mla_jax.model.linear import Linear, contract, product_float32
 from mla_jax.model.norm import RMSNorm
 from mla_jax.pallas.pooling.ref import pooled, rotate_tail
+from mla_jax.placement import Placement
 from mla_jax.types import Array, Float, Int
 
 __all__ = ["Pool", "StateIndexer"]
@@ -51,12 +52,12 @@ class Pool(nnx.Module):
 
     def given(
         self,
-        x: Float[Array, "tokens hidden"],
+        products: tuple[Float[Array, "tokens halves dim"], Float[Array, "tokens halves dim"]],
         cache: LatentCache | RecordCache,
         slots: Int[Array, "tokens"],
     ) -> StatePool:
-        """What these tokens give to their groups."""
-        values, gates = self.products(x)
+        """What tokens with these ``products`` give to their groups."""
+        values, gates = products
         return StatePool(
             cache=cache,
             values=values,
@@ -104,6 +105,13 @@ class StateIndexer(nnx.Module):
         """From the normalised query latent; the last channels rotated."""
         return rotate_tail(self.q_up(q_latent), *angles)
 
-    def weights(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens heads"]:
+    def weights(
+        self,
+        x: Float[Array, "tokens hidden"],
+        *,
+        backend: str | None = None,
+        placement: Placement | None = None,
+    ) -> Float[Array, "tokens heads"]:
         """Of each head, float32, the constant factor of the score in them."""
-        return self.head_weights(x.astype(jnp.float32)) * self.factor
+        where = {"backend": backend, "placement": placement}
+        return product_float32(x, self.head_weights.kernel[...], **where) * self.factor

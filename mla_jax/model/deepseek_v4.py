@@ -6,6 +6,7 @@ disjoint ratio (C128) to all states. Decodes read the pages; prefills gather wha
 into a workspace, as the metadata plans it.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -57,6 +58,15 @@ class _OfRatio(NamedTuple):
     every: C128ATopkMetadata | None  # lists of all states; None: selected, or none
 
 
+class _Products(NamedTuple):
+    """What a layer's weights make of new tokens."""
+
+    q: Float[Array, "tokens heads dim"]
+    kv: Float[Array, "tokens dim"]
+    pools: tuple[tuple[Float[Array, "tokens _ _"], Float[Array, "tokens _ _"]], ...]  # v and g
+    select: tuple[Float[Array, "tokens _ _"], Float[Array, "tokens _"]] | None  # of the indexer
+
+
 class V4Attention(nnx.Module):
     """One layer's attention. ``ratio`` 0: the window alone."""
 
@@ -94,8 +104,44 @@ class V4Attention(nnx.Module):
         ``layer`` is this layer's number in the window's stack, ``number`` its number among the
         layers of its ratio.
         """
-        caches, slots = dict(caches), meta.common.slots
+        where = {"backend": backend, "placement": placement}
+        given = self.products(x, shared.angles, **where)
+        facts = {"layer": layer, "number": number, **where}
+        out, caches = self.attend(given, meta, caches, shared, **facts)
+        return self._project(out, shared.angles), caches
+
+    def products(
+        self,
+        x: Float[Array, "tokens hidden"],
+        angles: Angles,
+        *,
+        backend: str | None = None,
+        placement: Placement | None = None,
+    ) -> _Products:
+        """What the layer's weights make of new tokens, before any cache is read."""
         low = self.q_norm(self.q_down(x))
+        pools = () if self.pool is None else (self.pool.products(x),)
+        select = None
+        if self.indexer is not None:
+            weights = self.indexer.weights(x, backend=backend, placement=placement)
+            select = self.indexer.queries(low, angles), weights
+            pools = (*pools, self.indexer.pool.products(x))
+        return _Products(q=self.q_up(low), kv=self.kv(x), pools=pools, select=select)
+
+    def attend(
+        self,
+        new: _Products,
+        meta: V4Metadata,
+        caches: Mapping[str, Cache],
+        shared: _OfRatio,
+        *,
+        layer: Int[Array, ""] | int,
+        number: Int[Array, ""] | int,
+        backend: str | None = None,
+        placement: Placement | None = None,
+    ) -> tuple[Float[Array, "tokens heads dim"], dict[str, Cache]]:
+        """``step`` between its products: write, select, attend; numbers as ``step`` has them."""
+        caches, slots = dict(caches), meta.common.slots
 
         def append(cache, q, kv, gain, angles, slots, layer):
             naming = ops.named("append_window", backend)
@@ -105,18 +151,17 @@ class V4Attention(nnx.Module):
         shards = placement if divides(placement, self.config.heads) else None
         if shards is not None:
             append = divided(append, shards, given=(None, 1, *(None,) * 5), returned=(1, None))
-        new = self.q_up(low), self.kv(x), self.kv_norm.scale[...]
+        rows = new.q, new.kv, self.kv_norm.scale[...]
         numbers = jnp.asarray(layer), jnp.asarray(number)
-        given = caches["window"], *new, shared.angles, slots["window"], numbers[0]
+        given = caches["window"], *rows, shared.angles, slots["window"], numbers[0]
         q, caches["window"] = append(*given)
         chosen = None
         if self.pool is not None:
-            caches |= self._complete_groups(x, meta, caches, shared, numbers[1], backend, shards)
+            caches |= self._complete_groups(new, meta, caches, shared, numbers[1], backend, shards)
         if self.indexer is not None:
-            assert meta.indexer is not None, "the builder of this model has one"
+            assert meta.indexer is not None and new.select is not None, "this layer has an indexer"
             chosen = ops.select_topk(
-                self.indexer.queries(low, shared.angles),
-                self.indexer.weights(x),
+                *new.select,
                 caches["index_keys"],
                 meta.indexer,
                 self.indexer.topk,
@@ -127,7 +172,7 @@ class V4Attention(nnx.Module):
 
         def attend(q, sink, window, states, chosen, layer, number, meta, shared):
             scopes = _Scopes(self, meta, shared, window, states, chosen, layer, number, backend)
-            out = jnp.zeros(q.shape, x.dtype)
+            out = jnp.zeros(q.shape, new.kv.dtype)
             if meta.windows.bucket.decode_tokens:
                 out = scopes.decodes(out, q, sink)
             if meta.windows.bucket.prefills:
@@ -138,12 +183,11 @@ class V4Attention(nnx.Module):
             given = 1, 0, *(None,) * 7
             attend = divided(attend, shards, given=given, returned=1)
         given = q, self.sink[...], caches["window"], states, chosen, *numbers, meta, shared
-        out = attend(*given)
-        return self._project(out, shared.angles), caches
+        return attend(*given), caches
 
     def _complete_groups(
         self,
-        x: Float[Array, "tokens hidden"],
+        new: _Products,
         meta: V4Metadata,
         caches: Mapping[str, Cache],
         shared: _OfRatio,
@@ -165,7 +209,8 @@ class V4Attention(nnx.Module):
 
         if shards is not None:  # whole on every device
             complete = divided(complete, shards, given=(None,) * 6, returned=None)
-        given = tuple(pool.given(x, caches[name], slots[name]) for name, pool in pools.items())
+        made = zip(pools.items(), new.pools, strict=True)
+        given = tuple(pool.given(x, caches[name], slots[name]) for (name, pool), x in made)
         written, found = complete(
             caches[ring], given, shared.pool, meta.positions, shared.firsts, number
         )
@@ -216,7 +261,7 @@ class V4Attention(nnx.Module):
             return jnp.arange(states) < complete[:, None]
         keys = self.indexer.pool.whole(x, angles)
         scores = ops.indexer_logits(
-            self.indexer.queries(low, angles), self.indexer.weights(x), keys
+            self.indexer.queries(low, angles), self.indexer.weights(x, backend="xla"), keys
         )
         chosen = best_positions(scores, complete, k=self.indexer.topk)
         column = jnp.where(chosen >= 0, chosen, states)
@@ -462,10 +507,10 @@ class V4Block(nnx.Module):
     ) -> tuple[Float[Array, "tokens streams hidden"], dict[str, Cache]]:
         """One step of this layer; ``facts`` as ``V4Attention.step`` takes them."""
         more = {"backend": backend, "placement": placement}
-        x, mixing = self.attn_streams(streams)
+        x, mixing = self.attn_streams(streams, **more)
         y, written = self.attn.step(self.attn_norm(x), meta, caches, shared, **facts, **more)
         streams = mixing.back(streams, y)
-        x, mixing = self.mlp_streams(streams)
+        x, mixing = self.mlp_streams(streams, **more)
         y = self.moe(self.mlp_norm(x), token_ids, meta.real, **more)
         return mixing.back(streams, y), written
 
@@ -477,11 +522,11 @@ class V4Block(nnx.Module):
         """Whole sequences without a cache; all tokens real."""
         shape, tokens = streams.shape, token_ids.size
         flat = streams.reshape(tokens, *shape[2:])
-        x, mixing = self.attn_streams(flat)
+        x, mixing = self.attn_streams(flat, backend="xla")
         sequences = self.attn_norm(x).reshape(*shape[:2], -1)
         y = jax.vmap(self.attn.whole)(sequences).reshape(tokens, -1)
         flat = mixing.back(flat, y)
-        x, mixing = self.mlp_streams(flat)
+        x, mixing = self.mlp_streams(flat, backend="xla")
         real = jnp.ones((tokens,), jnp.bool_)
         y = self.moe(self.mlp_norm(x), token_ids.reshape(-1), real, backend="xla")
         return mixing.back(flat, y).reshape(shape)
@@ -543,7 +588,8 @@ class DeepseekV4(nnx.Module):
         for stack in self.stacks:
             carry = stack.run(carry, layer)
         streams, written = carry
-        return self.final_norm(self.stream_head(streams)), written
+        last = self.stream_head(streams, backend=backend, placement=placement)
+        return self.final_norm(last), written
 
     def _streams(self, token_ids: Int[Array, "*tokens"]) -> Float[Array, "*tokens streams hidden"]:
         """The embedding, copied into all streams."""
@@ -582,7 +628,8 @@ class DeepseekV4(nnx.Module):
         streams = self._streams(token_ids)
         for stack in self.stacks:
             streams = stack.run(streams, layer)
-        return self.final_norm(jax.vmap(self.stream_head)(streams))
+        head = functools.partial(self.stream_head, backend="xla")
+        return self.final_norm(jax.vmap(head)(streams))
 
 
 def _every_state(meta: V4Metadata, config: V4Config) -> C128ATopkMetadata:

@@ -16,12 +16,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
+from mla_jax import ops
 from mla_jax.config_v4 import StreamConfig
+from mla_jax.model.linear import product_float32
+from mla_jax.model.sharding import divided
+from mla_jax.pallas.streams.ref import collapsed
+from mla_jax.placement import Placement
 from mla_jax.types import Array, Float
 
-__all__ = ["Mixing", "StreamHead", "Streams", "sinkhorn"]
+__all__ = ["Mixing", "StreamHead", "Streams"]
 
 
 class Mixing(NamedTuple):
@@ -34,21 +38,11 @@ class Mixing(NamedTuple):
         self, streams: Float[Array, "tokens streams hidden"], y: Float[Array, "tokens hidden"]
     ) -> Float[Array, "tokens streams hidden"]:
         """``post_k y + sum_j M[j, k] S_j``, rounded once to the dtype of the streams."""
-        wide = streams.astype(jnp.float32)
-        mixed = jnp.einsum("tjk,tjd->tkd", self.matrix, wide, precision=lax.Precision.HIGHEST)
-        added = self.post[..., None] * y.astype(jnp.float32)[:, None]
-        return (added + mixed).astype(streams.dtype)
-
-
-def sinkhorn(
-    m: Float[Array, "tokens streams streams"], *, rounds: int, eps: float
-) -> Float[Array, "tokens streams streams"]:
-    """Columns, then ``rounds - 1`` times rows and columns, divided by their sums ``+ eps``."""
-    m = m / (m.sum(axis=-2, keepdims=True) + eps)
-    for _ in range(rounds - 1):
-        m = m / (m.sum(axis=-1, keepdims=True) + eps)
-        m = m / (m.sum(axis=-2, keepdims=True) + eps)
-    return m
+        # Written out, XLA makes one pass of it; a product by cuBLAS is of matrices of n rows.
+        mixed = self.post[..., None] * y.astype(jnp.float32)[:, None]
+        for j in range(streams.shape[1]):
+            mixed += self.matrix[:, j, :, None] * streams[:, j, None].astype(jnp.float32)
+        return mixed.astype(streams.dtype)
 
 
 class Streams(nnx.Module):
@@ -62,18 +56,23 @@ class Streams(nnx.Module):
         self.config, self.eps = config, eps
 
     def __call__(
-        self, streams: Float[Array, "tokens streams hidden"]
+        self,
+        streams: Float[Array, "tokens streams hidden"],
+        *,
+        backend: str | None = None,
+        placement: Placement | None = None,
     ) -> tuple[Float[Array, "tokens hidden"], Mixing]:
-        """What the sub-block reads, and how its result goes back."""
-        n, eps = self.config.count, self.config.eps
-        z = _projected(streams, self.proj[...], self.eps)
-        a, b = self.scale[...], self.bias[...]
-        pre = jax.nn.sigmoid(a[0] * z[:, :n] + b[:n]) + eps
-        post = 2 * jax.nn.sigmoid(a[1] * z[:, n : 2 * n] + b[n : 2 * n])
-        rows = (a[2] * z[:, 2 * n :] + b[2 * n :]).reshape(-1, n, n)
-        start = jax.nn.softmax(rows, axis=-1) + eps
-        matrix = sinkhorn(start, rounds=self.config.rounds, eps=eps)
-        return _collapsed(pre, streams), Mixing(post, matrix)
+        """What the sub-block reads, and how its result goes back; the same on every device."""
+        facts: dict = {"rounds": self.config.rounds, "eps": self.config.eps, "norm_eps": self.eps}
+        facts["backend"] = ops.named("mix_streams", backend)
+
+        def mix(streams, proj, scale, bias):
+            return ops.mix_streams(streams, proj, scale, bias, **facts)
+
+        if placement is not None and placement.size > 1:
+            mix = divided(mix, placement, given=(None,) * 4, returned=(None,) * 3)
+        x, *mixing = mix(streams, self.proj[...], self.scale[...], self.bias[...])
+        return x, Mixing(*mixing)
 
 
 class StreamHead(nnx.Module):
@@ -86,31 +85,22 @@ class StreamHead(nnx.Module):
         self.config, self.eps = config, eps
 
     def __call__(
-        self, streams: Float[Array, "tokens streams hidden"]
+        self,
+        streams: Float[Array, "tokens streams hidden"],
+        *,
+        backend: str | None = None,
+        placement: Placement | None = None,
     ) -> Float[Array, "tokens hidden"]:
-        z = _projected(streams, self.proj[...], self.eps)
+        """The same on every device."""
+        tokens, n, hidden = streams.shape
+        rows, kernel = streams.reshape(tokens, n * hidden), self.proj[...].reshape(n * hidden, n)
+        z = product_float32(rows, kernel, backend=backend, placement=placement)
+        squares = (streams.astype(jnp.float32) ** 2).mean(axis=(1, 2))
+        z = z * jax.lax.rsqrt(squares + self.eps)[:, None]
         pre = jax.nn.sigmoid(self.scale[...] * z + self.bias[...]) + self.config.eps
-        return _collapsed(pre, streams)
+        return collapsed(pre, streams)
 
 
 def _drawn(rngs: nnx.Rngs, shape: tuple[int, int, int]) -> Float[Array, "streams hidden out"]:
     kernel = jax.random.normal(rngs.params(), shape, jnp.float32)
     return kernel * (shape[0] * shape[1]) ** -0.5
-
-
-def _projected(
-    streams: Float[Array, "tokens streams hidden"],
-    kernel: Float[Array, "streams hidden out"],
-    eps: float,
-) -> Float[Array, "tokens out"]:
-    """``W rms(vec(S))``; the norm divides the product, which is the same."""
-    wide = streams.astype(jnp.float32)
-    z = jnp.einsum("tnd,ndo->to", wide, kernel, precision=lax.Precision.HIGHEST)
-    return z * lax.rsqrt((wide**2).mean(axis=(1, 2)) + eps)[:, None]
-
-
-def _collapsed(
-    pre: Float[Array, "tokens streams"], streams: Float[Array, "tokens streams hidden"]
-) -> Float[Array, "tokens hidden"]:
-    """``sum_n pre_n S_n`` in float32, rounded once."""
-    return (pre[..., None] * streams.astype(jnp.float32)).sum(axis=1).astype(streams.dtype)

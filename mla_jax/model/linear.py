@@ -1,6 +1,7 @@
 """Matrix products with a stated accumulator, and the linear layer built on them."""
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +10,18 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from mla_jax import ops
+from mla_jax.model.sharding import divided
+from mla_jax.placement import Placement
 from mla_jax.types import SCALE_BLOCK, Array, BlockScaled, Float, cdiv
 
-__all__ = ["Linear", "contract", "precision_of", "project", "scaled_params"]
+__all__ = [
+    "Linear",
+    "contract",
+    "precision_of",
+    "product_float32",
+    "project",
+    "scaled_params",
+]
 
 
 def precision_of(dtype: jnp.dtype) -> lax.Precision:
@@ -35,6 +45,20 @@ def contract(spec: str, x: Array, y: Array, *, out_dtype: jnp.dtype | None = Non
 
     # XLA's CPU backend has no batched product of 16-bit operands into float32.
     return lax.platform_dependent(x, y, cpu=widened, default=product)
+
+
+def product_float32(
+    x: Float[Array, "tokens hidden"],
+    kernel: Float[Array, "hidden out"],
+    *,
+    backend: str | None = None,
+    placement: Placement | None = None,
+) -> Float[Array, "tokens out"]:
+    """``ops.matmul_float32``, the same on every device."""
+    run = partial(ops.matmul_float32, backend=ops.named("matmul_float32", backend))
+    if placement is not None and placement.size > 1:
+        run = divided(run, placement, given=(None, None), returned=None)
+    return run(x, kernel)
 
 
 class Linear(nnx.Module):

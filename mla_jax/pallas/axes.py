@@ -16,6 +16,7 @@ __all__ = [
     "KeyValues",
     "LatentQueries",
     "Layer",
+    "Mixed",
     "PageTable",
     "Pages",
     "PerRequest",
@@ -25,6 +26,7 @@ __all__ = [
     "RowQueries",
     "Slots",
     "Starts",
+    "StreamRows",
 ]
 
 Pages = Float[Array, "*layers pages page row"]
@@ -83,6 +85,14 @@ ChoiceWeights = Float[Array, "tokens topk"]
 
 Choices = Int[Array, "tokens topk"]
 """Experts that each token chose; an index that is no expert adds nothing."""
+
+
+StreamRows = Float[Array, "tokens streams hidden"]
+"""The residual as parallel streams."""
+
+Mixed = tuple[Hidden, Float[Array, "tokens streams"], Float[Array, "tokens streams streams"]]
+"""What a sub-block reads of the streams, how much of its result each gets, and the matrix that
+mixes them; both float32."""
 
 
 class Groups(NamedTuple):

@@ -384,6 +384,29 @@ def route(x, kernel, choice_bias, real, *, moe) -> Problem:
     )
 
 
+def matmul_float32(x, kernel) -> Problem:
+    op = "matmul_float32"
+    size = _bind(op, {}, x=(x, "float", "tokens hidden"), kernel=(kernel, "float", "hidden out"))
+    return Problem.of(op, dtype=str(x.dtype), **_sizes(size, "hidden", "out", "tokens"))
+
+
+def mix_streams(streams, proj, scale, bias, *, rounds, eps, norm_eps) -> Problem:
+    op = "mix_streams"
+    del rounds, eps, norm_eps
+    size = _bind(
+        op,
+        {"three": 3},
+        streams=(streams, "float", "tokens streams hidden"),
+        proj=(proj, "float", "streams hidden out"),
+        scale=(scale, "float", "three"),
+        bias=(bias, "float", "out"),
+    )
+    n = size["streams"]
+    if size["out"] != (2 + n) * n:
+        raise ArgumentError(f"{op}: columns of proj", size["out"], f"{(2 + n) * n}: (2 + n) n")
+    return Problem.of(op, dtype=str(streams.dtype), **_sizes(size, "streams", "hidden", "tokens"))
+
+
 def write_rows(cache, values, slots, *, layer=None) -> Problem:
     op = "write_rows"
     _layer(op, cache, layer)
@@ -717,6 +740,8 @@ PROBLEMS: dict[str, Callable[..., Problem]] = {
     "merge_attn_states": merge,
     "apply_sinks": sinks,
     "route_tokens": route,
+    "matmul_float32": matmul_float32,
+    "mix_streams": mix_streams,
     "routed_experts": routed,
     "routed_experts_fp8": routed_fp8,
     "matmul_fp8": matmul_fp8,

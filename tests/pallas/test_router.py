@@ -7,11 +7,11 @@ import pytest
 
 from mla_jax import ops
 from mla_jax.errors import ArgumentError
-from mla_jax.ops import route_tokens
+from mla_jax.ops import matmul_float32, route_tokens
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.router import triton
 from tests import aot
-from tests.cases import run
+from tests.cases import draw, run
 from tests.pallas.experts import missing
 from tests.pallas.routers import MOES, case, judge
 
@@ -79,6 +79,19 @@ def test_no_tokens(backend):
     real = jnp.zeros(0, jnp.bool_)
     weights, experts = run(route_tokens, x, kernel, None, real, moe=moe, backend=backend)
     assert weights.shape == experts.shape == (0, 6)
+
+
+def test_products_of_few_columns(rng):
+    """Within float32's own error of float64, also of 16-bit rows; pieces and all at once."""
+    for backend in ("xla", "triton"):
+        for dtype, tokens, out in (("bfloat16", 5, 24), ("float32", 3, 4), ("bfloat16", 1100, 64)):
+            x, kernel = draw(rng, tokens, 1000, dtype=dtype), draw(rng, 1000, out)
+            given = jnp.asarray(x), jnp.asarray(kernel)
+            got = run(matmul_float32, *given, backend=backend)
+            want = x.astype(np.float64) @ kernel.astype(np.float64)
+            np.testing.assert_allclose(np.asarray(got), want, atol=2e-4)
+        empty = run(matmul_float32, jnp.zeros((0, 8)), jnp.zeros((8, 3)), backend=backend)
+        assert empty.shape == (0, 3)
 
 
 def test_refusals(rng):

@@ -17,9 +17,11 @@ from mla_jax.pallas.cache_io import row_triton as io
 from mla_jax.pallas.cache_io.records import write_records
 from mla_jax.pallas.cache_io.row_layout import layout
 from mla_jax.pallas.pooling import triton as pooling
+from mla_jax.pallas.streams import triton as mixing
 from mla_jax.pallas.triton_lib import jit, tl
-from tests.pallas import v4_steps
+from tests.pallas import streams, v4_steps
 from tests.pallas.interpreted import call
+from tests.pallas.streams import NORM_EPS, ROUNDS, arrays, inputs, judge
 from tests.pallas.v4_steps import EPS, PAGE, PAGES, Memory, cuts, sequences
 
 
@@ -32,12 +34,12 @@ def interpreted(monkeypatch):
 @jit
 def _records(
     x, slots, pages,
-    DIM: tl.constexpr, STORE: tl.constexpr,
+    DIM: tl.constexpr, ROW: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
     row = tl.load(x + token * DIM + tl.arange(0, DIM)[None, :])
     slot = tl.load(slots + token)
-    io.store_row(row, pages, slot * 0, slot, DIM, STORE)
+    io.store_row(row, pages, slot * 0, slot, ROW)
 
 
 @pytest.mark.parametrize("rule", [0, 1])
@@ -61,7 +63,7 @@ def test_records_to_the_bit(format, rule, rng):
     slots = rng.permutation(PAGES * PAGE)[:20].astype(np.int32)
     pages = np.array(cache.pages)
     given = (torch.from_numpy(a) for a in (x, slots, pages))
-    _records[(20,)](*given, DIM=dim, STORE=layout(cache))
+    _records[(20,)](*given, DIM=dim, ROW=layout(cache))
     cut = [f.count for f in fmt.values][:1]
     parts = tuple(jnp.split(jnp.asarray(x), cut, axis=1)) if len(fmt.values) > 1 else (x,)
     want = write_records(cache, tuple(map(jnp.asarray, parts)), jnp.asarray(slots))
@@ -158,3 +160,10 @@ def test_a_token_that_completes_nothing_reads_no_ring(rng):
     ring, (cache,) = pooling.pool_states(ring, pools, groups_of(step), eps=EPS)
     assert np.isnan(np.asarray(cache.pages)).all()
     assert (~np.isnan(np.asarray(ring.pages)).all(-1)).sum() == 2
+
+
+@pytest.mark.parametrize(("tokens", "n", "hidden"), [(1, 4, 512), (5, 2, 24), (3, 4, 200)])
+def test_streams(tokens, n, hidden, rng):
+    given = inputs(rng, tokens, n, hidden, dtype="float32")
+    facts = {"rounds": ROUNDS, "eps": streams.EPS, "norm_eps": NORM_EPS}
+    judge(mixing.mix_streams(*arrays(given), **facts), given, atol=1e-5)

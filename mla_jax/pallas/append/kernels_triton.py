@@ -51,7 +51,7 @@ def _row(
     COLUMNS: tl.constexpr = TILE[3]
     cos, sin = angles
     slots, number, scale, pages = cache
-    here, layer, slot = place(slots, number, token, CACHE)
+    here, layer, slot = place(slots, number, token, CACHE[0], CACHE[1])
     to = pages + (layer.to(tl.int64) * CACHE[1] + slot) * (RANK + ROPE)
     factor = tl.load(scale + layer)
     row = kv + token.to(tl.int64) * (RANK + ROPE)

@@ -23,19 +23,19 @@ __all__ = ["append"]
 @jit
 def _row(
     kv, gain, cos, sin, slots, number, pages, token,
-    SIZES: tl.constexpr, STORE: tl.constexpr,
+    SIZES: tl.constexpr, ROW: tl.constexpr,
     COLUMNS: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     """Normalise, rotate and store a token's row, if it has a slot."""
     DIM: tl.constexpr = SIZES[1]
-    here, layer, slot = place(slots, number, token, STORE)
+    here, layer, slot = place(slots, number, token, ROW.layers, ROW.slots)
     if here:
         c = tl.arange(0, COLUMNS)[None, :]
         x = tl.load(kv + token.to(tl.int64) * DIM + c, mask=c < DIM, other=0.0).to(tl.float32)
         y = tl.load(gain + c, mask=c < DIM, other=0.0).to(tl.float32) * normalise(x, DIM, EPS)
         y = y.to(kv.dtype.element_ty).to(tl.float32)
         y = rotate_tail(y, cos, sin, token, DIM, SIZES[2]).to(kv.dtype.element_ty)
-        store_row(y, pages, layer, slot, DIM, STORE)
+        store_row(y, pages, layer, slot, ROW)
 
 
 @jit
@@ -59,13 +59,13 @@ def _queries(
 @jit
 def append(
     q, kv, gain, cos, sin, slots, number, before, out, pages,
-    SIZES: tl.constexpr, STORE: tl.constexpr,
+    SIZES: tl.constexpr, ROW: tl.constexpr,
     TILE: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     """One token's row, or its queries of one block of heads.
 
     ``SIZES`` are heads, dim and pairs, ``TILE`` heads of a block and a power of two from dim on;
-    the others as ``cache_io.row_layout.layout`` has them. ``before`` and ``pages`` are one array.
+    ``ROW`` is a ``RowLayout``. ``before`` and ``pages`` are one array.
     """
     BLOCKS: tl.constexpr = (SIZES[0] + TILE[0] - 1) // TILE[0]
     pid = tl.program_id(0)
@@ -74,7 +74,7 @@ def append(
     if part == 0:
         _row(
             kv, gain, cos, sin, slots, number, pages, token,
-            SIZES, STORE, TILE[1], EPS,
+            SIZES, ROW, TILE[1], EPS,
         )  # fmt: skip
     else:
         _queries(q, cos, sin, out, token, part - 1, SIZES, TILE[0], TILE[1], EPS)

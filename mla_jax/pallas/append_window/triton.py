@@ -61,7 +61,7 @@ def append_window(
         warps=WARPS,
         stages=1,
         SIZES=(heads, dim, cos.shape[1]),
-        STORE=layout(cache),
+        ROW=layout(cache),
         TILE=(few, power_of_two(dim)),
         EPS=float(eps),
     )  # fmt: skip

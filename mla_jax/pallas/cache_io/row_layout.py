@@ -1,46 +1,128 @@
-"""Where a row lies in any cache, as the static numbers that ``row_triton.store_row`` takes."""
+"""Where a row lies in any cache, and how it is made: static facts that Triton programs read.
 
-from typing import Any
+Everything is stated in bytes, so one program serves records and elements.
+"""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
 
 from mla_jax.cache import LatentCache, RecordCache
+from mla_jax.formats import CACHE_SCALE, Field, RecordFormat
 from mla_jax.pallas.registry import OneOf
+from mla_jax.types import power_of_two
 
-__all__ = ["ROWS", "layout"]
+__all__ = ["ROWS", "FieldLayout", "RowLayout", "layout"]
 
 ROWS = OneOf("bf16", "fp16", "fp32", "v4", "index_key")
-"""Formats that ``store_row`` stores; e4m3 elements need a scale."""
+"""Formats whose whole rows a program stores by itself; e4m3 elements need a scale."""
+
+KINDS = {
+    "float8_e4m3fn": "e4m3", "float8_e8m0fnu": "e8m0", "bfloat16": "bf16", "float16": "fp16",
+    "float32": "fp32",
+}  # fmt: skip
 
 
-def layout(cache: LatentCache | RecordCache) -> tuple[Any, ...]:
-    """Layers and slots of each, then, by index, what records have; 0 for elements.
+@dataclass(frozen=True, kw_only=True)
+class FieldLayout:
+    """One value of a row. Where: the byte of a page where its first row has it, and how many bytes
+    behind it the next row has its own."""
 
-    2 to 6: tokens and bytes of a page, codes of a row, codes of a group, stored scales with their
-    padding. 7 to 12: first byte and bytes of a token's part for codes, scales and elements (-1: no
-    elements). 13: whether scales are exponents. 14: elements of a row. 15 to 18, the rule: whether
-    scales are powers of two, their floor, whether it is that of the maximum, whether values are
-    rounded to bfloat16 first.
-    """
-    sizes = cache.layers or 1, cache.num_slots
+    kind: str  # of its elements, of ``KINDS``
+    column: int  # of the row: its first element
+    count: int  # of elements
+    groups: int  # a power of two that holds its groups
+    group: int  # elements of a group, a power of two
+    begin: int  # where
+    width: int
+    scale: str  # of codes: kind of the scales, or CACHE_SCALE; "": none
+    scales: int  # how many
+    scale_begin: int  # where
+    scale_width: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowLayout:
+    """All of a row, and the cache that it is in."""
+
+    layers: int  # 1 if the cache is of one
+    slots: int  # of a layer
+    page: int  # rows of a page
+    page_bytes: int
+    first: FieldLayout
+    second: FieldLayout | None
+    zero: int  # where a byte is always 0; -1: nowhere
+    zero_width: int
+    rounds: bool  # values to bfloat16 before anything else
+    power_of_two: bool  # scales, as ``ScaleRule`` chooses them
+    floor: float
+    floor_of_amax: bool
+    largest: float  # code
+
+    @property
+    def fields(self) -> tuple[FieldLayout, ...]:
+        return (self.first,) if self.second is None else (self.first, self.second)
+
+
+def layout(cache: LatentCache | RecordCache) -> RowLayout:
+    """From the data of the cache's format; rows of elements are one field."""
     if isinstance(cache, LatentCache):
-        return (*sizes, 0)
-    fmt, page = cache.format, cache.page
-    planes = {f.name: p for p, plane in enumerate(fmt.planes) for f in plane}
-
-    def part(name: str) -> tuple[int, int]:
-        return fmt.offset(name, 0, page=page), fmt.widths[planes[name]]
-
-    (codes,) = (f for f in fmt.values if f.scale)
-    plain = next((f for f in fmt.values if not f.scale), None)
-    scales, rule = fmt.field(codes.scale), fmt.rules[0]
-    padding = sum(f.count for f in fmt.planes[planes[scales.name]] if f.padding)
-    return (
-        *sizes,
-        *(page, fmt.page_bytes(page), codes.count, codes.count // scales.count),
-        scales.count + padding,
-        *part(codes.name),
-        *part(scales.name),
-        *((-1, 0) if plain is None else part(plain.name)),
-        scales.dtype != "float32",
-        0 if plain is None else plain.count,
-        *(rule.power_of_two, rule.floor, rule.floor_of == "amax", fmt.rounds == "bfloat16"),
+        form = cache.format.record(cache.pages.shape[-1], 0)
+        values = form.values[:1]
+    else:
+        form, values = cache.format, cache.format.values
+    page = cache.page
+    first, *others = _fields(form, values, page)
+    (zero,) = [_where(form, f.name, page) for f in form.fields if f.padding] or [(-1, 0)]
+    rule = form.rules[0] if form.rules else None
+    return RowLayout(
+        layers=cache.layers or 1,
+        slots=cache.num_slots,
+        page=page,
+        page_bytes=form.page_bytes(page),
+        first=first,
+        second=others[0] if others else None,
+        zero=zero[0],
+        zero_width=zero[1],
+        rounds=bool(form.rounds),
+        power_of_two=rule is not None and rule.power_of_two,
+        floor=0.0 if rule is None else rule.floor,
+        floor_of_amax=rule is not None and rule.floor_of == "amax",
+        largest=max((float(jnp.finfo(f.dtype).max) for f in values if f.scale), default=0.0),
     )
+
+
+def _fields(form: RecordFormat, values: tuple[Field, ...], page: int) -> list[FieldLayout]:
+    """Side by side."""
+    found, column = [], 0
+    for field in values:
+        count, kept = field.count, None
+        if field.scale not in ("", CACHE_SCALE):
+            kept = form.field(field.scale)
+        group = power_of_two(count) if kept is None else count // kept.count
+        assert group == power_of_two(group), f"{form.name}: groups of {group}"
+        begin, width = _where(form, field.name, page)
+        scale = (0, 0) if kept is None else _where(form, kept.name, page)
+        found.append(
+            FieldLayout(
+                kind=KINDS[field.dtype],
+                column=column,
+                count=count,
+                groups=1 if kept is None else power_of_two(kept.count),
+                group=group,
+                begin=begin,
+                width=width,
+                scale=field.scale if kept is None else KINDS[kept.dtype],
+                scales=0 if kept is None else kept.count,
+                scale_begin=scale[0],
+                scale_width=scale[1],
+            )
+        )
+        column += count
+    return found
+
+
+def _where(form: RecordFormat, name: str, page: int) -> tuple[int, int]:
+    """Byte of a page where a field of its first row begins; bytes from one row to the next."""
+    first = form.offset(name, 0, page=page)
+    return first, form.offset(name, 1, page=page) - first

@@ -28,20 +28,32 @@ def _ranks(scores):
 
 
 @jit
-def _scores(keys, query, weight, HEADS: tl.constexpr, FEW: tl.constexpr, DIM: tl.constexpr):
-    """``sum_h w[h] relu(q[h] . k)`` of a block of keys, heads in blocks of ``FEW``."""
+def _heads(query, weight, first, HEADS: tl.constexpr, FEW: tl.constexpr, DIM: tl.constexpr):
+    """Some heads of a query, and their weights."""
+    h = first + tl.arange(0, FEW)
     c = tl.arange(0, DIM)
-    h = tl.arange(0, FEW)
+    q = tl.load(query + h[:, None] * DIM + c[None, :], mask=(h < HEADS)[:, None], other=0.0)
+    return q, tl.load(weight + h, mask=h < HEADS, other=0.0)
+
+
+@jit
+def _summed(keys, q, w):
+    """``sum_h w[h] relu(q[h] . k)`` of a block of keys."""
+    dots = tl.dot(keys, q.to(keys.dtype).T)
+    if keys.dtype == tl.float8e4nv:  # finite products: no maximum, which takes twice as long
+        total = tl.sum((dots + tl.abs(dots)) * (0.5 * w)[None, :], 1)
+    else:
+        total = tl.sum(tl.maximum(dots, 0.0) * w[None, :], 1)
+    return total
+
+
+@jit
+def _scores(keys, query, weight, HEADS: tl.constexpr, FEW: tl.constexpr, DIM: tl.constexpr):
+    """``_summed`` of all heads, in blocks of ``FEW``."""
     total = tl.zeros((keys.shape[0],), tl.float32)
     for first in tl.static_range(0, HEADS, FEW):
-        real = first + h < HEADS
-        q = tl.load(query + (first + h)[:, None] * DIM + c[None, :], mask=real[:, None], other=0.0)
-        w = tl.load(weight + first + h, mask=real, other=0.0)
-        dots = tl.dot(keys, q.to(keys.dtype).T)
-        if keys.dtype == tl.float8e4nv:  # finite products: no maximum, which takes twice as long
-            total += tl.sum((dots + tl.abs(dots)) * (0.5 * w)[None, :], 1)
-        else:
-            total += tl.sum(tl.maximum(dots, 0.0) * w[None, :], 1)
+        q, w = _heads(query, weight, first, HEADS, FEW, DIM)
+        total += _summed(keys, q, w)
     return total
 
 
@@ -84,6 +96,11 @@ def paged_ranks(
     layer = tl.load(number)
     real = (layer >= 0) & (layer < LAYERS)
     c = tl.arange(0, DIM)
+    ALONE: tl.constexpr = QUERIES == 1 and HEADS <= FEW
+    if ALONE:  # its one query stays where it is
+        held, factors = _heads(
+            q + row.to(tl.int64) * HEADS * DIM, weights + row * HEADS, 0, HEADS, FEW, DIM
+        )
     for block in tl.range(begin, last, STEP):
         column = block + tl.arange(0, STEP)
         p = first + column
@@ -102,7 +119,10 @@ def paged_ranks(
         for j in tl.static_range(0, QUERIES):
             line = (row * QUERIES + j).to(tl.int64)
             n = tl.load(lens + line)
-            s = _scores(k, q + line * HEADS * DIM, weights + line * HEADS, HEADS, FEW, DIM)
+            if ALONE:
+                s = _summed(k, held, factors)
+            else:
+                s = _scores(k, q + line * HEADS * DIM, weights + line * HEADS, HEADS, FEW, DIM)
             inner = (p < n) & (column < COLUMNS)
             tl.store(ranks + line * COLUMNS + column, _ranks(s * scale), mask=inner)
 

@@ -4,9 +4,8 @@ from mla_jax.pallas.pooling import ref, triton
 from mla_jax.pallas.registry import Backend
 
 BACKENDS = (
-    Backend(op="pool_states", name="xla", run=ref.pool_states),
     Backend(
         op="pool_states", name="triton", run=triton.pool_states, requirement=triton.REQUIREMENT
     ),
+    Backend(op="pool_states", name="xla", run=ref.pool_states),
 )
-"""The Triton kernels run by name only, until their tests have passed on a GPU."""

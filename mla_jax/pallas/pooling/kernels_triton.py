@@ -86,20 +86,20 @@ def pool(
 @jit
 def _state(
     pooled, gain, cos, sin, ends, slots, number, pages, group,
-    POOL: tl.constexpr, STORE: tl.constexpr,
+    POOL: tl.constexpr, ROW: tl.constexpr,
     COLUMNS: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     """Normalise, rotate and store one group's state, if it has a slot."""
     DIM: tl.constexpr = POOL[1]
     end = tl.load(ends + group)
     if end >= 0:
-        here, layer, slot = place(slots, number, end, STORE)
+        here, layer, slot = place(slots, number, end, ROW.layers, ROW.slots)
         if here:
             c = tl.arange(0, COLUMNS)[None, :]
             x = tl.load(pooled + group.to(tl.int64) * DIM + c, mask=c < DIM, other=0.0)
             y = tl.load(gain + c, mask=c < DIM, other=0.0).to(tl.float32) * normalise(x, DIM, EPS)
             y = rotate_tail(y, cos, sin, group, DIM, POOL[3]).to(gain.dtype.element_ty)
-            store_row(y, pages, layer, slot, DIM, STORE)
+            store_row(y, pages, layer, slot, ROW)
 
 
 @jit
@@ -109,7 +109,7 @@ def _kept(
 ):  # fmt: skip
     """What later groups need of a token, into its ring."""
     WIDTH: tl.constexpr = POOL[0] * POOL[1]
-    here, layer, slot = place(keep, number, token, RING)
+    here, layer, slot = place(keep, number, token, RING[0], RING[1])
     if here:
         c = tl.arange(0, COLUMNS)
         real = c < WIDTH
@@ -126,7 +126,7 @@ def _kept(
 def store(
     values, gates, bias, gain, pooled, cos, sin, ends, slots, keep, positions, number,
     ring_before, before, ring, pages,
-    GROUPS: tl.constexpr, POOL: tl.constexpr, RING: tl.constexpr, STORE: tl.constexpr,
+    GROUPS: tl.constexpr, POOL: tl.constexpr, RING: tl.constexpr, ROW: tl.constexpr,
     TILE: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     """One of ``GROUPS`` states into its slot, or what is kept of one token into its ring.
@@ -138,7 +138,7 @@ def store(
     if pid < GROUPS:
         _state(
             pooled, gain, cos, sin, ends, slots, number, pages, pid,
-            POOL, STORE, TILE[0], EPS,
+            POOL, ROW, TILE[0], EPS,
         )  # fmt: skip
     else:
         _kept(values, gates, bias, keep, positions, number, ring, pid - GROUPS, POOL, RING, TILE[1])

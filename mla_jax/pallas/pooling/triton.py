@@ -102,7 +102,7 @@ def _one(
         stages=1,
         GROUPS=count,
         **sizes,
-        STORE=layout(given.cache),
+        ROW=layout(given.cache),
         TILE=(power_of_two(dim), power_of_two(halves * dim)),
         EPS=float(eps),
     )  # fmt: skip

@@ -6,4 +6,6 @@ from mla_jax.pallas.router import ref, triton
 BACKENDS = (
     Backend("route_tokens", "triton", triton.route_tokens, triton.REQUIREMENT),
     Backend("route_tokens", "xla", ref.route_tokens),
+    Backend("matmul_float32", "triton", triton.matmul_float32, triton.PRODUCT),
+    Backend("matmul_float32", "xla", ref.router_logits),
 )

@@ -17,7 +17,16 @@ from mla_jax.pallas.axes import Choices, ChoiceWeights, Hidden
 from mla_jax.pallas.registry import OneOf, Requirement, Within
 from mla_jax.types import Array, Bool, Float, cdiv, power_of_two
 
-__all__ = ["MOST_CUT", "REQUIREMENT", "piece_depth", "route_tokens"]
+__all__ = [
+    "MOST_CUT",
+    "NARROW_PIECES",
+    "PRODUCT",
+    "REQUIREMENT",
+    "matmul_float32",
+    "piece_depth",
+    "product_pieces",
+    "route_tokens",
+]
 
 REQUIREMENT = Requirement(
     sm=Within(low=80),
@@ -29,11 +38,23 @@ REQUIREMENT = Requirement(
     packages=("triton",),
 )
 
+PRODUCT = Requirement(
+    sm=Within(low=80),
+    features={"dtype": OneOf("bfloat16", "float16", "float32"), "out": Within(high=1024)},
+    packages=("triton",),
+)
+
 MOST_CUT = 1024
 """Tokens up to which each piece of the product has a program of its own."""
 
 TOKENS, MANY_TOKENS, DEPTH = 16, 64, 32
 """Of a program of ``logits``: its tokens, and the channels of one turn of its loop."""
+
+MOST_PIECES, NARROW_PIECES = 32, 128
+"""Of a product: of a router's, whose program adds them, and of one with few columns."""
+
+LEAST = 16
+"""Columns of a product on tensor cores."""
 
 
 def route_tokens(
@@ -44,30 +65,12 @@ def route_tokens(
     from mla_jax.pallas import triton_lib
     from mla_jax.pallas.router import kernels_triton as kernels
 
-    (tokens, hidden), experts = x.shape, kernel.shape[1]
+    tokens = x.shape[0]
     weights = jax.ShapeDtypeStruct((tokens, moe.topk), jnp.float32)
     chosen = jax.ShapeDtypeStruct((tokens, moe.topk), jnp.int32)
     if not tokens:
         return jnp.zeros(weights.shape, weights.dtype), jnp.zeros(chosen.shape, chosen.dtype)
-    kernel = kernel.astype(jnp.float32)
-    depth = piece_depth(hidden)
-    pieces, columns = cdiv(hidden, depth), power_of_two(experts)
-    many = tokens > MOST_CUT
-    programs, rows = (1, MANY_TOKENS) if many else (pieces, TOKENS)
-    logits = triton_lib.call(
-        kernels.logits,
-        x,
-        kernel,
-        tokens,
-        out=jax.ShapeDtypeStruct((programs, tokens, experts), jnp.float32),
-        grid=cdiv(tokens, rows) * programs,
-        warps=8 if many and columns > 64 else 4,
-        stages=3,
-        SIZES=(hidden, experts),
-        PIECE=depth,
-        COUNT=pieces // programs,
-        TILE=(rows, columns, DEPTH),
-    )
+    logits = product_pieces(x, kernel)
     each = moe.experts // moe.groups
     biased = choice_bias is not None
     return triton_lib.call(
@@ -90,9 +93,44 @@ def route_tokens(
     )
 
 
-def piece_depth(hidden: int) -> int:
-    """Channels of a piece: at most 32 pieces, 128 channels or more."""
+def matmul_float32(x: Hidden, kernel: Float[Array, "hidden out"]) -> Float[Array, "tokens out"]:
+    """``ref.router_logits``."""
+    if not x.shape[0]:
+        return jnp.zeros((0, kernel.shape[1]), jnp.float32)
+    return product_pieces(x, kernel, most=NARROW_PIECES).sum(axis=0)
+
+
+def product_pieces(
+    x: Hidden, kernel: Float[Array, "hidden out"], *, most: int = MOST_PIECES
+) -> Float[Array, "pieces tokens out"]:
+    """``x @ kernel`` in float32, cut along hidden; of many tokens one piece has all of it."""
+    from mla_jax.pallas import triton_lib
+    from mla_jax.pallas.router import kernels_triton as kernels
+
+    (tokens, hidden), out = x.shape, kernel.shape[1]
+    depth = piece_depth(hidden, most)
+    pieces, columns = cdiv(hidden, depth), max(power_of_two(out), LEAST)
+    many = tokens > MOST_CUT
+    programs, rows = (1, MANY_TOKENS) if many else (pieces, TOKENS)
+    return triton_lib.call(
+        kernels.logits,
+        x,
+        kernel.astype(jnp.float32),
+        tokens,
+        out=jax.ShapeDtypeStruct((programs, tokens, out), jnp.float32),
+        grid=cdiv(tokens, rows) * programs,
+        warps=8 if many and columns > 64 else 4,
+        stages=3,
+        SIZES=(hidden, out),
+        PIECE=depth,
+        COUNT=pieces // programs,
+        TILE=(rows, columns, DEPTH),
+    )
+
+
+def piece_depth(hidden: int, most: int = MOST_PIECES) -> int:
+    """Channels of a piece: at most so many pieces, 128 channels or more."""
     depth = 128
-    while cdiv(hidden, depth) > 32:
+    while cdiv(hidden, depth) > most:
         depth *= 2
     return depth

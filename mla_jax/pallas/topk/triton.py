@@ -52,8 +52,11 @@ WORKSPACE = 1 << 25
 HEADS = 64
 """Of a product of scores."""
 
-PAGED = 128, 4
-"""Keys of a block, and blocks of a program, where keys lie in pages."""
+PAGED = 128, 4, 32
+"""Keys of a block, and the fewest and most blocks of a program, where keys lie in pages."""
+
+PROGRAMS = 1024
+"""That more blocks leave over: four for each place that a multiprocessor has, about."""
 
 GATHERED = 256, 32
 """Keys and queries of a program where keys are gathered."""
@@ -98,13 +101,14 @@ def select_decode(
     number = jnp.zeros((), jnp.int32) if layer is None else layer
 
     def ranks(base: Array, columns: int) -> Array:
+        blocks = _blocks(rows * cdiv(columns, PAGED[0]))
         return triton_lib.call(
             kernels.paged_ranks,
             q, weights, cache.pages, page_table, lens, number, base,
             out=jax.ShapeDtypeStruct((rows * queries, columns), jnp.int32),
-            grid=rows * cdiv(columns, PAGED[0] * PAGED[1]),
+            grid=rows * cdiv(columns, PAGED[0] * blocks),
             warps=4,
-            stages=3,
+            stages=2 if blocks > PAGED[1] else 3,
             SIZES=(rows, queries, heads, dim, width, k),
             CACHE=(
                 cache.layers or 1,
@@ -112,7 +116,7 @@ def select_decode(
                 cache.page,
                 cache.pages.shape[-1] * (1 if records else cache.page),
             ),
-            TILE=(PAGED[0], _heads(heads), PAGED[1], columns),
+            TILE=(PAGED[0], _heads(heads), blocks, columns),
             RECORDS=records,
         )  # fmt: skip
 
@@ -153,6 +157,15 @@ def select_prefill(
         )  # fmt: skip
 
     return select(ranks, starts, ends, count, k=k)
+
+
+def _blocks(all_blocks: int) -> int:
+    """Of a program over pages, a power of two."""
+    _, least, most = PAGED
+    blocks = least
+    while blocks < most and all_blocks >= 2 * blocks * PROGRAMS:
+        blocks *= 2
+    return blocks
 
 
 def _heads(heads: int) -> int:
