@@ -47,6 +47,7 @@ from mla_jax.types import Array, AttnState, BlockScaled, Bool, Float, Int, gathe
 
 __all__ = [
     "REGISTRY",
+    "append_absorbed",
     "append_latent",
     "append_window",
     "apply_sinks",
@@ -67,6 +68,8 @@ __all__ = [
     "plan_decode",
     "plan_prefill",
     "pool_states",
+    "project_rows",
+    "route_normed",
     "route_tokens",
     "routed_experts",
     "routed_experts_fp8",
@@ -144,6 +147,45 @@ def append_latent(
         format=cache.format,
     )
     return q_nope, q_rope, dataclasses.replace(cache, pages=pages)
+
+
+def append_absorbed(
+    cache: LatentCache,
+    q: Float[Array, "tokens heads qk"],
+    kv: Float[Array, "tokens row"],
+    gain: Float[Array, "rank"],
+    angles: tuple[Float[Array, "tokens pairs"], Float[Array, "tokens pairs"]],
+    up: Float[Array, "heads nope rank"],
+    slots: Int[Array, "tokens"],
+    *,
+    eps: float,
+    interleaved: bool,
+    layer: Layer = None,
+    backend: str | None = None,
+) -> tuple[Float[Array, "tokens heads rank"], Float[Array, "tokens heads rope"], LatentCache]:
+    """``append_latent`` with the key up-projection absorbed: ``(q_latent, q_rope, cache)``.
+
+    ``q_latent = q_nope up`` of each head, summed in float32 and rounded once to the dtype of ``q``;
+    ``up`` is ``U_k^T``. The rest is ``append_latent``'s.
+    """
+    problem = problems.append_absorbed(
+        cache, q, kv, gain, angles, up, slots, eps=eps, interleaved=interleaved, layer=layer
+    )
+    q_latent, q_rope, pages = choose(problem, backend)(
+        cache.pages,
+        cache.scale,
+        q,
+        kv,
+        gain,
+        *angles,
+        up,
+        int32(slots),
+        eps=eps,
+        interleaved=interleaved,
+        layer=number(layer),
+        format=cache.format,
+    )
+    return q_latent, q_rope, dataclasses.replace(cache, pages=pages)
 
 
 def gather_latent(
@@ -381,6 +423,19 @@ def route_tokens(
     return run(x, kernel, choice_bias, real, moe=moe)
 
 
+def route_normed(
+    x: Hidden, gain: Float[Array, "hidden"], kernel: Float[Array, "hidden experts"],
+    choice_bias: Float[Array, "experts"] | None, real: Bool[Array, "tokens"], *, eps: float,
+    moe: MoEConfig, backend: str | None = None,
+) -> tuple[Hidden, ChoiceWeights, Choices]:  # fmt: skip
+    """``route_tokens`` of ``rows = gain * x / sqrt(mean(x^2) + eps)``: ``(rows, weights, experts)``.
+
+    ``rows`` are rounded to x's dtype before they are routed.
+    """
+    problem = problems.route_normed(x, gain, kernel, choice_bias, real, eps=eps, moe=moe)
+    return choose(problem, backend)(x, gain, kernel, choice_bias, real, eps=float(eps), moe=moe)
+
+
 def routed_experts(
     x: Hidden, gate: ExpertsIn, up: ExpertsIn, down: ExpertsOut, weights: ChoiceWeights,
     experts: Choices, *, limit: float | None = None, backend: str | None = None,
@@ -413,6 +468,21 @@ def routed_experts_fp8(
     clamp = None if limit is None else float(limit)
     run = choose(problem, backend)
     return run(x, gate, up, down, weights, int32(experts), limit=clamp)
+
+
+def project_rows(
+    x: Float[Array, "tokens into"], weights: tuple[Float[Array, "into _"], ...], *,
+    gain: Float[Array, "into"] | None = None, onto: Hidden | None = None, eps: float = 0.0,
+    gated: bool = False, backend: str | None = None,
+) -> tuple[Float[Array, "tokens _"], ...]:  # fmt: skip
+    """``x' W`` of one weight or two, ``x' = gain * x / sqrt(mean(x^2) + eps)``, or x without gain.
+
+    ``gated``: the one result is ``silu(x' W_0) * (x' W_1)``. ``onto`` is added to the only result.
+    Sums are float32, each result is rounded once to x's dtype. A backend may multiply rows of
+    ``gain * x``, rounded to x's dtype, and divide the product by the root.
+    """
+    facts = {"gain": gain, "onto": onto, "eps": eps, "gated": gated}
+    return choose(problems.project_rows(x, weights, **facts), backend)(x, weights, **facts)
 
 
 def matmul_fp8(

@@ -1,6 +1,7 @@
 """Mixture of experts: a float32 router, grouped expert products, one shared SwiGLU."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from mla_jax.config import ModelConfig, MoEConfig
 from mla_jax.errors import ConfigError
 from mla_jax.model.linear import scaled_params
 from mla_jax.model.mlp import SwiGLU
+from mla_jax.model.norm import RMSNorm
 from mla_jax.model.sharding import divided, divides
 from mla_jax.pallas.router.ref import (
     choose_experts,
@@ -49,6 +51,31 @@ class Router(nnx.Module):
         if placement is not None and placement.size > 1:
             run = divided(run, placement, given=(None,) * 4, returned=(None, None))
         return run(x, self.kernel[...], bias, real)
+
+
+    def normed(
+        self,
+        x: Float[Array, "tokens hidden"],
+        norm: RMSNorm,
+        real: Bool[Array, "tokens"],
+        *,
+        backend: str | None = None,
+        placement: Placement | None = None,
+    ) -> tuple[
+        Float[Array, "tokens hidden"], Float[Array, "tokens topk"], Int[Array, "tokens topk"]
+    ]:
+        """``norm(x)``, and the weights and experts of these rows: in one operation where it fits.
+
+        Over several devices of a ``placement`` the norm is apart.
+        """
+        bias = None if self.choice_bias is None else self.choice_bias[...]
+        given = x, norm.scale[...], self.kernel[...], bias, real
+        facts: dict[str, Any] = {"eps": norm.eps, "moe": self.moe}
+        alone = backend in (None, "triton") and (placement is None or placement.size == 1)
+        if alone and ops.in_one_kernel("route_normed", *given, **facts):
+            return ops.route_normed(*given, **facts)
+        rows = norm(x)
+        return rows, *self(rows, real, backend=backend, placement=placement)
 
 
 class HashRouter(nnx.Module):
@@ -180,19 +207,25 @@ class MoE(nnx.Module):
         x: Float[Array, "tokens hidden"],
         real: Bool[Array, "tokens"],
         *,
+        norm: RMSNorm | None = None,
         onto: Float[Array, "tokens hidden"] | None = None,
         backend: str | None = None,
         placement: Placement | None = None,
     ) -> Float[Array, "tokens hidden"]:
         """Rows that are not real reach no expert and give the shared part only.
 
-        ``onto``, the residual, is added to the shared part, which XLA does inside of its last
-        product; that sum needs no routed expert, so both parts can run at the same time. Over
-        several devices of a ``placement`` each one has its own experts.
+        ``norm`` comes first, if there is one. ``onto``, the residual, is added to the shared part,
+        which is done inside of its last product; that sum needs no routed expert, so both parts
+        can run at the same time. Over several devices of a ``placement`` each one has its own
+        experts.
         """
-        beside = None if self.shared is None else self.shared(x, backend=backend)
-        if onto is not None:
-            beside = onto if beside is None else onto + beside
-        weights, experts = self.router(x, real, backend=backend, placement=placement)
-        y = self.experts(x, weights, experts, backend=backend, placement=placement)
+        where: dict[str, Any] = {"backend": backend, "placement": placement}
+        if norm is None:
+            rows, weights, experts = x, *self.router(x, real, **where)
+        else:
+            rows, weights, experts = self.router.normed(x, norm, real, **where)
+        beside = onto
+        if self.shared is not None:
+            beside = self.shared(x, norm=norm, normed=rows, onto=onto, **where)
+        y = self.experts(rows, weights, experts, **where)
         return y if beside is None else beside + y
