@@ -8,12 +8,12 @@ behind each other. ``python -m benchmarks.step_account --layers 7 --cases 1x4096
 import argparse
 import dataclasses
 import gc
+import itertools
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.random_model import drawn, of_layers
@@ -150,7 +150,7 @@ def measure(engine: Engine, case: tuple[int, int], timeline: int) -> tuple[dict,
 def account(events: list[dict]) -> tuple[list[str], float, dict[str, float]]:
     """Kernels of the last layer but one, the median time of a layer, and of each kernel in it."""
     firsts = [i for i, e in enumerate(events) if e["name"].startswith(FIRST)]
-    gaps = [events[b]["ts"] - events[a]["ts"] for a, b in zip(firsts, firsts[1:], strict=False)]
+    gaps = [events[b]["ts"] - events[a]["ts"] for a, b in itertools.pairwise(firsts)]
     layer = float(np.median(gaps))
     inside = [i for i, gap in enumerate(gaps) if gap < 1.2 * layer]
     pick = inside[-2]
