@@ -2,7 +2,7 @@
 
 V2-Lite's widths, few layers, random weights, caches of zeros; the engine's own programs, called
 behind each other. ``python -m benchmarks.step_account --layers 7 --cases 1x4096,32x4096``;
-``--without OP,OP`` has operations that fuse others done part by part.
+``--without OP,OP`` has operations that fuse others done part by part (``down_sum`` is one, too).
 """
 
 import argparse
@@ -24,6 +24,7 @@ from mla_jax.metadata.buckets import FEWEST_ROWS, Ladder, MLALadder
 from mla_jax.metadata.packed import pack
 from mla_jax.model.presets import V2_LITE
 from mla_jax.model.step import empty_batch
+from mla_jax.pallas.grouped_matmul import triton as grouped
 from mla_jax.types import cdiv
 
 PAGE, MOST, STEPS, TRACED = 64, 128, 60, 4
@@ -42,9 +43,10 @@ def main() -> None:
     config = of_layers(V2_LITE, args.layers)
     model = drawn(config)
     rows, logprobs = [], {}
-    whole = ops.in_one_kernel
+    whole, most_summed = ops.in_one_kernel, grouped.MOST_SUMMED
     for without in args.without or [""]:
         left = set(filter(None, without.split(",")))
+        grouped.MOST_SUMMED = 0 if "down_sum" in left else most_summed
         ops.in_one_kernel = lambda op, *a, left=left, **k: op not in left and whole(op, *a, **k)
         begin = time.perf_counter()
         engine = engine_of(model, config, cases)

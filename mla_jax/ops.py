@@ -438,20 +438,21 @@ def route_normed(
 
 def routed_experts(
     x: Hidden, gate: ExpertsIn, up: ExpertsIn, down: ExpertsOut, weights: ChoiceWeights,
-    experts: Choices, *, limit: float | None = None, backend: str | None = None,
-    tuning: object = None,
+    experts: Choices, *, limit: float | None = None, onto: Hidden | None = None,
+    backend: str | None = None, tuning: object = None,
 ) -> Hidden:  # fmt: skip
     """``y_t = sum_k weights[t, k] * down_e (silu(gate_e x_t) * up_e x_t)``, ``e = experts[t, k]``.
 
     An index that is no expert (padding: -1, or the number of experts) adds nothing, whatever the
     token's row and weight hold; where all are, the result is 0. ``limit`` clamps the gate from
     above and ``up x`` from both sides before the product (V4). ``weights`` are float32; products
-    accumulate in float32 and each is rounded to x's dtype, the sum is rounded once.
+    accumulate in float32 and each is rounded to x's dtype, the sum is rounded once. ``onto`` is
+    added to the sum.
     """
-    problem = problems.routed(x, gate, up, down, weights, experts, limit=limit)
+    problem = problems.routed(x, gate, up, down, weights, experts, limit=limit, onto=onto)
     run = choose(problem, backend, tuning)
     clamp = None if limit is None else float(limit)
-    return run(x, gate, up, down, weights, int32(experts), limit=clamp)
+    return run(x, gate, up, down, weights, int32(experts), limit=clamp, onto=onto)
 
 
 def routed_experts_fp8(

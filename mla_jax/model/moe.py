@@ -143,12 +143,13 @@ class Experts(nnx.Module):
         experts: Int[Array, "tokens topk"],
         real: Bool[Array, "tokens"] | None = None,
         *,
+        onto: Float[Array, "tokens hidden"] | None = None,
         backend: str | None = None,
         placement: Placement | None = None,
     ) -> Float[Array, "tokens hidden"]:
         """``sum_k weights[:, k] * expert_k(x)``; an index that is no expert adds 0.
 
-        So do all choices of a token that is not ``real``.
+        So do all choices of a token that is not ``real``. ``onto`` is added.
 
         Over several devices of a ``placement`` each one adds up what its own experts give, and
         then all add up what each has.
@@ -158,7 +159,8 @@ class Experts(nnx.Module):
         op = "routed_experts_fp8" if self.fp8 else "routed_experts"
         run = partial(getattr(ops, op), limit=self.limit, backend=ops.named(op, backend))
         if self.fp8:
-            return run(x, *self._scaled(), weights, experts)
+            y = run(x, *self._scaled(), weights, experts)
+            return y if onto is None else onto + y
 
         def share(gate, up, down, x, weights, chosen):
             mine = chosen - lax.axis_index(SHARDS) * gate.shape[0]
@@ -167,10 +169,11 @@ class Experts(nnx.Module):
 
         gate, up, down = self.gate[...], self.up[...], self.down[...]
         if placement is None or not divides(placement, gate.shape[0]):
-            return run(x, gate, up, down, weights, experts)
+            return run(x, gate, up, down, weights, experts, onto=onto)
         given = (0, 0, 0, None, None, None)
         on_all = divided(share, placement, given=given, returned=None)
-        return on_all(gate, up, down, x, weights, experts)
+        y = on_all(gate, up, down, x, weights, experts)
+        return y if onto is None else onto + y
 
     def _scaled(self) -> tuple[BlockScaled, BlockScaled, BlockScaled]:
         return (
@@ -227,5 +230,4 @@ class MoE(nnx.Module):
         beside = onto
         if self.shared is not None:
             beside = self.shared(x, norm=norm, normed=rows, onto=onto, **where)
-        y = self.experts(rows, weights, experts, **where)
-        return y if beside is None else beside + y
+        return self.experts(rows, weights, experts, onto=beside, **where)

@@ -325,8 +325,9 @@ def sinks(state, sinks) -> Problem:
     return Problem.of("apply_sinks", dtype=str(state.out.dtype), **size)
 
 
-def routed(x, gate, up, down, weights, experts, *, limit=None) -> Problem:
+def routed(x, gate, up, down, weights, experts, *, limit=None, onto=None) -> Problem:
     op = "routed_experts"
+    more = {} if onto is None else {"onto": (onto, "float", "tokens hidden")}
     size = _bind(
         op,
         {},
@@ -336,8 +337,9 @@ def routed(x, gate, up, down, weights, experts, *, limit=None) -> Problem:
         down=(down, "float", "experts width hidden"),
         weights=(weights, "float", "tokens topk"),
         experts=(experts, "int", "tokens topk"),
+        **more,
     )
-    _same_dtype(op, x=x, gate=gate, up=up, down=down)
+    _same_dtype(op, x=x, gate=gate, up=up, down=down, **({} if onto is None else {"onto": onto}))
     _check_experts(op, weights, limit)
     return Problem.of(
         op, dtype=str(x.dtype), **_sizes(size, "experts", "topk", "hidden", "width", "tokens")

@@ -12,11 +12,11 @@ __all__ = ["routed_experts", "swiglu"]
 
 def routed_experts(
     x: Hidden, gate: ExpertsIn, up: ExpertsIn, down: ExpertsOut, weights: ChoiceWeights,
-    experts: Choices, *, limit: float | None = None,
+    experts: Choices, *, limit: float | None = None, onto: Hidden | None = None,
 ) -> Hidden:  # fmt: skip
     """``y_t = sum_k weights[t, k] down_e swiglu(gate_e x_t, up_e x_t)``, ``e = experts[t, k]``.
 
-    An index that is no expert adds nothing. Float32 throughout, rounded once at the end.
+    ``onto`` is added. An index that is no expert adds nothing. Float32 throughout, rounded once at the end.
     """
 
     def add(y: Array, e: Array) -> tuple[Array, None]:
@@ -27,7 +27,8 @@ def routed_experts(
         share = jnp.where(chosen, weights, 0).sum(axis=1, keepdims=True)
         return y + jnp.where(chosen.any(axis=1, keepdims=True), share * h, 0), None
 
-    y, _ = lax.scan(add, jnp.zeros(x.shape, jnp.float32), jnp.arange(gate.shape[0]))
+    first = jnp.zeros(x.shape, jnp.float32) if onto is None else onto.astype(jnp.float32)
+    y, _ = lax.scan(add, first, jnp.arange(gate.shape[0]))
     return y.astype(x.dtype)
 
 
