@@ -428,7 +428,7 @@ def route_normed(
     choice_bias: Float[Array, "experts"] | None, real: Bool[Array, "tokens"], *, eps: float,
     moe: MoEConfig, backend: str | None = None,
 ) -> tuple[Hidden, ChoiceWeights, Choices]:  # fmt: skip
-    """``route_tokens`` of ``rows = gain * x / sqrt(mean(x^2) + eps)``: ``(rows, weights, experts)``.
+    """``rows = gain * x / sqrt(mean(x^2) + eps)``, and ``route_tokens`` of them: weights, experts.
 
     ``rows`` are rounded to x's dtype before they are routed.
     """

@@ -52,7 +52,6 @@ class Router(nnx.Module):
             run = divided(run, placement, given=(None,) * 4, returned=(None, None))
         return run(x, self.kernel[...], bias, real)
 
-
     def normed(
         self,
         x: Float[Array, "tokens hidden"],

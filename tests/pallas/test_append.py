@@ -180,7 +180,7 @@ def test_the_model_takes_it_where_it_qualifies(rng, monkeypatch):
 @pytest.mark.parametrize("format", ["bf16", "fp16", "fp8_e4m3"])
 @pytest.mark.parametrize(("tokens", "heads"), [(1, 16), (9, 3), (30, 4), (100, 2)])
 def test_absorbed_queries(tokens, heads, format, name, rng):
-    """The product against float64; rows, rotation and the cache are ``append_latent``'s, bit for bit.
+    """The product against float64; rotation and cache are ``append_latent``'s, bit for bit.
 
     Rows of padding are NaN.
     """

@@ -196,8 +196,8 @@ def append_absorbed(
     """One token's row, or the absorbed queries of some tokens, a head and a block of columns.
 
     ``SIZES`` and ``CACHE`` as for ``append``; ``TILE`` is tokens, columns, and groups and depth of
-    the channels of a step, ``WIDE`` is ``append``'s, of which two count. ``before`` and ``pages`` are
-    one array. Rows come last.
+    the channels of a step, ``WIDE`` is ``append``'s ``TILE``, of which two count. ``before`` and
+    ``pages`` are one array. Rows come last.
     """
     BLOCKS: tl.constexpr = SIZES[3] // TILE[1]
     pid = tl.program_id(0)

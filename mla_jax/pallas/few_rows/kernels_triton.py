@@ -65,10 +65,11 @@ def _sums(
 
 @jit
 def _tile(
-    x, gain, onto, first, second, tokens, out, row, block,
+    x, gain, onto, weights, tokens, out, row, block,
     INTO: tl.constexpr, OUT: tl.constexpr, TILE: tl.constexpr, EPS: tl.constexpr,
     GATED: tl.constexpr, ONTO: tl.constexpr,
 ):  # fmt: skip
+    first, second = weights
     column = block * TILE[1] + tl.arange(0, TILE[1])
     live = row < tokens
     u, v = _sums(x, gain, first, second, row, column, live, INTO, OUT, TILE, EPS, GATED)
@@ -99,11 +100,11 @@ def project(
     row = pid // (BLOCKS + MORE) * TILE[0] + tl.arange(0, TILE[0])
     if block < BLOCKS:
         _tile(
-            x, gain, onto, first, second, tokens, out, row, block,
+            x, gain, onto, (first, second), tokens, out, row, block,
             SIZES[0], SIZES[1], TILE, EPS, GATED, ONTO,
         )  # fmt: skip
     elif MORE > 0:
         _tile(
-            x, gain, onto, second, second, tokens, more, row, block - BLOCKS,
-            SIZES[0], SIZES[2], TILE, EPS, False, False,
+            x, gain, onto, (second, second), tokens, more, row, block - BLOCKS,
+            SIZES[0], SIZES[2], TILE, EPS, GATED, ONTO,
         )  # fmt: skip

@@ -264,7 +264,7 @@ def down_sum(
     h, weight, experts, shares, onto, tokens, out,
     SIZES: tl.constexpr, TILE: tl.constexpr, PARALLEL: tl.constexpr,
 ):  # fmt: skip
-    """``out[t] = onto[t] + sum_k shares[t, k] (h[t, k] down)``, one block of columns of some tokens.
+    """``out[t] = onto[t] + sum_k shares[t, k] (h[t, k] down)``: some tokens, a block of columns.
 
     ``SIZES`` as for ``gate_up``; ``TILE`` is tokens and choices as powers of two, columns and
     depth. Each choice of a token is a batch of its own, which gives it warps of its own; of its

@@ -16,7 +16,8 @@ def routed_experts(
 ) -> Hidden:  # fmt: skip
     """``y_t = sum_k weights[t, k] down_e swiglu(gate_e x_t, up_e x_t)``, ``e = experts[t, k]``.
 
-    ``onto`` is added. An index that is no expert adds nothing. Float32 throughout, rounded once at the end.
+    ``onto`` is added. An index that is no expert adds nothing. Float32 throughout, rounded once at
+    the end.
     """
 
     def add(y: Array, e: Array) -> tuple[Array, None]:

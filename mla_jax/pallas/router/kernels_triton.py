@@ -109,7 +109,7 @@ def normed_logits(
     SIZES: tl.constexpr, PIECE: tl.constexpr, COUNT: tl.constexpr, TILE: tl.constexpr,
     EPS: tl.constexpr,
 ):  # fmt: skip
-    """``logits`` of ``normed = gain * x / sqrt(mean(x^2) + EPS)``, of which a program stores its."""
+    """``logits`` of ``normed = gain * x / sqrt(mean(x^2) + EPS)``; each stores its part."""
     _logits(x, kernel, tokens, out, gain, normed, SIZES, PIECE, COUNT, TILE, EPS)
 
 

@@ -6,8 +6,8 @@
 For few tokens cuBLAS has no float32 product that fills the machine (128 tokens of V2-Lite: 69 us),
 for many it leaves the tensor cores idle (16384 tokens: 310 us), and a sort for six of 64 is three
 kernels. Pieces are of a fixed depth and are added in order, so a token's choice does not depend on
-its neighbours. With many tokens one program adds all pieces of its own. Of few tokens ``logits`` also
-makes the rows, from those before the layer's norm (``route_normed``): one launch less.
+its neighbours. With many tokens one program adds all pieces of its own. Of few tokens the first
+launch makes the rows too, from those before the layer's norm (``route_normed``).
 """
 
 import dataclasses
