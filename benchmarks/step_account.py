@@ -7,11 +7,13 @@ behind each other. ``python -m benchmarks.step_account --layers 7 --cases 1x4096
 
 import argparse
 import dataclasses
-import gc
+import fcntl
 import itertools
 import json
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -38,29 +40,37 @@ def main() -> None:
     parser.add_argument("--without", action="append", default=[])
     parser.add_argument("--out")
     parser.add_argument("--timeline", type=int, default=1)
+    parser.add_argument("--beside", type=int, default=0, help="processes that wait for each other")
     args = parser.parse_args()
     cases = [tuple(map(int, case.split("x"))) for case in args.cases.split(",")]
     config = of_layers(V2_LITE, args.layers)
     model = drawn(config)
-    rows, logprobs = [], {}
+    rows, logprobs, engines = [], {}, []
     whole, most_summed = ops.in_one_kernel, grouped.MOST_SUMMED
     for without in args.without or [""]:
         left = set(filter(None, without.split(",")))
         grouped.MOST_SUMMED = 0 if "down_sum" in left else most_summed
         ops.in_one_kernel = lambda op, *a, left=left, **k: op not in left and whole(op, *a, **k)
         begin = time.perf_counter()
-        engine = engine_of(model, config, cases)
+        engines.append((without, engine_of(model, config, cases)))
         print(f"without {without or 'nothing'}: ready in {time.perf_counter() - begin:.0f} s")
-        for case in cases:
-            row, found = measure(engine, case, args.timeline)
-            first = logprobs.setdefault(case, found)
-            row |= {"without": without, "off": float(np.abs(first - found).max())}
-            rows.append(row)
-            print({k: v for k, v in row.items() if k != "timeline"}, flush=True)
-            for line in row["timeline"]:
-                print("   ", line)
-        del engine
-        gc.collect()
+    if args.beside:  # others compile meanwhile, and are measured before or after
+        folder = Path("/tmp/step_account")
+        folder.mkdir(exist_ok=True)
+        (folder / str(os.getpid())).touch()
+        while len(list(folder.iterdir())) < args.beside:
+            time.sleep(0.1)
+    with open("/tmp/step_account.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for without, engine in engines:
+            for case in cases:
+                row, found = measure(engine, case, args.timeline)
+                first = logprobs.setdefault(case, found)
+                row |= {"without": without, "off": float(np.abs(first - found).max())}
+                rows.append(row)
+                print({k: v for k, v in row.items() if k != "timeline"}, flush=True)
+                for line in row["timeline"]:
+                    print("   ", line)
     if args.out:
         with open(args.out, "w") as file:
             json.dump(rows, file, indent=1)

@@ -41,15 +41,13 @@ class SwiGLU(nnx.Module):
         x: Float[Array, "tokens hidden"],
         *,
         norm: RMSNorm | None = None,
-        normed: Float[Array, "tokens hidden"] | None = None,
         onto: Float[Array, "tokens hidden"] | None = None,
         backend: str | None = None,
         placement: Placement | None = None,
     ) -> Float[Array, "tokens hidden"]:
         """Of ``norm(x)``, if there is a norm; ``onto``, the residual, is added.
 
-        ``normed`` is ``norm(x)``, if the caller has it. Few rows take two kernels for all of it,
-        where those qualify; they normalise ``x`` themselves.
+        Few rows take two kernels for all of it, where those qualify.
         """
         where: dict[str, Any] = {"backend": backend, "placement": placement}
         found = None
@@ -58,8 +56,7 @@ class SwiGLU(nnx.Module):
         if found is not None:
             (inner,) = found
         else:
-            if norm is not None:
-                x = norm(x) if normed is None else normed
+            x = x if norm is None else norm(x)
             gate, up = self.gate(x, backend=backend), self.up(x, backend=backend)
             inner = swiglu(gate, up, self.limit)
         if found := fused(inner, (self.down,), onto=onto, **where):

@@ -226,7 +226,7 @@ class MoE(nnx.Module):
             rows, weights, experts = x, *self.router(x, real, **where)
         else:
             rows, weights, experts = self.router.normed(x, norm, real, **where)
-        beside = onto
-        if self.shared is not None:
-            beside = self.shared(x, norm=norm, normed=rows, onto=onto, **where)
+        # The shared part takes its rows from the router's first kernel, not from a norm of its own:
+        # started beside it, it would take the memory's time that the choice is waiting for.
+        beside = onto if self.shared is None else self.shared(rows, onto=onto, **where)
         return self.experts(rows, weights, experts, onto=beside, **where)

@@ -76,17 +76,17 @@ def _logits(
 @jit
 def _root(x, t, tokens, HIDDEN: tl.constexpr, ROWS: tl.constexpr, EPS: tl.constexpr):
     """``1 / sqrt(mean(x^2) + EPS)`` of some rows."""
-    WIDE: tl.constexpr = 256
-    squares = tl.zeros((ROWS, WIDE), tl.float32)
-    for first in range(0, HIDDEN, WIDE):
+    WIDE: tl.constexpr = 1024
+    squares = tl.zeros((ROWS,), tl.float32)
+    for first in tl.static_range(0, HIDDEN, WIDE):  # all are loaded at once
         k = first + tl.arange(0, WIDE)
         rows = tl.load(
             x + t.to(tl.int64)[:, None] * HIDDEN + k[None, :],
             mask=(t < tokens)[:, None] & (k < HIDDEN)[None, :],
             other=0.0,
         ).to(tl.float32)
-        squares += rows * rows
-    return tl.rsqrt(tl.sum(squares, 1) / HIDDEN + EPS)
+        squares += tl.sum(rows * rows, 1)
+    return tl.rsqrt(squares / HIDDEN + EPS)
 
 
 @jit

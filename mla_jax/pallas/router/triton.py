@@ -79,7 +79,7 @@ def route_normed(
         x, gain, kernel, x.shape[0],
         out=(shape, jax.ShapeDtypeStruct(x.shape, x.dtype)),
         EPS=float(eps),
-        **launch,
+        **launch | {"warps": 8},
     )  # fmt: skip
     return rows, *_chosen(logits, choice_bias, real, moe)
 
