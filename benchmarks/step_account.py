@@ -30,6 +30,7 @@ from mla_jax.pallas.grouped_matmul import triton as grouped
 from mla_jax.types import cdiv
 
 PAGE, MOST, STEPS, TRACED = 64, 128, 60, 4
+PATIENCE = 45.0  # seconds that a process waits for others
 FIRST = "gate_up"
 
 
@@ -58,19 +59,22 @@ def main() -> None:
         folder = Path("/tmp/step_account")
         folder.mkdir(exist_ok=True)
         (folder / str(os.getpid())).touch()
-        while len(list(folder.iterdir())) < args.beside:
+        until = time.perf_counter() + PATIENCE
+        while len(list(folder.iterdir())) < args.beside and time.perf_counter() < until:
             time.sleep(0.1)
     with open("/tmp/step_account.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for without, engine in engines:
             for case in cases:
-                row, found = measure(engine, case, args.timeline)
-                first = logprobs.setdefault(case, found)
-                row |= {"without": without, "off": float(np.abs(first - found).max())}
-                rows.append(row)
-                print({k: v for k, v in row.items() if k != "timeline"}, flush=True)
-                for line in row["timeline"]:
-                    print("   ", line)
+                us, found = timed(engine, case)
+                off = float(np.abs(logprobs.setdefault(case, found) - found).max())
+                rows.append({"case": case, "without": without, "step_us": us, "off": off})
+                print(rows[-1], flush=True)
+        turns = ((engine, case) for _, engine in engines for case in cases)
+        for row, (engine, case) in zip(rows, turns, strict=True):
+            lines, row["layer_us"], row["kernels"] = account(traced(engine, case))
+            print(row)
+            print("\n".join(lines) if args.timeline else "", flush=True)
     if args.out:
         with open(args.out, "w") as file:
             json.dump(rows, file, indent=1)
@@ -128,35 +132,31 @@ def batch_of(engine: Engine, case: tuple[int, int]):
     )
 
 
-def measure(engine: Engine, case: tuple[int, int], timeline: int) -> tuple[dict, np.ndarray]:
-    packed = pack(batch_of(engine, case))
-    step, caches = engine._step, engine._caches
-    out = None
+def steps(engine: Engine, case: tuple[int, int], n: int) -> tuple[float, np.ndarray]:
+    """Seconds of so many steps behind each other, and the last one's log-probabilities."""
+    packed, out, begin = pack(batch_of(engine, case)), None, time.perf_counter()
+    for _ in range(n):
+        out, engine._caches = engine._step.run(engine._caches, packed)
+    assert out is not None
+    jax.block_until_ready(out.tokens)
+    return time.perf_counter() - begin, out.read()[1][: case[0]]
 
-    def steps(n: int) -> float:
-        nonlocal caches, out
-        begin = time.perf_counter()
-        for _ in range(n):
-            out, caches = step.run(caches, packed)
-        jax.block_until_ready(out.tokens)
-        return time.perf_counter() - begin
 
-    steps(5)
-    few, many = min(steps(5) for _ in range(3)), min(steps(5 + STEPS) for _ in range(3))
+def timed(engine: Engine, case: tuple[int, int]) -> tuple[float, np.ndarray]:
+    """Microseconds of one more step, and log-probabilities."""
+    steps(engine, case, 5)
+    few = min(steps(engine, case, 5)[0] for _ in range(3))
+    many = min(steps(engine, case, 5 + STEPS)[0] for _ in range(3))
+    return round(1e6 * (many - few) / STEPS, 1), steps(engine, case, 1)[1]
+
+
+def traced(engine: Engine, case: tuple[int, int]) -> list[dict]:
+    """Kernels of a few steps."""
+    steps(engine, case, 5)
     with device_events() as (start, events):
         start()
-        steps(TRACED)
-    engine._caches = caches
-    _, logprob = out.read()
-    lines, layer, each = account(events)
-    row = {
-        "case": f"{case[0]}x{case[1]}",
-        "step_us": round(1e6 * (many - few) / STEPS, 1),
-        "layer_us": layer,
-        "kernels": each,
-        "timeline": lines if timeline else [],
-    }
-    return row, logprob[: case[0]]
+        steps(engine, case, TRACED)
+    return events
 
 
 def account(events: list[dict]) -> tuple[list[str], float, dict[str, float]]:
