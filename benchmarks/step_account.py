@@ -106,7 +106,7 @@ def engine_of(model, config, cases) -> Engine:
     return engine
 
 
-def batch_of(engine: Engine, case: tuple[int, int]):
+def batch_of(engine: Engine, case: tuple[int, ...]):
     """All requests decode one token behind so many."""
     batch, context = case
     pages = cdiv(context + 64, PAGE)
@@ -132,7 +132,7 @@ def batch_of(engine: Engine, case: tuple[int, int]):
     )
 
 
-def steps(engine: Engine, case: tuple[int, int], n: int) -> tuple[float, np.ndarray]:
+def steps(engine: Engine, case: tuple[int, ...], n: int) -> tuple[float, np.ndarray]:
     """Seconds of so many steps behind each other, and the last one's log-probabilities."""
     packed, out, begin = pack(batch_of(engine, case)), None, time.perf_counter()
     for _ in range(n):
@@ -142,7 +142,7 @@ def steps(engine: Engine, case: tuple[int, int], n: int) -> tuple[float, np.ndar
     return time.perf_counter() - begin, out.read()[1][: case[0]]
 
 
-def timed(engine: Engine, case: tuple[int, int]) -> tuple[float, np.ndarray]:
+def timed(engine: Engine, case: tuple[int, ...]) -> tuple[float, np.ndarray]:
     """Microseconds of one more step, and log-probabilities."""
     steps(engine, case, 5)
     few = min(steps(engine, case, 5)[0] for _ in range(3))
@@ -150,7 +150,7 @@ def timed(engine: Engine, case: tuple[int, int]) -> tuple[float, np.ndarray]:
     return round(1e6 * (many - few) / STEPS, 1), steps(engine, case, 1)[1]
 
 
-def traced(engine: Engine, case: tuple[int, int]) -> list[dict]:
+def traced(engine: Engine, case: tuple[int, ...]) -> list[dict]:
     """Kernels of a few steps."""
     steps(engine, case, 5)
     with device_events() as (start, events):

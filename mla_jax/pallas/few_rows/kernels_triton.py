@@ -11,6 +11,7 @@ Imported only where Triton is there: by ``triton.py``, when it runs.
 # pyright: reportOperatorIssue=false
 # pyright: reportIndexIssue=false
 # pyright: reportPossiblyUnboundVariable=false
+# pyright: reportAssignmentType=false
 
 from mla_jax.pallas.triton_lib import jit, tl
 

@@ -79,7 +79,7 @@ def route_normed(
         x, gain, kernel, x.shape[0],
         out=(shape, jax.ShapeDtypeStruct(x.shape, x.dtype)),
         EPS=float(eps),
-        **launch | {"warps": 8},
+        **(launch | {"warps": 8}),
     )  # fmt: skip
     return rows, *_chosen(logits, choice_bias, real, moe)
 
@@ -89,8 +89,8 @@ def _nothing(moe: MoEConfig) -> tuple[ChoiceWeights, Choices]:
     return jnp.zeros((0, moe.topk), jnp.float32), jnp.zeros((0, moe.topk), jnp.int32)
 
 
-def _launch(x: Hidden, kernel: Array) -> tuple[jax.ShapeDtypeStruct, dict[str, Any]]:
-    """The shape of the logits' pieces, and how they are made."""
+def _launch(x: Hidden, kernel: Array) -> tuple[jax.ShapeDtypeStruct, Any]:
+    """The shape of the logits' pieces, and how they are made: keywords of a launch."""
     (tokens, hidden), experts = x.shape, kernel.shape[1]
     depth = piece_depth(hidden)
     pieces, columns = cdiv(hidden, depth), power_of_two(experts)
@@ -116,10 +116,11 @@ def _chosen(
     from mla_jax.pallas.router import kernels_triton as kernels
 
     tokens, biased = logits.shape[1], choice_bias is not None
+    bias = logits if choice_bias is None else choice_bias.astype(jnp.float32)
     return triton_lib.call(
         kernels.choose,
         logits,
-        choice_bias.astype(jnp.float32) if biased else logits,  # not read
+        bias,  # not read if there is none
         real,
         tokens,
         out=(
