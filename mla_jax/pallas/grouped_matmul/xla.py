@@ -42,4 +42,4 @@ def routed_experts(
     scaled = jnp.where(chosen[:, None], scaled, 0.0)
     back = jnp.zeros_like(scaled).at[order].set(scaled, unique_indices=True)
     total = back.reshape(*experts.shape, x.shape[1]).sum(axis=1)
-    return (total if onto is None else onto + total).astype(x.dtype)
+    return (total if onto is None else onto.astype(total.dtype) + total).astype(x.dtype)
