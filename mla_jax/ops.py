@@ -47,7 +47,6 @@ from mla_jax.types import Array, AttnState, BlockScaled, Bool, Float, Int, gathe
 
 __all__ = [
     "REGISTRY",
-    "append_absorbed",
     "append_latent",
     "append_window",
     "apply_sinks",
@@ -68,8 +67,6 @@ __all__ = [
     "plan_decode",
     "plan_prefill",
     "pool_states",
-    "project_rows",
-    "route_normed",
     "route_tokens",
     "routed_experts",
     "routed_experts_fp8",
@@ -147,45 +144,6 @@ def append_latent(
         format=cache.format,
     )
     return q_nope, q_rope, dataclasses.replace(cache, pages=pages)
-
-
-def append_absorbed(
-    cache: LatentCache,
-    q: Float[Array, "tokens heads qk"],
-    kv: Float[Array, "tokens row"],
-    gain: Float[Array, "rank"],
-    angles: tuple[Float[Array, "tokens pairs"], Float[Array, "tokens pairs"]],
-    up: Float[Array, "heads nope rank"],
-    slots: Int[Array, "tokens"],
-    *,
-    eps: float,
-    interleaved: bool,
-    layer: Layer = None,
-    backend: str | None = None,
-) -> tuple[Float[Array, "tokens heads rank"], Float[Array, "tokens heads rope"], LatentCache]:
-    """``append_latent`` with the key up-projection absorbed: ``(q_latent, q_rope, cache)``.
-
-    ``q_latent = q_nope up`` of each head, summed in float32 and rounded once to the dtype of ``q``;
-    ``up`` is ``U_k^T``. The rest is ``append_latent``'s.
-    """
-    problem = problems.append_absorbed(
-        cache, q, kv, gain, angles, up, slots, eps=eps, interleaved=interleaved, layer=layer
-    )
-    q_latent, q_rope, pages = choose(problem, backend)(
-        cache.pages,
-        cache.scale,
-        q,
-        kv,
-        gain,
-        *angles,
-        up,
-        int32(slots),
-        eps=eps,
-        interleaved=interleaved,
-        layer=number(layer),
-        format=cache.format,
-    )
-    return q_latent, q_rope, dataclasses.replace(cache, pages=pages)
 
 
 def gather_latent(
@@ -423,36 +381,22 @@ def route_tokens(
     return run(x, kernel, choice_bias, real, moe=moe)
 
 
-def route_normed(
-    x: Hidden, gain: Float[Array, "hidden"], kernel: Float[Array, "hidden experts"],
-    choice_bias: Float[Array, "experts"] | None, real: Bool[Array, "tokens"], *, eps: float,
-    moe: MoEConfig, backend: str | None = None,
-) -> tuple[Hidden, ChoiceWeights, Choices]:  # fmt: skip
-    """``rows = gain * x / sqrt(mean(x^2) + eps)``, and ``route_tokens`` of them: weights, experts.
-
-    ``rows`` are rounded to x's dtype before they are routed.
-    """
-    problem = problems.route_normed(x, gain, kernel, choice_bias, real, eps=eps, moe=moe)
-    return choose(problem, backend)(x, gain, kernel, choice_bias, real, eps=float(eps), moe=moe)
-
-
 def routed_experts(
     x: Hidden, gate: ExpertsIn, up: ExpertsIn, down: ExpertsOut, weights: ChoiceWeights,
-    experts: Choices, *, limit: float | None = None, onto: Hidden | None = None,
-    backend: str | None = None, tuning: object = None,
+    experts: Choices, *, limit: float | None = None, backend: str | None = None,
+    tuning: object = None,
 ) -> Hidden:  # fmt: skip
     """``y_t = sum_k weights[t, k] * down_e (silu(gate_e x_t) * up_e x_t)``, ``e = experts[t, k]``.
 
     An index that is no expert (padding: -1, or the number of experts) adds nothing, whatever the
     token's row and weight hold; where all are, the result is 0. ``limit`` clamps the gate from
     above and ``up x`` from both sides before the product (V4). ``weights`` are float32; products
-    accumulate in float32 and each is rounded to x's dtype, the sum is rounded once. ``onto`` is
-    added to the sum.
+    accumulate in float32 and each is rounded to x's dtype, the sum is rounded once.
     """
-    problem = problems.routed(x, gate, up, down, weights, experts, limit=limit, onto=onto)
+    problem = problems.routed(x, gate, up, down, weights, experts, limit=limit)
     run = choose(problem, backend, tuning)
     clamp = None if limit is None else float(limit)
-    return run(x, gate, up, down, weights, int32(experts), limit=clamp, onto=onto)
+    return run(x, gate, up, down, weights, int32(experts), limit=clamp)
 
 
 def routed_experts_fp8(
@@ -469,21 +413,6 @@ def routed_experts_fp8(
     clamp = None if limit is None else float(limit)
     run = choose(problem, backend)
     return run(x, gate, up, down, weights, int32(experts), limit=clamp)
-
-
-def project_rows(
-    x: Float[Array, "tokens into"], weights: tuple[Float[Array, "into _"], ...], *,
-    gain: Float[Array, "into"] | None = None, onto: Hidden | None = None, eps: float = 0.0,
-    gated: bool = False, backend: str | None = None,
-) -> tuple[Float[Array, "tokens _"], ...]:  # fmt: skip
-    """``x' W`` of one weight or two, ``x' = gain * x / sqrt(mean(x^2) + eps)``, or x without gain.
-
-    ``gated``: the one result is ``silu(x' W_0) * (x' W_1)``. ``onto`` is added to the only result.
-    Sums are float32, each result is rounded once to x's dtype. A backend may multiply rows of
-    ``gain * x``, rounded to x's dtype, and divide the product by the root.
-    """
-    facts = {"gain": gain, "onto": onto, "eps": eps, "gated": gated}
-    return choose(problems.project_rows(x, weights, **facts), backend)(x, weights, **facts)
 
 
 def matmul_fp8(

@@ -146,7 +146,6 @@ LONG_LISTS = {
     "engine.py __init__": "the options of an engine",
     "pallas/dense_decode/mosaic.py dense_decode": "the operation's own, a plan, the interpreter",
     "pallas/append/kernels_triton.py append": "a launch passes arrays one by one",
-    "pallas/append/kernels_triton.py append_absorbed": "a launch passes arrays one by one",
     "pallas/pooling/kernels_triton.py store": "a launch passes arrays one by one",
 }
 """Functions with more parameters, and why."""

@@ -33,7 +33,6 @@ KERNELS = {
     "cache_io": "cache reads and writes",
     "append": "a step's new rows (`append`)",
     "grouped_matmul": "routed experts (`grouped_matmul`)",
-    "few_rows": "products of few rows (`few_rows`)",
     "fp8_matmul": "products with fp8 weights (`fp8_matmul`)",
     "router": "router",
     "indexer_topk": "indexer and selection (`indexer`, `topk`)",

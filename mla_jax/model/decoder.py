@@ -61,8 +61,10 @@ class DecoderBlock[Attention: MLA](nnx.Module):
         placement: Placement | None = None,
     ) -> Float[Array, "tokens hidden"]:
         """``h + mlp_or_moe(norm(h))``; rows that are not real reach no expert."""
-        more = {"norm": self.mlp_norm, "onto": h, "backend": backend, "placement": placement}
-        return self.moe(h, real, **more) if self.sparse else self.mlp(h, **more)
+        x = self.mlp_norm(h)
+        if not self.sparse:
+            return h + self.mlp(x, backend=backend)
+        return self.moe(x, real, onto=h, backend=backend, placement=placement)
 
     def feed_whole(
         self, h: Float[Array, "sequences tokens hidden"]

@@ -38,19 +38,17 @@ class Block(DecoderBlock[MLA]):
         placement: Placement | None = None,
     ) -> tuple[Float[Array, "tokens hidden"], LatentCache]:
         """One step of this layer; arguments as ``MLA`` takes them."""
-        h, cache = self.attn(
-            h,
+        y, cache = self.attn(
+            self.attn_norm(h),
             meta,
             cache,
-            norm=self.attn_norm,
-            onto=h,
             layer=layer,
             absorbed=absorbed,
             backend=backend,
             plan=plan,
             placement=placement,
         )
-        return self.feed_forward(h, meta.real, backend=backend, placement=placement), cache
+        return self.feed_forward(h + y, meta.real, backend=backend, placement=placement), cache
 
     def full(
         self, h: Float[Array, "sequences tokens hidden"]

@@ -1,8 +1,6 @@
 """Matrix products with a stated accumulator, and the linear layer built on them."""
 
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +9,9 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from mla_jax import ops
-from mla_jax.model.norm import RMSNorm
-from mla_jax.placement import Placement
 from mla_jax.types import SCALE_BLOCK, Array, BlockScaled, Float, cdiv
 
-__all__ = ["Linear", "contract", "fused", "precision_of", "project", "scaled_params"]
+__all__ = ["Linear", "contract", "precision_of", "project", "scaled_params"]
 
 
 def precision_of(dtype: jnp.dtype) -> lax.Precision:
@@ -91,41 +87,6 @@ class Linear(nnx.Module):
             return self.kernel[...]
         wide = BlockScaled(values=self.kernel[...], scale=self.scale[...]).widened(dtype)
         return wide.T.reshape(*self.in_dims, *self.out_dims)
-
-
-def fused(
-    x: Float[Array, "tokens *axes"],
-    linears: Sequence[Linear],
-    *,
-    norm: RMSNorm | None = None,
-    onto: Float[Array, "tokens hidden"] | None = None,
-    gated: bool = False,
-    backend: str | None = None,
-    placement: Placement | None = None,
-) -> tuple[Array, ...] | None:
-    """``ops.project_rows`` of one layer or two, if one kernel does it here: a decode step of few.
-
-    None where it does not, as with a bias, e4m3 weights or several devices: the caller then does
-    it part by part.
-    """
-    several = placement is not None and placement.size > 1
-    plain = all(each.scale is None and each.bias is None for each in linears)
-    if several or not plain or backend not in (None, "triton"):
-        return None
-    rows = x.reshape(x.shape[0], -1)
-    weights = tuple(
-        each.kernel[...].reshape(math.prod(each.in_dims), math.prod(each.out_dims))
-        for each in linears
-    )
-    facts: dict[str, Any] = {"onto": onto, "gated": gated}
-    if norm is not None:
-        facts |= {"gain": norm.scale[...], "eps": norm.eps}
-    if not ops.in_one_kernel("project_rows", rows, weights, **facts):
-        return None
-    found = ops.project_rows(rows, weights, **facts)
-    return tuple(
-        y.reshape(x.shape[0], *each.out_dims) for y, each in zip(found, linears, strict=False)
-    )
 
 
 def scaled_params(shape: tuple[int, ...]) -> tuple[nnx.Param, nnx.Param]:

@@ -23,7 +23,7 @@ from mla_jax import ops
 from mla_jax.cache import LatentCache, RecordCache
 from mla_jax.config import MLADims, ModelConfig, RopeConfig
 from mla_jax.metadata.mla import ContextMetadata, DecodeMetadata, MLAMetadata, PrefillMetadata
-from mla_jax.model.linear import Linear, contract, fused, project
+from mla_jax.model.linear import Linear, contract, project
 from mla_jax.model.norm import RMSNorm
 from mla_jax.model.rope import cos_sin, rotate
 from mla_jax.model.sharding import divided, divides
@@ -117,13 +117,6 @@ class _Queries(NamedTuple):
     q_rope: Float[Array, "tokens heads rope"]
 
 
-class _Latents(NamedTuple):
-    """The same, with the up-projection of the keys absorbed."""
-
-    q_latent: Float[Array, "tokens heads rank"]
-    q_rope: Float[Array, "tokens heads rope"]
-
-
 class Up(NamedTuple):
     """The up-projection of the same heads, in both forms."""
 
@@ -208,8 +201,6 @@ class MLA(nnx.Module):
         meta: MLAMetadata,
         cache: LatentCache,
         *,
-        norm: RMSNorm | None = None,
-        onto: Float[Array, "tokens hidden"] | None = None,
         layer: Int[Array, ""] | int | None = None,
         absorbed: Absorbed | None = None,
         backend: str | None = None,
@@ -218,7 +209,6 @@ class MLA(nnx.Module):
     ) -> tuple[Float[Array, "tokens hidden"], LatentCache]:
         """Write the new rows, attend over pages and new tokens, project back.
 
-        ``norm`` comes first, if there is one; ``onto``, the residual, is added in the end.
         ``layer`` is this layer's number in a stacked cache. ``absorbed`` is ``self.absorbed()``;
         a server keeps it, without it the step derives it again. ``backend`` names the backend of
         every operation that has one of that name; None takes the best that qualifies. ``plan`` is
@@ -227,15 +217,15 @@ class MLA(nnx.Module):
         """
         plan = StepPlan() if plan is None else plan
         angles = cos_sin(meta.positions, self.rope) if plan.angles is None else plan.angles
-        q, kv = self._projected(x, norm, backend=backend, placement=placement)
+        q, kv = self._project_queries(x, backend), self.kv_down(x, backend=backend)
         kv_up, number = self._up_projection(), 0 if layer is None else layer
         absorbed = self.absorbed() if absorbed is None else absorbed
         several = placement is not None and placement.size > 1
-        found = None
-        if meta.prefill is None and not several:
-            more: dict[str, Any] = {"layer": layer, "backend": backend}
-            found = self._appended(q, kv, angles, absorbed, meta, cache, **more)
-        if found is not None:
+        if (
+            meta.prefill is None
+            and not several
+            and (found := self._appended(q, kv, angles, meta, cache, layer=layer, backend=backend))
+        ):
             new, cache = found
         else:
             new = Rows(*self._split_queries(q, angles), *self._split_row(kv, angles))
@@ -249,60 +239,26 @@ class MLA(nnx.Module):
             given = (Rows._make((1, 1, None, None)), 1, 0, None, None, None, None)
             attend = divided(attend, placement, given=given, returned=(1, None))
         heads, cache = attend(new, kv_up, absorbed, meta, cache, number, plan)
-        if found := fused(heads, (self.out,), onto=onto, backend=backend, placement=placement):
-            return found[0], cache
-        y = self.out(heads, backend=backend)
-        return (y if onto is None else onto + y), cache
-
-    def _projected(
-        self,
-        x: Float[Array, "tokens hidden"],
-        norm: RMSNorm | None,
-        *,
-        backend: str | None,
-        placement: Placement | None,
-    ) -> tuple[Float[Array, "tokens heads qk"], Float[Array, "tokens row"]]:
-        """Queries before rotation, and rows before norm and rotation."""
-        down = self.q if self.dims.q_rank is None else self.q_down
-        both = down, self.kv_down
-        if found := fused(x, both, norm=norm, backend=backend, placement=placement):
-            q, kv = found
-        else:
-            x = x if norm is None else norm(x)
-            q, kv = (linear(x, backend=backend) for linear in both)
-        if self.dims.q_rank is None:
-            return q, kv
-        where: dict[str, Any] = {"backend": backend, "placement": placement}
-        if found := fused(q, (self.q_up,), norm=self.q_norm, **where):
-            return found[0], kv
-        return self.q_up(self.q_norm(q), backend=backend), kv
+        return self.out(heads, backend=backend), cache
 
     def _appended(
         self,
         q: Float[Array, "tokens heads qk"],
         kv: Float[Array, "tokens row"],
         angles: tuple[Array, Array],
-        absorbed: Absorbed,
         meta: MLAMetadata,
         cache: LatentCache,
         *,
         layer: Int[Array, ""] | int | None,
         backend: str | None,
-    ) -> tuple["_Queries | _Latents", LatentCache] | None:
-        """The queries, and the cache with the new rows, if one kernel makes both here.
-
-        Of few tokens the queries come absorbed.
-        """
+    ) -> tuple["_Queries", LatentCache] | None:
+        """The queries, and the cache with the new rows, if one kernel makes both here."""
         given = cache, q, kv, self.kv_norm.scale[...], angles, meta.slots
         facts: dict[str, Any] = {
             "eps": self.kv_norm.eps,
             "interleaved": self.rope.interleaved,
             "layer": layer,
         }
-        more = *given[:-1], absorbed.k, meta.slots
-        if backend in (None, "triton") and ops.in_one_kernel("append_absorbed", *more, **facts):
-            q_latent, q_rope, cache = ops.append_absorbed(*more, **facts)
-            return _Latents(q_latent, q_rope), cache
         named = ops.named("append_latent", backend)
         if not ops.in_one_kernel("append_latent", *given, backend=named, **facts):
             return None
@@ -311,7 +267,7 @@ class MLA(nnx.Module):
 
     def _attend(
         self,
-        new: "Rows | _Queries | _Latents",
+        new: "Rows | _Queries",
         up: "Up",
         meta: MLAMetadata,
         cache: LatentCache,
@@ -337,7 +293,7 @@ class MLA(nnx.Module):
 
     def attended(
         self,
-        new: "Rows | _Queries | _Latents",
+        new: "Rows | _Queries",
         up: "Up",
         meta: MLAMetadata,
         cache: LatentCache | RecordCache,
@@ -351,14 +307,11 @@ class MLA(nnx.Module):
 
         ``decode`` takes absorbed queries, their rotary parts, and the decode view.
         """
-        tokens, heads, _ = new.q_rope.shape
-        out = jnp.zeros((tokens, heads, self.dims.v), new.q_rope.dtype)
+        tokens, heads, _ = new.q_nope.shape
+        out = jnp.zeros((tokens, heads, self.dims.v), new.q_nope.dtype)
         if meta.decode is not None:
             n = meta.bucket.decode_tokens
-            if isinstance(new, _Latents):
-                q_latent = new.q_latent[:n]
-            else:
-                q_latent = contract("thd,hdr->thr", new.q_nope[:n], up.absorbed.k)
+            q_latent = contract("thd,hdr->thr", new.q_nope[:n], up.absorbed.k)
             state = decode(q_latent, new.q_rope[:n], meta.decode)
             found = contract("thr,hrv->thv", state.out, up.absorbed.v).astype(out.dtype)
             # Not ``out.at[:n]``: its empty index crashes XLA's partitioner under ``shard_map``.

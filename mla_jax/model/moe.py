@@ -1,7 +1,6 @@
 """Mixture of experts: a float32 router, grouped expert products, one shared SwiGLU."""
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,6 @@ from mla_jax.config import ModelConfig, MoEConfig
 from mla_jax.errors import ConfigError
 from mla_jax.model.linear import scaled_params
 from mla_jax.model.mlp import SwiGLU
-from mla_jax.model.norm import RMSNorm
 from mla_jax.model.sharding import divided, divides
 from mla_jax.pallas.router.ref import (
     choose_experts,
@@ -51,30 +49,6 @@ class Router(nnx.Module):
         if placement is not None and placement.size > 1:
             run = divided(run, placement, given=(None,) * 4, returned=(None, None))
         return run(x, self.kernel[...], bias, real)
-
-    def normed(
-        self,
-        x: Float[Array, "tokens hidden"],
-        norm: RMSNorm,
-        real: Bool[Array, "tokens"],
-        *,
-        backend: str | None = None,
-        placement: Placement | None = None,
-    ) -> tuple[
-        Float[Array, "tokens hidden"], Float[Array, "tokens topk"], Int[Array, "tokens topk"]
-    ]:
-        """``norm(x)``, and the weights and experts of these rows: in one operation where it fits.
-
-        Over several devices of a ``placement`` the norm is apart.
-        """
-        bias = None if self.choice_bias is None else self.choice_bias[...]
-        given = x, norm.scale[...], self.kernel[...], bias, real
-        facts: dict[str, Any] = {"eps": norm.eps, "moe": self.moe}
-        alone = backend in (None, "triton") and (placement is None or placement.size == 1)
-        if alone and ops.in_one_kernel("route_normed", *given, **facts):
-            return ops.route_normed(*given, **facts)
-        rows = norm(x)
-        return rows, *self(rows, real, backend=backend, placement=placement)
 
 
 class HashRouter(nnx.Module):
@@ -142,13 +116,12 @@ class Experts(nnx.Module):
         experts: Int[Array, "tokens topk"],
         real: Bool[Array, "tokens"] | None = None,
         *,
-        onto: Float[Array, "tokens hidden"] | None = None,
         backend: str | None = None,
         placement: Placement | None = None,
     ) -> Float[Array, "tokens hidden"]:
         """``sum_k weights[:, k] * expert_k(x)``; an index that is no expert adds 0.
 
-        So do all choices of a token that is not ``real``. ``onto`` is added.
+        So do all choices of a token that is not ``real``.
 
         Over several devices of a ``placement`` each one adds up what its own experts give, and
         then all add up what each has.
@@ -158,8 +131,7 @@ class Experts(nnx.Module):
         op = "routed_experts_fp8" if self.fp8 else "routed_experts"
         run = partial(getattr(ops, op), limit=self.limit, backend=ops.named(op, backend))
         if self.fp8:
-            y = run(x, *self._scaled(), weights, experts)
-            return y if onto is None else onto + y
+            return run(x, *self._scaled(), weights, experts)
 
         def share(gate, up, down, x, weights, chosen):
             mine = chosen - lax.axis_index(SHARDS) * gate.shape[0]
@@ -168,11 +140,10 @@ class Experts(nnx.Module):
 
         gate, up, down = self.gate[...], self.up[...], self.down[...]
         if placement is None or not divides(placement, gate.shape[0]):
-            return run(x, gate, up, down, weights, experts, onto=onto)
+            return run(x, gate, up, down, weights, experts)
         given = (0, 0, 0, None, None, None)
         on_all = divided(share, placement, given=given, returned=None)
-        y = on_all(gate, up, down, x, weights, experts)
-        return y if onto is None else onto + y
+        return on_all(gate, up, down, x, weights, experts)
 
     def _scaled(self) -> tuple[BlockScaled, BlockScaled, BlockScaled]:
         return (
@@ -209,24 +180,19 @@ class MoE(nnx.Module):
         x: Float[Array, "tokens hidden"],
         real: Bool[Array, "tokens"],
         *,
-        norm: RMSNorm | None = None,
         onto: Float[Array, "tokens hidden"] | None = None,
         backend: str | None = None,
         placement: Placement | None = None,
     ) -> Float[Array, "tokens hidden"]:
         """Rows that are not real reach no expert and give the shared part only.
 
-        ``norm`` comes first, if there is one. ``onto``, the residual, is added to the shared part,
-        which is done inside of its last product; that sum needs no routed expert, so both parts
-        can run at the same time. Over several devices of a ``placement`` each one has its own
-        experts.
+        ``onto``, the residual, is added to the shared part, which XLA does inside of its last
+        product; that sum needs no routed expert, so both parts can run at the same time. Over
+        several devices of a ``placement`` each one has its own experts.
         """
-        where: dict[str, Any] = {"backend": backend, "placement": placement}
-        if norm is None:
-            rows, weights, experts = x, *self.router(x, real, **where)
-        else:
-            rows, weights, experts = self.router.normed(x, norm, real, **where)
-        # The shared part takes its rows from the router's first kernel, not from a norm of its own:
-        # started beside it, it would take the memory's time that the choice is waiting for.
-        beside = onto if self.shared is None else self.shared(rows, onto=onto, **where)
-        return self.experts(rows, weights, experts, onto=beside, **where)
+        beside = None if self.shared is None else self.shared(x, backend=backend)
+        if onto is not None:
+            beside = onto if beside is None else onto + beside
+        weights, experts = self.router(x, real, backend=backend, placement=placement)
+        y = self.experts(x, weights, experts, backend=backend, placement=placement)
+        return y if beside is None else beside + y

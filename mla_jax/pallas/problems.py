@@ -72,17 +72,6 @@ def append(cache, q, kv, gain, angles, slots, *, eps, interleaved, layer=None) -
     )
 
 
-def append_absorbed(
-    cache, q, kv, gain, angles, up, slots, *, eps, interleaved, layer=None
-) -> Problem:
-    op = "append_absorbed"
-    rows = append(cache, q, kv, gain, angles, slots, eps=eps, interleaved=interleaved, layer=layer)
-    sizes = {name: int(rows[name]) for name in ("heads", "nope", "rank")}
-    _bind(op, sizes, up=(up, "float", "heads nope rank"))
-    _same_dtype(op, q=q, up=up)
-    return Problem(op, rows.features)
-
-
 def append_window(cache, q, kv, gain, angles, slots, *, eps, layer=None) -> Problem:
     op = "append_window"
     del eps
@@ -325,9 +314,8 @@ def sinks(state, sinks) -> Problem:
     return Problem.of("apply_sinks", dtype=str(state.out.dtype), **size)
 
 
-def routed(x, gate, up, down, weights, experts, *, limit=None, onto=None) -> Problem:
+def routed(x, gate, up, down, weights, experts, *, limit=None) -> Problem:
     op = "routed_experts"
-    more = {} if onto is None else {"onto": (onto, "float", "tokens hidden")}
     size = _bind(
         op,
         {},
@@ -337,9 +325,8 @@ def routed(x, gate, up, down, weights, experts, *, limit=None, onto=None) -> Pro
         down=(down, "float", "experts width hidden"),
         weights=(weights, "float", "tokens topk"),
         experts=(experts, "int", "tokens topk"),
-        **more,
     )
-    _same_dtype(op, x=x, gate=gate, up=up, down=down, **({} if onto is None else {"onto": onto}))
+    _same_dtype(op, x=x, gate=gate, up=up, down=down)
     _check_experts(op, weights, limit)
     return Problem.of(
         op, dtype=str(x.dtype), **_sizes(size, "experts", "topk", "hidden", "width", "tokens")
@@ -352,36 +339,6 @@ def _check_experts(op: str, weights: Any, limit: Any) -> None:
     if limit is not None and not (isinstance(limit, numbers.Real) and 0 < float(limit) < math.inf):
         hint = "It is static, not an array."
         raise ArgumentError(f"{op}: limit", limit, "None or a finite Python number above 0", hint)
-
-
-def project_rows(x, weights, *, gain=None, onto=None, eps=0.0, gated=False) -> Problem:
-    op = "project_rows"
-    if not 1 <= len(weights) <= 2 or (gated and len(weights) != 2):
-        raise ArgumentError(f"{op}: weights", len(weights), "2" if gated else "1 or 2")
-    if onto is not None and len(weights) == 2 and not gated:
-        raise ArgumentError(f"{op}: onto", "an array", "None, for there are two results")
-    names = ("out", "out" if gated else "more")
-    arrays = {f"weights[{i}]": (w, "float", f"into {names[i]}") for i, w in enumerate(weights)}
-    more = {"x": x} | {f"weights[{i}]": w for i, w in enumerate(weights)}
-    if gain is not None:
-        arrays["gain"] = (gain, "float", "into")
-        _number(f"{op}: eps", eps)
-    if onto is not None:
-        arrays["onto"] = (onto, "float", "tokens out")
-        more["onto"] = onto
-    size = _bind(op, {}, x=(x, "float", "tokens into"), **arrays)
-    _same_dtype(op, **more)
-    outs = [w.shape[1] for w in weights]
-    return Problem.of(
-        op,
-        dtype=str(x.dtype),
-        normed=gain is not None,
-        gated=gated,
-        onto=onto is not None,
-        **_sizes(size, "tokens", "into"),
-        out="+".join(map(str, outs)),
-        columns=math.gcd(*outs),
-    )
 
 
 def matmul_fp8(x, weight) -> Problem:
@@ -425,13 +382,6 @@ def route(x, kernel, choice_bias, real, *, moe) -> Problem:
     return Problem.of(
         op, dtype=str(x.dtype), **facts, **_sizes(size, "experts", "hidden", "tokens")
     )
-
-
-def route_normed(x, gain, kernel, choice_bias, real, *, eps, moe) -> Problem:
-    op = "route_normed"
-    del eps
-    _bind(op, {"hidden": x.shape[-1]}, gain=(gain, "float", "hidden"))
-    return Problem(op, route(x, kernel, choice_bias, real, moe=moe).features)
 
 
 def write_rows(cache, values, slots, *, layer=None) -> Problem:
@@ -757,7 +707,6 @@ def _number(op: str, scale: Any) -> None:
 PROBLEMS: dict[str, Callable[..., Problem]] = {
     "write_latent": write,
     "append_latent": append,
-    "append_absorbed": append_absorbed,
     "append_window": append_window,
     "pool_states": pool_states,
     "gather_latent": gather,
@@ -768,11 +717,9 @@ PROBLEMS: dict[str, Callable[..., Problem]] = {
     "merge_attn_states": merge,
     "apply_sinks": sinks,
     "route_tokens": route,
-    "route_normed": route_normed,
     "routed_experts": routed,
     "routed_experts_fp8": routed_fp8,
     "matmul_fp8": matmul_fp8,
-    "project_rows": project_rows,
     "write_rows": write_rows,
     "gather_rows": gather_rows,
     "gather_codes": gather_codes,

@@ -98,17 +98,6 @@ def judge(got, c: Case, limit=None) -> None:
     assert not got[~c.valid.any(axis=1)].astype(np.float32).any(), "padding is not 0"
 
 
-def judge_onto(got, c: Case, onto: np.ndarray) -> None:
-    """``judge`` of a result that has the residual ``onto`` in it, which is all of padding's."""
-    got, low = np.asarray(got), str(c.x.dtype)
-    assert got.dtype == c.x.dtype and got.shape == c.x.shape
-    wide = onto.astype(np.float64)
-    rounded = (truth(c, dtype=low) + wide).astype(c.x.dtype).astype(np.float64)
-    within(got, truth(c) + wide, rounded, floor=1e-5)
-    padding = ~c.valid.any(axis=1)
-    assert got[padding].tobytes() == onto[padding].tobytes(), "padding is not its residual"
-
-
 def missing(*packages: str) -> str:
     """Why Triton's programs cannot be looked at here; empty if they can."""
     absent = [p for p in packages if importlib.util.find_spec(p) is None]

@@ -14,8 +14,7 @@ import pytest
 
 from mla_jax.pallas import triton_lib
 from mla_jax.pallas.grouped_matmul import kernels_triton, triton
-from tests.cases import draw
-from tests.pallas.experts import case, judge, judge_onto
+from tests.pallas.experts import case, judge
 from tests.pallas.interpreted import call
 
 SMALL = triton.Tuning(
@@ -47,23 +46,6 @@ def run(c, tuning, limit=None):
 def test_against_the_truth(tokens, tuning, rng):
     c = case(rng, tokens, dtype="float16")
     judge(run(c, tuning), c)
-
-
-@pytest.mark.parametrize("tokens", [1, 2, 8, 9])
-@pytest.mark.parametrize("topk", [3, 4])
-@pytest.mark.parametrize("tuning", ["planned", "unplanned"])
-def test_onto_the_residual(tuning, topk, tokens, rng):
-    """Few tokens without a plan: product and sum in one launch. Padding keeps its residual."""
-    c = case(rng, tokens, experts=9, topk=topk, dtype="float16")
-    choices = np.where(c.experts == 4, -1, c.experts)
-    choices[tokens // 2, 1:] = 9
-    choices[tokens - 1] = -1
-    c = c.with_choices(choices).poisoned()
-    onto = draw(rng, *c.x.shape, dtype="float16")
-    found = triton.routed_experts(
-        *c.args, limit=None, tuning=TUNINGS[tuning], onto=jnp.asarray(onto)
-    )
-    judge_onto(found, c, onto)
 
 
 @pytest.mark.parametrize("tuning", TUNINGS.values(), ids=TUNINGS)

@@ -9,12 +9,10 @@ import pytest
 from mla_jax.pallas import triton_lib
 from mla_jax.pallas.append import ref
 from mla_jax.pallas.append import triton as append
-from mla_jax.pallas.few_rows import triton as few_rows
 from mla_jax.pallas.router import triton as router
-from tests.cases import draw
-from tests.pallas import routers, test_few_rows
+from tests.pallas import routers
 from tests.pallas.interpreted import call
-from tests.pallas.test_append import EPS, absorbable, inputs
+from tests.pallas.test_append import EPS, inputs
 
 
 @pytest.fixture(autouse=True)
@@ -49,51 +47,6 @@ def test_the_router_of_many_tokens(rng, monkeypatch):
     monkeypatch.setattr(router, "MANY_TOKENS", router.TOKENS)  # numpy's bits depend on the rows
     for a, b in zip(few, router.route_tokens(*c.args, moe=moe), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-
-
-@pytest.mark.parametrize("kind", test_few_rows.KINDS)
-@pytest.mark.parametrize(("tokens", "into"), [(1, 64), (8, 320), (20, 512)])
-def test_products_of_few_rows(tokens, into, kind, rng):
-    """As the definition makes them; NaN in a row stays there."""
-    kind = test_few_rows.KINDS[kind]
-    x, weights, facts = test_few_rows.inputs(rng, tokens, into, **kind, dtype="float16")
-    arrays = {k: jnp.asarray(v) for k, v in facts.items() if k in ("gain", "onto")}
-    got = few_rows.project_rows(jnp.asarray(x), tuple(map(jnp.asarray, weights)), **facts | arrays)
-    test_few_rows.judge(got, x, weights, facts)
-    x[0] = np.nan
-    again = few_rows.project_rows(
-        jnp.asarray(x), tuple(map(jnp.asarray, weights)), **facts | arrays
-    )
-    for a, b in zip(got, again, strict=True):
-        np.testing.assert_array_equal(np.asarray(a)[1:], np.asarray(b)[1:])
-
-
-@pytest.mark.parametrize("moe", routers.MOES.values(), ids=routers.MOES)
-@pytest.mark.parametrize("tokens", [1, 20])
-def test_the_router_with_the_norm_before_it(tokens, moe, rng):
-    c = routers.case(rng, tokens, moe)
-    x, *rest = c.args
-    gain = jnp.asarray(rng.normal(size=c.x.shape[1]).astype(np.float32))
-    rows, *found = router.route_normed(x, gain, *rest, eps=EPS, moe=moe)
-    np.testing.assert_allclose(rows, ref.rms_norm(x, gain, eps=EPS), rtol=1e-6)
-    for a, b in zip(found, router.route_tokens(rows, *rest, moe=moe), strict=True):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-
-
-@pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize(("tokens", "heads"), [(1, 16), (9, 3), (70, 2)])
-def test_absorbed_queries(tokens, heads, interleaved, rng):
-    cache, *rest, slots = absorbable(rng, tokens, heads, dtype="float16", format="fp16")
-    slots[tokens // 2] = -1
-    q, kv, gain, (cos, sin) = rest
-    up = draw(rng, heads, 64, 128, dtype="float16", std=0.125)
-    given = [cache.pages, cache.scale, *map(jnp.asarray, (q, kv, gain, cos, sin, up, slots))]
-    facts = dict(eps=EPS, interleaved=interleaved, format=cache.format)
-    got = append.append_absorbed(*given, **facts)
-    want = ref.append_absorbed(*given, **facts)
-    for a, b in zip(got, want, strict=True):
-        a, b = (np.asarray(x, np.float32) for x in (a, b))
-        np.testing.assert_allclose(a, b, rtol=2e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("interleaved", [True, False])

@@ -10,7 +10,7 @@ import pytest
 
 from mla_jax import LatentCache, ops
 from mla_jax.errors import ArgumentError, UnsupportedError
-from mla_jax.ops import append_absorbed, append_latent
+from mla_jax.ops import append_latent
 from mla_jax.pallas.device import DeviceInfo
 from tests import aot
 from tests.cases import draw, run
@@ -174,60 +174,6 @@ def test_the_model_takes_it_where_it_qualifies(rng, monkeypatch):
     assert not ops.in_one_kernel(OP, *given, **facts)
     with pytest.raises(UnsupportedError, match="sm89"):
         append_latent(*map(as_arrays, given), backend="triton", **facts)
-
-
-@pytest.mark.parametrize("name", ["triton", "xla"])
-@pytest.mark.parametrize("format", ["bf16", "fp16", "fp8_e4m3"])
-@pytest.mark.parametrize(("tokens", "heads"), [(1, 16), (9, 3), (30, 4), (100, 2)])
-def test_absorbed_queries(tokens, heads, format, name, rng):
-    """The product against float64; rotation and cache are ``append_latent``'s, bit for bit.
-
-    Rows of padding are NaN.
-    """
-    dtype = "float16" if format == "fp16" else "bfloat16"
-    cache, q, kv, gain, angles, slots = absorbable(rng, tokens, heads, dtype=dtype, format=format)
-    slots[tokens // 2] = -1
-    q[tokens // 2], kv[tokens // 2] = np.nan, np.nan
-    up = draw(rng, heads, 64, 128, dtype=dtype, std=0.125)
-    given = [*map(as_arrays, (q, kv, gain, angles))]
-    facts = {"eps": EPS, "interleaved": True, "backend": name}
-    more = *given, jnp.asarray(up), jnp.asarray(slots)
-    q_latent, q_rope, after = run(append_absorbed, cache, *more, **facts)
-    want = run(append_latent, cache, *given, jnp.asarray(slots), **facts)
-    for a, b in ((q_rope, want[1]), (after.pages, want[2].pages)):
-        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
-    wide = (np.asarray(a, np.float64) for a in (q[..., :64], up))
-    found, real = np.asarray(q_latent, np.float64), slots >= 0
-    truth = np.einsum("thd,hdr->thr", *wide)[real]
-    np.testing.assert_allclose(found[real], truth, rtol=step_of(dtype), atol=step_of(dtype) / 4)
-
-
-def absorbable(rng, tokens, heads, *, dtype, format):
-    """``inputs`` of widths that the absorbing kernel takes: nope 64, rank 128."""
-    cache = LatentCache.alloc(
-        num_pages=20, page=PAGE, rank=128, rope=ROPE, format=format,
-        scale=0.25 if format.startswith("fp8") else 1.0,
-    )  # fmt: skip
-    cache = dataclasses.replace(cache, pages=jnp.full_like(cache.pages, POISON))
-    angle = rng.uniform(-3, 3, (tokens, ROPE // 2)).astype(np.float32)
-    return (
-        cache,
-        draw(rng, tokens, heads, 64 + ROPE, dtype=dtype),
-        draw(rng, tokens, 128 + ROPE, dtype=dtype),
-        draw(rng, 128, dtype=dtype),
-        (np.cos(angle), np.sin(angle)),
-        rng.permutation(20 * PAGE)[:tokens].astype(np.int32),
-    )
-
-
-def test_absorbed_queries_of_no_token(rng):
-    cache, *rest, slots = absorbable(rng, 0, 4, dtype="bfloat16", format="bf16")
-    up = jnp.zeros((4, 64, 128), jnp.bfloat16)
-    given = *map(as_arrays, rest), up, jnp.asarray(slots)
-    q_latent, q_rope, _ = append_absorbed(cache, *given, eps=EPS, interleaved=True)
-    assert q_latent.shape == (0, 4, 128) and q_rope.shape == (0, 4, ROPE)
-    with pytest.raises(ArgumentError, match="up"):
-        append_absorbed(cache, *given[:-2], up[:, 1:], given[-1], eps=EPS, interleaved=True)
 
 
 AOT = aot.available() or missing("triton")

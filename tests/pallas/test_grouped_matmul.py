@@ -9,8 +9,8 @@ from mla_jax import ops
 from mla_jax.errors import ArgumentError
 from mla_jax.ops import routed_experts
 from mla_jax.pallas.grouped_matmul import ref
-from tests.cases import draw, run
-from tests.pallas.experts import case, judge, judge_onto, truth
+from tests.cases import run
+from tests.pallas.experts import case, judge, truth
 
 OP = "routed_experts"
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -110,20 +110,3 @@ def test_refusals(args, kwargs, text, our_errors):
     with pytest.raises(ArgumentError) as refusal:
         jax.eval_shape(lambda *a: ops.routed_experts(*a, **kwargs), *args)
     assert text in str(refusal.value) and str(refusal.value).startswith("routed_experts")
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("tokens", [1, 8, 40])
-def test_onto_the_residual(tokens, dtype, backend, rng):
-    """Padding keeps its own."""
-    c = case(rng, tokens, experts=9, dtype=dtype)
-    choices = c.experts.copy()
-    choices[tokens - 1] = -1
-    c = c.with_choices(choices).poisoned(unused_experts=False)
-    onto = draw(rng, *c.x.shape, dtype=dtype)
-    found = run(added, jnp.asarray(onto), *c.args, backend=backend)
-    judge_onto(found, c, onto)
-
-
-def added(onto, *args, backend):
-    return routed_experts(*args, onto=onto, backend=backend)

@@ -18,8 +18,7 @@ from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.grouped_matmul import triton
 from mla_jax.pallas.registry import Problem
 from tests import aot, imports
-from tests.cases import draw
-from tests.pallas.experts import case, compile_triton, judge, judge_onto, missing
+from tests.pallas.experts import case, compile_triton, judge, missing
 from tests.pallas.interpreted import INTERPRETER, in_a_process
 
 DEVICES = {
@@ -252,47 +251,6 @@ def test_on_the_device(tokens, dtype, rng):
     c = c.with_choices(choices).poisoned()
     for limit in (None, 0.7):
         judge(jitted(c, limit=limit), c, limit)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("tokens", [1, 2, 7, 8, 9, 40])
-def test_onto_the_residual_on_the_device(tokens, dtype, rng):
-    """Padding poisoned; twice the same bits, and a row alone among poison is the row it was."""
-    c = case(rng, tokens, **MODEL_CASE, dtype=dtype)
-    choices = np.where(c.experts == 7, -1, c.experts)
-    choices[tokens // 2, 1:] = 16
-    choices[tokens - 1] = -1
-    c = c.with_choices(choices).poisoned()
-    onto = draw(rng, *c.x.shape, dtype=dtype)
-    found = np.asarray(added(c, onto))
-    judge_onto(found, c, onto)
-    assert np.asarray(added(c, onto)).tobytes() == found.tobytes(), "twice"
-    alone = np.full_like(c.experts, -1)
-    alone[0] = c.experts[0]
-    again = np.asarray(added(c.with_choices(alone).poisoned(), onto))
-    assert again[0].tobytes() == found[0].tobytes()
-
-
-def added(c, onto):
-    return jax.jit(lambda onto, *a: routed_experts(*a, onto=onto, backend="triton"))(
-        jnp.asarray(onto), *c.args
-    )
-
-
-@pytest.mark.skipif(bool(AOT), reason=AOT or "available")
-@pytest.mark.parametrize(("tokens", "calls"), [(8, 2), (9, 2)])
-def test_the_residual_takes_no_launch_of_its_own(tokens, calls, monkeypatch):
-    """Of eight tokens the sum takes none either."""
-    monkeypatch.setattr(DeviceInfo, "current", lambda: DEVICES[90])
-    args = specs(V2_LITE, tokens)
-    compiled, _ = aot.compile_sm90(
-        lambda onto, *a: routed_experts(*a, onto=onto, backend="triton"), args[0], *args
-    )
-    text = compiled.as_text()
-    entry = text[text.index("\nENTRY") :]
-    assert entry.count("custom-call(") == calls, entry
-    assert entry.count(" fusion(") == (tokens > 8), entry
 
 
 @pytest.mark.gpu

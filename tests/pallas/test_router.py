@@ -7,12 +7,11 @@ import pytest
 
 from mla_jax import ops
 from mla_jax.errors import ArgumentError
-from mla_jax.ops import route_normed, route_tokens
-from mla_jax.pallas.append.ref import rms_norm
+from mla_jax.ops import route_tokens
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.router import triton
 from tests import aot
-from tests.cases import draw, run
+from tests.cases import run
 from tests.pallas.experts import missing
 from tests.pallas.routers import MOES, case, judge
 
@@ -72,26 +71,6 @@ def test_many_tokens_choose_as_few_do(backend, rng):
     few = run(route_tokens, *c.take(np.arange(99)).args, moe=moe, backend=backend)
     for a, b in zip(many, few, strict=True):
         np.testing.assert_allclose(np.asarray(a)[:99], np.asarray(b), rtol=1e-5)
-
-
-@METHODS
-@pytest.mark.parametrize("name", ["triton", "xla"])
-@pytest.mark.parametrize("tokens", [1, 20])
-def test_with_the_norm_before_it(tokens, moe, name, rng):
-    """The rows are those of the norm, and the choice is that of these rows."""
-    c = case(rng, tokens, moe, dtype="bfloat16")
-    gain = draw(rng, c.x.shape[1], dtype="bfloat16")
-    c.x[~c.real] = np.nan
-    x, *rest = c.args
-    given = x, jnp.asarray(gain), *rest
-    rows, *found = run(route_normed, *given, eps=1e-6, moe=moe, backend=name)
-    want = np.asarray(rms_norm(x, jnp.asarray(gain), eps=1e-6), np.float32)
-    step = float(jnp.finfo(jnp.bfloat16).eps)
-    np.testing.assert_allclose(np.asarray(rows, np.float32), want, rtol=1.01 * step, atol=0)
-    apart = run(route_tokens, rows, *rest, moe=moe, backend=name)
-    for a, b in zip(found, apart, strict=True):
-        assert np.asarray(a)[c.real].tobytes() == np.asarray(b)[c.real].tobytes()
-    assert (np.asarray(found[1])[~c.real] == -1).all()
 
 
 def test_no_tokens(backend):

@@ -6,6 +6,4 @@ from mla_jax.pallas.registry import Backend
 BACKENDS = (
     Backend("append_latent", "triton", triton.append_latent, triton.REQUIREMENT),
     Backend("append_latent", "xla", ref.append_latent),
-    Backend("append_absorbed", "triton", triton.append_absorbed, triton.ABSORBED),
-    Backend("append_absorbed", "xla", ref.append_absorbed),
 )

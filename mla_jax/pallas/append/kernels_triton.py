@@ -15,7 +15,7 @@ Imported only where Triton is there: by ``triton.py``, when it runs.
 from mla_jax.pallas.cache_io.row_triton import clamp, place
 from mla_jax.pallas.triton_lib import jit, tl
 
-__all__ = ["append", "append_absorbed", "normalise", "rotate"]
+__all__ = ["append", "normalise", "rotate"]
 
 
 @jit
@@ -78,29 +78,6 @@ def _row(
 
 
 @jit
-def _rotate_queries(
-    q, cos, sin, q_rope, token, line, p, exists, SIZES: tl.constexpr, INTERLEAVED: tl.constexpr
-):
-    """Rotate pairs ``p`` of some heads' queries: ``line`` is token * heads + head, a column.
-
-    ``token`` is one for all lines, or a column too.
-    """
-    NOPE: tl.constexpr = SIZES[1]
-    ROPE: tl.constexpr = SIZES[2]
-    first, second = (2 * p, 2 * p + 1) if INTERLEAVED else (p, p + ROPE // 2)
-    row = q + line * (NOPE + ROPE) + NOPE
-    a = tl.load(row + first[None, :], mask=exists, other=0.0).to(tl.float32)
-    b = tl.load(row + second[None, :], mask=exists, other=0.0).to(tl.float32)
-    at = token * (ROPE // 2) + p[None, :]
-    u = tl.load(cos + at, mask=(p < ROPE // 2)[None, :], other=0.0)
-    v = tl.load(sin + at, mask=(p < ROPE // 2)[None, :], other=0.0)
-    to = q_rope + line * ROPE
-    left, right = rotate(a, b, u, v)
-    tl.store(to + first[None, :], left.to(q.dtype.element_ty), mask=exists)
-    tl.store(to + second[None, :], right.to(q.dtype.element_ty), mask=exists)
-
-
-@jit
 def _queries(
     q, cos, sin, q_nope, q_rope, token, block,
     SIZES: tl.constexpr, TILE: tl.constexpr, INTERLEAVED: tl.constexpr,
@@ -120,7 +97,17 @@ def _queries(
     tl.store(q_nope + line * NOPE + c, x, mask=real & (c < NOPE))
     p = tl.arange(0, PAIRS)
     exists = real & (p < ROPE // 2)[None, :]
-    _rotate_queries(q, cos, sin, q_rope, token, line, p, exists, SIZES, INTERLEAVED)
+    first, second = (2 * p, 2 * p + 1) if INTERLEAVED else (p, p + ROPE // 2)
+    row = q + line * (NOPE + ROPE) + NOPE
+    a = tl.load(row + first[None, :], mask=exists, other=0.0).to(tl.float32)
+    b = tl.load(row + second[None, :], mask=exists, other=0.0).to(tl.float32)
+    at = token * (ROPE // 2) + p
+    u = tl.load(cos + at, mask=p < ROPE // 2, other=0.0)[None, :]
+    v = tl.load(sin + at, mask=p < ROPE // 2, other=0.0)[None, :]
+    to = q_rope + line * ROPE
+    left, right = rotate(a, b, u, v)
+    tl.store(to + first[None, :], left.to(q.dtype.element_ty), mask=exists)
+    tl.store(to + second[None, :], right.to(q.dtype.element_ty), mask=exists)
 
 
 @jit
@@ -145,72 +132,3 @@ def append(
         )  # fmt: skip
     else:
         _queries(q, cos, sin, q_nope, q_rope, token, part - 1, SIZES, TILE, INTERLEAVED)
-
-
-@jit
-def _absorb(
-    q, cos, sin, up, q_latent, q_rope, row, head, block, tokens,
-    SIZES: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
-):  # fmt: skip
-    """``q_nope U_k^T`` of some tokens and a head, one block of columns; the first rotates too.
-
-    A group of channels is a batch of its own, which gives it warps of its own; groups are added
-    last.
-    """
-    HEADS: tl.constexpr = SIZES[0]
-    NOPE: tl.constexpr = SIZES[1]
-    ROPE: tl.constexpr = SIZES[2]
-    RANK: tl.constexpr = SIZES[3]
-    ROWS: tl.constexpr = TILE[0]
-    COLUMNS: tl.constexpr = TILE[1]
-    GROUPS: tl.constexpr = TILE[2]
-    DEPTH: tl.constexpr = TILE[3]
-    live = row < tokens
-    line = row.to(tl.int64) * HEADS + head
-    column = block * COLUMNS + tl.arange(0, COLUMNS)
-    k = tl.arange(0, GROUPS)[:, None] * DEPTH + tl.arange(0, DEPTH)[None, :]
-    a = q + line[None, :, None] * (NOPE + ROPE) + k[:, None, :]
-    b = up + (head * NOPE + k)[:, :, None] * RANK + column[None, None, :]
-    total = tl.zeros((GROUPS, ROWS, COLUMNS), tl.float32)
-    for _ in range(0, NOPE, GROUPS * DEPTH):
-        part = tl.load(a, mask=live[None, :, None], other=0.0)
-        total = tl.dot(part, tl.load(b), total)
-        a += GROUPS * DEPTH
-        b += GROUPS * DEPTH * RANK
-    found = tl.sum(total, 0).to(q.dtype.element_ty)
-    tl.store(q_latent + line[:, None] * RANK + column[None, :], found, mask=live[:, None])
-    if block == 0:
-        p = tl.arange(0, PAIRS)
-        exists = live[:, None] & (p < ROPE // 2)[None, :]
-        token = tl.where(live, row, 0)[:, None]
-        of = line[:, None]
-        _rotate_queries(q, cos, sin, q_rope, token, of, p, exists, SIZES, INTERLEAVED)
-
-
-@jit
-def append_absorbed(
-    q, kv, gain, cos, sin, up, slots, number, scale, before, tokens, q_latent, q_rope, pages,
-    SIZES: tl.constexpr, CACHE: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr,
-    EPS: tl.constexpr, INTERLEAVED: tl.constexpr, LARGEST: tl.constexpr,
-):  # fmt: skip
-    """One token's row, or the absorbed queries of some tokens, a head and a block of columns.
-
-    ``SIZES`` and ``CACHE`` as for ``append``; ``TILE`` is tokens, columns, and groups and depth of
-    the channels of a step, ``WIDE`` is ``append``'s ``TILE``, of which two count. ``before`` and
-    ``pages`` are one array. Rows come last.
-    """
-    BLOCKS: tl.constexpr = SIZES[3] // TILE[1]
-    pid = tl.program_id(0)
-    products = (tokens + TILE[0] - 1) // TILE[0] * SIZES[0] * BLOCKS
-    if pid < products:
-        row = pid // (SIZES[0] * BLOCKS) * TILE[0] + tl.arange(0, TILE[0])
-        head = pid // BLOCKS % SIZES[0]
-        _absorb(
-            q, cos, sin, up, q_latent, q_rope, row, head, pid % BLOCKS, tokens,
-            SIZES, TILE, WIDE[2], INTERLEAVED,
-        )  # fmt: skip
-    else:
-        _row(
-            kv, gain, (cos, sin), (slots, number, scale, pages), pid - products,
-            SIZES, CACHE, WIDE, EPS, INTERLEAVED, LARGEST,
-        )  # fmt: skip

@@ -4,20 +4,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from mla_jax.cache import CacheFormat
-from mla_jax.pallas.axes import (
-    Angles,
-    CacheScale,
-    LatentQueries,
-    Layer,
-    Pages,
-    Queries,
-    RopeQueries,
-    Slots,
-)
+from mla_jax.pallas.axes import Angles, CacheScale, Layer, Pages, Queries, RopeQueries, Slots
 from mla_jax.pallas.cache_io.ref import write_latent
 from mla_jax.types import Array, Float
 
-__all__ = ["append_absorbed", "append_latent", "rms_norm", "rotate"]
+__all__ = ["append_latent", "rms_norm", "rotate"]
 
 
 def append_latent(
@@ -31,20 +22,6 @@ def append_latent(
     k_rope, q_rope = (rotate(x[..., -rope:], cos, sin, interleaved=interleaved) for x in (kv, q))
     pages = write_latent(pages, scale, latent, k_rope, slots, format=format, layer=layer)
     return q[..., :-rope], q_rope, pages
-
-
-def append_absorbed(
-    pages: Pages, scale: CacheScale, q: Queries, kv: Float[Array, "tokens row"],
-    gain: Float[Array, "rank"], cos: Angles, sin: Angles, up: Float[Array, "heads nope rank"],
-    slots: Slots, *, eps: float, interleaved: bool, format: CacheFormat, layer: Layer = None,
-) -> tuple[LatentQueries, RopeQueries, Pages]:  # fmt: skip
-    """``append_latent`` with ``q_nope up`` of each head, in float32 and rounded once."""
-    facts = {"eps": eps, "interleaved": interleaved, "format": format, "layer": layer}
-    given = pages, scale, q, kv, gain, cos, sin, slots
-    q_nope, q_rope, pages = append_latent(*given, **facts)
-    wide = (a.astype(jnp.float32) for a in (q_nope, up))
-    found = jnp.einsum("thd,hdr->thr", *wide, precision=lax.Precision.HIGHEST)
-    return found.astype(q.dtype), q_rope, pages
 
 
 def rms_norm(

@@ -2,28 +2,17 @@
 
 Each program takes a token's row, normalises, rotates and stores it, or rotates and splits a
 token's queries of some heads. Bound by launches: a row has 1 kB, a token's queries 6 kB (16 heads).
-With few tokens the queries' programs multiply with the up-projection of the keys as well
-(``append_absorbed``), 2 MB for 16 heads of V2-Lite: one more launch less.
 """
 
 import jax
 import jax.numpy as jnp
 
 from mla_jax.cache import CacheFormat
-from mla_jax.pallas.axes import (
-    Angles,
-    CacheScale,
-    LatentQueries,
-    Layer,
-    Pages,
-    Queries,
-    RopeQueries,
-    Slots,
-)
+from mla_jax.pallas.axes import Angles, CacheScale, Layer, Pages, Queries, RopeQueries, Slots
 from mla_jax.pallas.registry import OneOf, Requirement, Within
 from mla_jax.types import Array, Float, cdiv, power_of_two
 
-__all__ = ["ABSORBED", "REQUIREMENT", "append_absorbed", "append_latent"]
+__all__ = ["REQUIREMENT", "append_latent"]
 
 REQUIREMENT = Requirement(
     sm=Within(low=89),  # e4m3 is converted from there on
@@ -37,25 +26,8 @@ REQUIREMENT = Requirement(
     packages=("triton",),
 )
 
-ABSORBED = Requirement(
-    sm=Within(low=89),
-    features={
-        "dtype": OneOf("bfloat16", "float16"),
-        "cache": OneOf("bf16", "fp16", "fp8_e4m3"),
-        "rank": Within(low=64, high=4096, multiple=64),
-        "nope": Within(low=64, multiple=64),
-        "rope": Within(low=2, multiple=2),
-        "tokens": Within(high=128),
-    },
-    packages=("triton",),
-)
-"""With more tokens the product is cuBLAS's."""
-
 HEADS = 16
 """Of a program."""
-
-COLUMNS, GROUPS = 64, 4
-"""Of a program that absorbs: columns of the latent, and batches of channels, each with a warp."""
 
 
 def append_latent(
@@ -90,45 +62,6 @@ def append_latent(
         SIZES=(heads, nope, rope, rank),
         CACHE=(layers, pages.shape[-3] * pages.shape[-2]),
         TILE=(few, power_of_two(nope), power_of_two(rope // 2), power_of_two(rank)),
-        EPS=float(eps),
-        INTERLEAVED=interleaved,
-        LARGEST=float(jnp.finfo(format.dtype).max) if format.quantised else None,
-    )  # fmt: skip
-
-
-def append_absorbed(
-    pages: Pages, scale: CacheScale, q: Queries, kv: Float[Array, "tokens row"],
-    gain: Float[Array, "rank"], cos: Angles, sin: Angles, up: Float[Array, "heads nope rank"],
-    slots: Slots, *, eps: float, interleaved: bool, format: CacheFormat, layer: Layer = None,
-) -> tuple[LatentQueries, RopeQueries, Pages]:  # fmt: skip
-    """``ref.append_absorbed``; ``pages`` stay where they are if they are donated."""
-    from mla_jax.pallas import triton_lib
-    from mla_jax.pallas.append import kernels_triton as kernels
-
-    (tokens, heads, qk), rank, rope = q.shape, gain.shape[0], 2 * cos.shape[1]
-    nope, spec = qk - rope, jax.ShapeDtypeStruct
-    outs = (
-        spec((tokens, heads, rank), q.dtype),
-        spec((tokens, heads, rope), q.dtype),
-        spec(pages.shape, pages.dtype),
-    )
-    if not tokens:
-        return jnp.zeros(outs[0].shape, q.dtype), jnp.zeros(outs[1].shape, q.dtype), pages
-    rows = next(n for n in (16, 32, 64) if tokens <= n or n == 64)
-    layers = 1 if layer is None else pages.shape[0]
-    number = jnp.zeros((), jnp.int32) if layer is None else layer
-    return triton_lib.call(
-        kernels.append_absorbed,
-        q, kv, gain, cos, sin, up, slots, number, scale, pages, tokens,
-        out=outs,
-        aliases={9: 2},
-        grid=cdiv(tokens, rows) * heads * (rank // COLUMNS) + tokens,
-        warps=GROUPS,
-        stages=3,
-        SIZES=(heads, nope, rope, rank),
-        CACHE=(layers, pages.shape[-3] * pages.shape[-2]),
-        TILE=(rows, COLUMNS, GROUPS, min(nope & -nope, 128) // GROUPS),
-        WIDE=(0, 0, power_of_two(rope // 2), power_of_two(rank)),
         EPS=float(eps),
         INTERLEAVED=interleaved,
         LARGEST=float(jnp.finfo(format.dtype).max) if format.quantised else None,

@@ -15,12 +15,11 @@ Imported only where Triton is there: by ``triton.py``, when it runs.
 # pyright: reportOperatorIssue=false
 # pyright: reportIndexIssue=false
 # pyright: reportPossiblyUnboundVariable=false
-# pyright: reportAssignmentType=false
 # ruff: noqa: SIM102 (an outer test is static, an inner one is the device's)
 
 from mla_jax.pallas.triton_lib import jit, tl
 
-__all__ = ["FIELDS", "down", "down_sum", "gate_up", "plan"]
+__all__ = ["FIELDS", "down", "gate_up", "plan"]
 
 FIELDS = tl.constexpr(8)
 """Numbers of a tile: expert (-1 = none), first tile of its group, tiles of it, first row, end."""
@@ -258,59 +257,3 @@ def down(
             return
     pair, live = _rows(rows, first, end, ROWS)
     _down_tile(h, weight, out, e, block, pair, live, SIZES, ROWS, TILE)
-
-
-@jit
-def down_sum(
-    h, weight, experts, shares, onto, tokens, out,
-    SIZES: tl.constexpr, TILE: tl.constexpr, PARALLEL: tl.constexpr,
-):  # fmt: skip
-    """``out[t] = onto[t] + sum_k shares[t, k] (h[t, k] down)``: some tokens, a block of columns.
-
-    ``SIZES`` as for ``gate_up``; ``TILE`` is tokens and choices as powers of two, columns and
-    depth. Each choice of a token is a batch of its own, which gives it warps of its own; of its
-    rows one counts. The choices are added in float32, last of all. Of the tokens that have an
-    expert every ``PARALLEL``-th is this program's.
-    """
-    EXPERTS: tl.constexpr = SIZES[0]
-    TOPK: tl.constexpr = SIZES[1]
-    HIDDEN: tl.constexpr = SIZES[2]
-    WIDTH: tl.constexpr = SIZES[3]
-    CHOICES: tl.constexpr = TILE[1]
-    COLUMNS: tl.constexpr = TILE[2]
-    DEPTH: tl.constexpr = TILE[3]
-    ROWS: tl.constexpr = 16  # of the smallest product
-    BLOCKS: tl.constexpr = HIDDEN // COLUMNS
-    pid = tl.program_id(0)
-    column = pid % BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
-    choice = tl.arange(0, CHOICES)
-    token = tl.arange(0, TILE[0])
-    there = (token < tokens)[:, None] & (choice < TOPK)[None, :]
-    chosen = tl.load(experts + token[:, None] * TOPK + choice[None, :], mask=there, other=-1)
-    has = tl.max(((chosen >= 0) & (chosen < EXPERTS)).to(tl.int32), 1)
-    turn = tl.cumsum(has, 0) * has
-    if pid < BLOCKS:  # padding keeps its residual
-        at = token[:, None] * HIDDEN + column[None, :]
-        rest = ((token < tokens) & (has == 0))[:, None] & (column < HIDDEN)[None, :]
-        tl.store(out + at, tl.load(onto + at, mask=rest, other=0.0), mask=rest)
-    first = tl.arange(0, ROWS) == 0
-    k = tl.arange(0, DEPTH)
-    for n in range(pid // BLOCKS + 1, tl.max(turn) + 1, PARALLEL):
-        t = tl.sum(tl.where(turn == n, token, 0), 0)
-        pair = t * TOPK + choice
-        e = tl.load(experts + pair, mask=choice < TOPK, other=-1)
-        live = (e >= 0) & (e < EXPERTS)
-        a = h + pair.to(tl.int64)[:, None, None] * WIDTH + k[None, None, :]
-        row = tl.where(live, e, 0).to(tl.int64)[:, None, None] * WIDTH + k[None, :, None]
-        b = weight + row * HIDDEN + column[None, None, :]
-        y = tl.zeros((CHOICES, ROWS, COLUMNS), tl.float32)
-        for _ in range(0, WIDTH, DEPTH):
-            part = tl.load(a, mask=live[:, None, None] & first[None, :, None], other=0.0)
-            y = tl.dot(part, tl.load(b, mask=live[:, None, None], other=0.0), y)
-            a += DEPTH
-            b += DEPTH * HIDDEN
-        share = tl.load(shares + pair, mask=live, other=0.0)
-        y = tl.where(live[:, None, None] & first[None, :, None], y * share[:, None, None], 0.0)
-        at = t * HIDDEN + column  # of few tokens
-        total = tl.load(onto + at).to(tl.float32) + tl.sum(tl.sum(y, 1), 0)
-        tl.store(out + at, total.to(out.dtype.element_ty))

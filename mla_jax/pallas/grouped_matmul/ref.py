@@ -12,12 +12,11 @@ __all__ = ["routed_experts", "swiglu"]
 
 def routed_experts(
     x: Hidden, gate: ExpertsIn, up: ExpertsIn, down: ExpertsOut, weights: ChoiceWeights,
-    experts: Choices, *, limit: float | None = None, onto: Hidden | None = None,
+    experts: Choices, *, limit: float | None = None,
 ) -> Hidden:  # fmt: skip
     """``y_t = sum_k weights[t, k] down_e swiglu(gate_e x_t, up_e x_t)``, ``e = experts[t, k]``.
 
-    ``onto`` is added. An index that is no expert adds nothing. Float32 throughout, rounded once at
-    the end.
+    An index that is no expert adds nothing. Float32 throughout, rounded once at the end.
     """
 
     def add(y: Array, e: Array) -> tuple[Array, None]:
@@ -28,8 +27,7 @@ def routed_experts(
         share = jnp.where(chosen, weights, 0).sum(axis=1, keepdims=True)
         return y + jnp.where(chosen.any(axis=1, keepdims=True), share * h, 0), None
 
-    first = jnp.zeros(x.shape, jnp.float32) if onto is None else onto.astype(jnp.float32)
-    y, _ = lax.scan(add, first, jnp.arange(gate.shape[0]))
+    y, _ = lax.scan(add, jnp.zeros(x.shape, jnp.float32), jnp.arange(gate.shape[0]))
     return y.astype(x.dtype)
 
 

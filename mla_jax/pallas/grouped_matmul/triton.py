@@ -9,8 +9,6 @@ without a plan::
     down       the product with down                      [pairs, hidden] in x's dtype
     combine    sum over choices, weighted, in float32     a fusion of XLA's, with what follows
 
-With a residual to add and at most eight tokens the last two are one launch, ``down_sum``.
-
 Of a plan the number of tiles is static, the most that any choice can need; those without rows
 end at once. Few pairs need none: each looks for the others of its expert, and the first does the
 work for all. Programs are then as many as one token needs: a step is padded to more tokens than it
@@ -34,7 +32,6 @@ from mla_jax.pallas.registry import OneOf, Problem, Requirement, Tuned, Within
 from mla_jax.types import Array, Float, Int, power_of_two
 
 __all__ = [
-    "MOST_SUMMED",
     "MOST_UNPLANNED",
     "REQUIREMENT",
     "Tuning",
@@ -47,7 +44,6 @@ __all__ = [
     "routed_experts",
     "shared_bytes",
     "spec",
-    "summed_sizes",
     "tune",
 ]
 
@@ -64,10 +60,6 @@ REQUIREMENT = Requirement(
 
 FEWEST_SHARED = 101376
 """Bytes of shared memory that a block of any device from sm80 on may use (sm86 and sm89)."""
-
-MOST_SUMMED = 8
-"""Tokens of which one kernel makes the product with down and the sum; it reads an expert anew for
-each of its tokens."""
 
 MOST_UNPLANNED = 1024
 """Pairs that one program can look through for those of its own expert."""
@@ -174,12 +166,9 @@ def shared_bytes(rows: int, columns: int, depth: int, stages: int, matrices: int
 
 def routed_experts(
     x: Hidden, gate: ExpertsIn, up: ExpertsIn, down: ExpertsOut, weights: ChoiceWeights,
-    experts: Choices, *, limit: float | None, tuning: Tuning, onto: Hidden | None = None,
+    experts: Choices, *, limit: float | None, tuning: Tuning,
 ) -> Hidden:  # fmt: skip
-    """``ref.routed_experts``; gated products and each choice's result are rounded to x's dtype.
-
-    With ``onto`` few tokens take two launches: choices are not rounded before they are added.
-    """
+    """``ref.routed_experts``; gated products and each choice's result are rounded to x's dtype."""
     from mla_jax.pallas import triton_lib
     from mla_jax.pallas.grouped_matmul import kernels_triton as kernels
 
@@ -206,8 +195,6 @@ def routed_experts(
         PAIRS=searched,
         TILE=(tuning.rows, tuning.tail, tuning.gate_columns, tuning.gate_depth),
     )  # fmt: skip
-    if onto is not None and not tuning.planned and tokens <= MOST_SUMMED:
-        return _down_sum(h, down, weights, experts, onto)
     y = triton_lib.call(
         kernels.down,
         h, down, experts, rows, tiles, pairs,
@@ -219,40 +206,7 @@ def routed_experts(
         PAIRS=searched,
         TILE=(tuning.rows, tuning.tail, tuning.down_columns, tuning.down_depth),
     )  # fmt: skip
-    return combine(y.reshape(tokens, topk, hidden), weights, experts, count, onto)
-
-
-def _down_sum(
-    h: Float[Array, "pairs width"], down: ExpertsOut, weights: ChoiceWeights, experts: Choices,
-    onto: Hidden,
-) -> Hidden:  # fmt: skip
-    """The product with ``down``, the sum over choices, and the residual, of few tokens."""
-    from mla_jax.pallas import triton_lib
-    from mla_jax.pallas.grouped_matmul import kernels_triton as kernels
-
-    (tokens, topk), (count, width, hidden) = experts.shape, down.shape
-    choices, columns, depth, stages, parallel = summed_sizes(tokens, topk, hidden, width)
-    return triton_lib.call(
-        kernels.down_sum,
-        h, down, experts, weights, onto, tokens,
-        out=spec(onto.shape, onto.dtype),
-        grid=hidden // columns * parallel,
-        warps=min(choices, 8),
-        stages=stages,
-        SIZES=(count, topk, hidden, width),
-        TILE=(power_of_two(tokens), choices, columns, depth),
-        PARALLEL=parallel,
-    )  # fmt: skip
-
-
-def summed_sizes(tokens: int, topk: int, hidden: int, width: int) -> tuple[int, int, int, int, int]:
-    """Choices as a power of two, columns, depth, steps in flight, tokens at a time."""
-    choices, depth = power_of_two(topk), _divisor(width, 64)
-    columns = 16 if hidden // 32 < 128 else 32
-    each = 2 * choices * depth * (16 + columns)
-    shared = DeviceInfo.current().shared_memory or FEWEST_SHARED
-    stages = max(2, min(6, 1 + (shared - 8192) // each))
-    return choices, columns, depth, stages, 1
+    return combine(y.reshape(tokens, topk, hidden), weights, experts, count)
 
 
 def plan(
@@ -283,11 +237,8 @@ def combine(
     weights: Float[Array, "tokens topk"],
     experts: Int[Array, "tokens topk"],
     count: int,
-    onto: Float[Array, "tokens hidden"] | None = None,
 ) -> Float[Array, "tokens hidden"]:
     """``sum_k weights[:, k] y[:, k]`` over valid choices, in float32, first choice first.
-
-    ``onto`` is added last.
 
     What no kernel wrote, a choice that is no expert's, is selected away.
     """
@@ -296,8 +247,6 @@ def combine(
     for k in range(y.shape[1]):
         part = weights[:, k, None] * y[:, k].astype(jnp.float32)
         total = total + jnp.where(chosen[:, k, None], part, 0.0)
-    if onto is not None:
-        total = total + onto.astype(jnp.float32)
     return total.astype(y.dtype)
 
 

@@ -12,7 +12,7 @@ __all__ = ["routed_experts"]
 
 def routed_experts(
     x: Hidden, gate: ExpertsIn, up: ExpertsIn, down: ExpertsOut, weights: ChoiceWeights,
-    experts: Choices, *, limit: float | None, onto: Hidden | None = None,
+    experts: Choices, *, limit: float | None,
 ) -> Hidden:  # fmt: skip
     """``ref.routed_experts``, a chosen expert's rows alone; each product is rounded to x's dtype.
 
@@ -41,5 +41,4 @@ def routed_experts(
     scaled = y.astype(jnp.float32) * weights.reshape(-1)[order][:, None]
     scaled = jnp.where(chosen[:, None], scaled, 0.0)
     back = jnp.zeros_like(scaled).at[order].set(scaled, unique_indices=True)
-    total = back.reshape(*experts.shape, x.shape[1]).sum(axis=1)
-    return (total if onto is None else onto.astype(total.dtype) + total).astype(x.dtype)
+    return back.reshape(*experts.shape, x.shape[1]).sum(axis=1).astype(x.dtype)

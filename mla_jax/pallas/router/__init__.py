@@ -6,6 +6,4 @@ from mla_jax.pallas.router import ref, triton
 BACKENDS = (
     Backend("route_tokens", "triton", triton.route_tokens, triton.REQUIREMENT),
     Backend("route_tokens", "xla", ref.route_tokens),
-    Backend("route_normed", "triton", triton.route_normed, triton.FEW),
-    Backend("route_normed", "xla", ref.route_normed),
 )

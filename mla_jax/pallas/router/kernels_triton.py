@@ -16,16 +16,20 @@ Imported only where Triton is there: by ``triton.py``, when it runs.
 
 from mla_jax.pallas.triton_lib import jit, tl
 
-__all__ = ["choose", "logits", "normed_logits"]
+__all__ = ["choose", "logits"]
 
 
 @jit
-def _logits(
-    x, kernel, tokens, out, gain, normed,
+def logits(
+    x, kernel, tokens, out,
     SIZES: tl.constexpr, PIECE: tl.constexpr, COUNT: tl.constexpr, TILE: tl.constexpr,
-    EPS: tl.constexpr,
 ):  # fmt: skip
-    """``logits``, of rows that are normalised first, and stored, unless ``EPS`` is None."""
+    """``out[program] = x @ kernel`` over ``COUNT`` pieces of channels, for one tile of tokens.
+
+    ``SIZES`` are hidden and experts, ``TILE`` tokens, experts (a power of two) and channels of one
+    turn. Each piece is summed by itself, and then added. Products are as exact as float32's: of
+    bfloat16 rows they are those of three bfloat16 numbers that make up a weight.
+    """
     HIDDEN: tl.constexpr = SIZES[0]
     EXPERTS: tl.constexpr = SIZES[1]
     PROGRAMS: tl.constexpr = (HIDDEN + COUNT * PIECE - 1) // (COUNT * PIECE)
@@ -37,21 +41,16 @@ def _logits(
     t = pid // PROGRAMS * ROWS + tl.arange(0, ROWS)
     e = tl.arange(0, COLUMNS)
     k = first * COUNT * PIECE + tl.arange(0, DEPTH)
-    if EPS is not None:
-        root = _root(x, t, tokens, HIDDEN, ROWS, EPS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for _ in range(COUNT):
         piece = tl.zeros((ROWS, COLUMNS), tl.float32)
         for _ in range(0, PIECE, DEPTH):
             here = k < HIDDEN
-            at = t.to(tl.int64)[:, None] * HIDDEN + k[None, :]
-            exists = (t < tokens)[:, None] & here[None, :]
-            rows = tl.load(x + at, mask=exists, other=0.0)
-            if EPS is not None:
-                scale = tl.load(gain + k, mask=here, other=0.0).to(tl.float32)
-                rows = scale[None, :] * (rows.to(tl.float32) * root[:, None])
-                rows = rows.to(x.dtype.element_ty)
-                tl.store(normed + at, rows, mask=exists)
+            rows = tl.load(
+                x + t.to(tl.int64)[:, None] * HIDDEN + k[None, :],
+                mask=(t < tokens)[:, None] & here[None, :],
+                other=0.0,
+            )
             weights = tl.load(
                 kernel + k[:, None] * EXPERTS + e[None, :],
                 mask=here[:, None] & (e < EXPERTS)[None, :],
@@ -71,46 +70,6 @@ def _logits(
         total += piece
     to = out + (first * tokens + t)[:, None].to(tl.int64) * EXPERTS + e[None, :]
     tl.store(to, total, mask=(t < tokens)[:, None] & (e < EXPERTS)[None, :])
-
-
-@jit
-def _root(x, t, tokens, HIDDEN: tl.constexpr, ROWS: tl.constexpr, EPS: tl.constexpr):
-    """``1 / sqrt(mean(x^2) + EPS)`` of some rows."""
-    WIDE: tl.constexpr = 1024
-    squares = tl.zeros((ROWS,), tl.float32)
-    for first in tl.static_range(0, HIDDEN, WIDE):  # all are loaded at once
-        k = first + tl.arange(0, WIDE)
-        rows = tl.load(
-            x + t.to(tl.int64)[:, None] * HIDDEN + k[None, :],
-            mask=(t < tokens)[:, None] & (k < HIDDEN)[None, :],
-            other=0.0,
-        ).to(tl.float32)
-        squares += tl.sum(rows * rows, 1)
-    return tl.rsqrt(squares / HIDDEN + EPS)
-
-
-@jit
-def logits(
-    x, kernel, tokens, out,
-    SIZES: tl.constexpr, PIECE: tl.constexpr, COUNT: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """``out[program] = x @ kernel`` over ``COUNT`` pieces of channels, for one tile of tokens.
-
-    ``SIZES`` are hidden and experts, ``TILE`` tokens, experts (a power of two) and channels of one
-    turn. Each piece is summed by itself, and then added. Products are as exact as float32's: of
-    bfloat16 rows they are those of three bfloat16 numbers that make up a weight.
-    """
-    _logits(x, kernel, tokens, out, x, x, SIZES, PIECE, COUNT, TILE, None)
-
-
-@jit
-def normed_logits(
-    x, gain, kernel, tokens, out, normed,
-    SIZES: tl.constexpr, PIECE: tl.constexpr, COUNT: tl.constexpr, TILE: tl.constexpr,
-    EPS: tl.constexpr,
-):  # fmt: skip
-    """``logits`` of ``normed = gain * x / sqrt(mean(x^2) + EPS)``; each stores its part."""
-    _logits(x, kernel, tokens, out, gain, normed, SIZES, PIECE, COUNT, TILE, EPS)
 
 
 @jit

@@ -5,13 +5,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from mla_jax.config import MoEConfig
-from mla_jax.pallas.append.ref import rms_norm
 from mla_jax.pallas.axes import Choices, ChoiceWeights, Hidden
 from mla_jax.types import Array, Bool, Float, Int
 
 __all__ = [
     "choose_experts",
-    "route_normed",
     "route_tokens",
     "router_logits",
     "scaled_weights",
@@ -26,16 +24,6 @@ def route_tokens(
     """``choose_experts(x @ kernel)`` in float32; a token that is not real has experts -1."""
     weights, experts = choose_experts(router_logits(x, kernel), choice_bias, moe)
     return weights, jnp.where(real[:, None], experts, -1)
-
-
-def route_normed(
-    x: Hidden, gain: Float[Array, "hidden"], kernel: Float[Array, "hidden experts"],
-    choice_bias: Float[Array, "experts"] | None, real: Bool[Array, "tokens"], *, eps: float,
-    moe: MoEConfig,
-) -> tuple[Hidden, ChoiceWeights, Choices]:  # fmt: skip
-    """``rows, *route_tokens(rows)`` with ``rows = norm(x)``, rounded to x's dtype."""
-    rows = rms_norm(x, gain, eps=eps)
-    return rows, *route_tokens(rows, kernel, choice_bias, real, moe=moe)
 
 
 def router_logits(

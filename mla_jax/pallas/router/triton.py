@@ -6,12 +6,8 @@
 For few tokens cuBLAS has no float32 product that fills the machine (128 tokens of V2-Lite: 69 us),
 for many it leaves the tensor cores idle (16384 tokens: 310 us), and a sort for six of 64 is three
 kernels. Pieces are of a fixed depth and are added in order, so a token's choice does not depend on
-its neighbours. With many tokens one program adds all pieces of its own. Of few tokens the first
-launch makes the rows too, from those before the layer's norm (``route_normed``).
+its neighbours. With many tokens one program adds all pieces of its own.
 """
-
-import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +17,7 @@ from mla_jax.pallas.axes import Choices, ChoiceWeights, Hidden
 from mla_jax.pallas.registry import OneOf, Requirement, Within
 from mla_jax.types import Array, Bool, Float, cdiv, power_of_two
 
-__all__ = ["FEW", "MOST_CUT", "REQUIREMENT", "piece_depth", "route_normed", "route_tokens"]
+__all__ = ["MOST_CUT", "REQUIREMENT", "piece_depth", "route_tokens"]
 
 REQUIREMENT = Requirement(
     sm=Within(low=80),
@@ -32,11 +28,6 @@ REQUIREMENT = Requirement(
     },
     packages=("triton",),
 )
-
-FEW = dataclasses.replace(
-    REQUIREMENT, features={**REQUIREMENT.features, "tokens": Within(high=128)}
-)
-"""Of ``route_normed``: each piece's program reads whole rows once more."""
 
 MOST_CUT = 1024
 """Tokens up to which each piece of the product has a program of its own."""
@@ -53,86 +44,45 @@ def route_tokens(
     from mla_jax.pallas import triton_lib
     from mla_jax.pallas.router import kernels_triton as kernels
 
-    if not x.shape[0]:
-        return _nothing(moe)
-    kernel = kernel.astype(jnp.float32)
-    shape, launch = _launch(x, kernel)
-    logits = triton_lib.call(kernels.logits, x, kernel, x.shape[0], out=shape, **launch)
-    return _chosen(logits, choice_bias, real, moe)
-
-
-def route_normed(
-    x: Hidden, gain: Float[Array, "hidden"], kernel: Float[Array, "hidden experts"],
-    choice_bias: Float[Array, "experts"] | None, real: Bool[Array, "tokens"], *, eps: float,
-    moe: MoEConfig,
-) -> tuple[Hidden, ChoiceWeights, Choices]:  # fmt: skip
-    """``ref.route_normed``: the first launch normalises its rows."""
-    from mla_jax.pallas import triton_lib
-    from mla_jax.pallas.router import kernels_triton as kernels
-
-    if not x.shape[0]:
-        return x, *_nothing(moe)
-    kernel = kernel.astype(jnp.float32)
-    shape, launch = _launch(x, kernel)
-    logits, rows = triton_lib.call(
-        kernels.normed_logits,
-        x, gain, kernel, x.shape[0],
-        out=(shape, jax.ShapeDtypeStruct(x.shape, x.dtype)),
-        EPS=float(eps),
-        **(launch | {"warps": 8}),
-    )  # fmt: skip
-    return rows, *_chosen(logits, choice_bias, real, moe)
-
-
-def _nothing(moe: MoEConfig) -> tuple[ChoiceWeights, Choices]:
-    """Of no token."""
-    return jnp.zeros((0, moe.topk), jnp.float32), jnp.zeros((0, moe.topk), jnp.int32)
-
-
-def _launch(x: Hidden, kernel: Array) -> tuple[jax.ShapeDtypeStruct, Any]:
-    """The shape of the logits' pieces, and how they are made: keywords of a launch."""
     (tokens, hidden), experts = x.shape, kernel.shape[1]
+    weights = jax.ShapeDtypeStruct((tokens, moe.topk), jnp.float32)
+    chosen = jax.ShapeDtypeStruct((tokens, moe.topk), jnp.int32)
+    if not tokens:
+        return jnp.zeros(weights.shape, weights.dtype), jnp.zeros(chosen.shape, chosen.dtype)
+    kernel = kernel.astype(jnp.float32)
     depth = piece_depth(hidden)
     pieces, columns = cdiv(hidden, depth), power_of_two(experts)
     many = tokens > MOST_CUT
     programs, rows = (1, MANY_TOKENS) if many else (pieces, TOKENS)
-    return jax.ShapeDtypeStruct((programs, tokens, experts), jnp.float32), {
-        "grid": cdiv(tokens, rows) * programs,
-        "warps": 8 if many and columns > 64 else 4,
-        "stages": 3,
-        "SIZES": (hidden, experts),
-        "PIECE": depth,
-        "COUNT": pieces // programs,
-        "TILE": (rows, columns, DEPTH),
-    }
-
-
-def _chosen(
-    logits: Float[Array, "pieces tokens experts"], choice_bias: Float[Array, "experts"] | None,
-    real: Bool[Array, "tokens"], moe: MoEConfig,
-) -> tuple[ChoiceWeights, Choices]:  # fmt: skip
-    """The second launch."""
-    from mla_jax.pallas import triton_lib
-    from mla_jax.pallas.router import kernels_triton as kernels
-
-    tokens, biased = logits.shape[1], choice_bias is not None
-    bias = logits if choice_bias is None else choice_bias.astype(jnp.float32)
+    logits = triton_lib.call(
+        kernels.logits,
+        x,
+        kernel,
+        tokens,
+        out=jax.ShapeDtypeStruct((programs, tokens, experts), jnp.float32),
+        grid=cdiv(tokens, rows) * programs,
+        warps=8 if many and columns > 64 else 4,
+        stages=3,
+        SIZES=(hidden, experts),
+        PIECE=depth,
+        COUNT=pieces // programs,
+        TILE=(rows, columns, DEPTH),
+    )
+    each = moe.experts // moe.groups
+    biased = choice_bias is not None
     return triton_lib.call(
         kernels.choose,
         logits,
-        bias,  # not read if there is none
+        choice_bias.astype(jnp.float32) if biased else logits,  # not read
         real,
         tokens,
-        out=(
-            jax.ShapeDtypeStruct((tokens, moe.topk), jnp.float32),
-            jax.ShapeDtypeStruct((tokens, moe.topk), jnp.int32),
-        ),
+        out=(weights, chosen),
         grid=tokens,
         warps=1,
         stages=1,
-        SIZES=(moe.groups, moe.experts // moe.groups, moe.topk, moe.topk_groups),
+        SIZES=(moe.groups, each, moe.topk, moe.topk_groups),
         PIECES=logits.shape[0],
-        TILE=(power_of_two(moe.groups), power_of_two(moe.experts // moe.groups)),
+        TILE=(power_of_two(moe.groups), power_of_two(each)),
         METHOD=moe.method,
         BIASED=biased,
         NORMALISE=moe.normalise,
