@@ -265,7 +265,21 @@ def _breakdown(events: list[dict], us: float, sparse: int | None = None) -> dict
         "busy_percent": 100 * busy / steps / us,
         "events_a_step": len(events) / steps,
         "kernels": {k: round(v, 1) for k, v in each.most_common(SHOWN)},
+        **({"layer": _layer(events)} if sparse else {}),
     }
+
+
+def _layer(events: list[dict]) -> list[tuple[float, float, str]]:
+    """Start, duration and name of the kernels of one layer of experts, a median one, in order."""
+    firsts = [i for i, e in enumerate(events) if e["name"] == EXPERTS]
+    if len(firsts) < 2:
+        return []
+    by_time = sorted(
+        itertools.pairwise(firsts), key=lambda p: events[p[1]]["ts"] - events[p[0]]["ts"]
+    )
+    a, b = by_time[(len(by_time) - 1) // 2]
+    begin = events[a]["ts"]
+    return [(round(e["ts"] - begin, 1), round(e["dur"], 1), e["name"][:40]) for e in events[a:b]]
 
 
 def _beside(case: Case, us: float, peers: Path | None) -> dict:
