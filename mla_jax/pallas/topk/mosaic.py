@@ -36,8 +36,9 @@ PREFILL = Requirement(
 QUERIES = 128
 """Of a thread block over gathered keys, about."""
 
-WAVES, LEAST = (2, 1), 8
-"""Thread blocks over pages for each multiprocessor: two if a warpgroup then has ``LEAST`` pages."""
+WAVES, LEAST = 4, 8
+"""Turns of all multiprocessors that thread blocks over pages may take, if that leaves fewer idle
+and a warpgroup then has ``LEAST`` pages."""
 
 
 def select_decode(
@@ -63,9 +64,7 @@ def select_decode(
     side = _side(weights.reshape(-1, heads), flat, multiple=scores.SIDE)
 
     def ranks(base: Array, columns: int) -> Array:
-        blocks = cdiv(columns, scores.STREAMS * page)
-        spans = [cdiv(blocks, max(waves * sms // rows, 1)) for waves in WAVES]
-        span = next((n for n in spans if n >= LEAST), spans[-1])
+        span = _span(rows, cdiv(columns, scores.STREAMS * page), scores.RESIDENT * sms)
         return scores.paged_ranks(
             q, side, pages, page_table, longest, number, base,
             columns=columns, span=span,
@@ -73,6 +72,17 @@ def select_decode(
 
     chosen = triton.select(ranks, jnp.zeros_like(flat), flat, width * page, k=k)
     return chosen.reshape(rows, queries, k)
+
+
+def _span(rows: int, blocks: int, workers: int) -> int:
+    """Of a row's ``blocks`` those of one thread block, such that few ``workers`` are idle."""
+    spans = [cdiv(blocks, max(waves * workers // rows, 1)) for waves in range(1, WAVES + 1)]
+
+    def used(span: int) -> float:
+        items = rows * cdiv(blocks, span)
+        return rows * blocks / (cdiv(items, workers) * workers * span)
+
+    return max((n for n in spans if n >= LEAST), key=used, default=spans[0])
 
 
 def select_prefill(
@@ -98,7 +108,7 @@ def select_prefill(
     def ranks(base: Array, columns: int) -> Array:
         tiles = cdiv(columns, scores.KEYS)
         waves = max(round(queries * tiles / (sms * QUERIES)), 1)
-        some = cdiv(queries * tiles, sms * waves)
+        some = 2 * cdiv(queries * tiles, 2 * sms * waves)
         rows = jnp.arange(cdiv(queries, some) * some) < queries
         pad = (0, len(rows) - queries)
         scored = rows & jnp.pad(ends - starts > k, pad)
@@ -117,5 +127,7 @@ def _side(
 ) -> Int[Array, "queries words"]:
     """Words of each query: halves of its weights, its end, then what is not read."""
     halves = lax.bitcast_convert_type(0.5 * weights.astype(jnp.float32), jnp.int32)
+    if (heads := weights.shape[1]) > 8:  # what a thread reads together, of two tiles of a product
+        halves = halves.reshape(-1, heads // 16, 2, 4, 2).swapaxes(2, 3).reshape(-1, heads)
     rest = round_up(halves.shape[1] + 1, multiple) - halves.shape[1]
     return jnp.concatenate([halves, jnp.broadcast_to(ends[:, None], (len(ends), rest))], axis=1)
