@@ -36,9 +36,7 @@ class Machine:
         text = re.sub(r"//[^\n]*", "", text)
         tokens = re.sub(r"\b(\w+):(?!:)", r"\1:;", text.replace("::", "_"))
         for line in tokens.split(";"):
-            line = " ".join(line.split()).strip("{} \n") if "[" not in line else " ".join(line.split())
-            while line[:1] in "{}" and line:
-                line = line[1:].strip()
+            line = re.sub(r"^[{}\s]+", "", " ".join(line.split()))
             if not line or line.startswith(".reg"):
                 continue
             if line.endswith(":"):

@@ -29,8 +29,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mla_jax.pallas import mosaic_inline as inline
 from mla_jax.pallas import mosaic_lib as lib
+from mla_jax.types import cdiv, round_up
 
-__all__ = ["Shape", "program", "select"]
+__all__ = ["Shape", "program", "select", "shape_of"]
 
 LEVELS = (21, 11), (10, 11), (0, 10)
 """Lowest bit and number of the bits that each table counts."""
@@ -71,6 +72,14 @@ class Shape:
     def columns(self) -> int:
         """Of a row, at most."""
         return self.blocks * self.block
+
+
+def shape_of(rows: int, columns: int, *, sms: int) -> Shape:
+    """Thread blocks of 512 threads, two of which share a multiprocessor."""
+    each = 16 if columns <= 65536 and rows * cdiv(columns, 8192) <= 2 * sms else 32
+    blocks = cdiv(columns, 512 * each)
+    each = max(round_up(cdiv(columns, 512 * blocks), 4), 4)
+    return Shape(blocks=blocks, groups=4, each=each)
 
 
 @lib.lowered_once("k", "shape")
@@ -230,7 +239,8 @@ def _level(level: int, shape: Shape) -> str:
         "add.u32 some, h0, h1;",
         *(f"add.u32 some, some, h{n};" for n in range(2, some)),
         _scanned("some", "before"),
-        f"mad.lo.u32 t, warp, 4, table; setp.eq.u32 p, lane, 31; @p st.shared.b32 [t+{area}], before;",
+        "mad.lo.u32 t, warp, 4, table; setp.eq.u32 p, lane, 31;",
+        f"@p st.shared.b32 [t+{area}], before;",
         "sub.u32 before, before, some;",
         "bar.sync 0;",
         _warps(area, shape),
@@ -321,7 +331,8 @@ def _scan(step: int, kept: str, shape: Shape) -> str:
     lines.append("mov.b32 some, 0;")
     lines += [f"dp4a.u32.u32 some, i{w}, 0x01010101, some;" for w in range(words)]
     lines += [
-        f"mad.lo.u32 t, warp, 4, table; setp.eq.u32 p, lane, 0; @p st.shared.b32 [t+{area}], some;",
+        "mad.lo.u32 t, warp, 4, table; setp.eq.u32 p, lane, 0;",
+        f"@p st.shared.b32 [t+{area}], some;",
         "bar.sync 0;",
         _warps(area, shape),
         "mov.b32 before, t;",
@@ -334,7 +345,7 @@ def _scan(step: int, kept: str, shape: Shape) -> str:
             "mapa.shared::cluster.u32 t, t, u;",
             "@p st.shared::cluster.b32 [t], all;",
             _meet(shape),
-            f"mad.lo.u32 t, lane, 4, table; setp.lt.u32 p, lane, part; mov.b32 u, 0;",
+            "mad.lo.u32 t, lane, 4, table; setp.lt.u32 p, lane, part; mov.b32 u, 0;",
             f"@p ld.shared.b32 u, [t+{area + 128}];",
             "redux.sync.add.s32 u, u, 0xffffffff;",
             "add.u32 before, before, u;",
@@ -354,13 +365,14 @@ def _groups(shape: Shape):
 
 
 def _drop(shape: Shape) -> str:
-    """Of the ranks ``base`` only the first ``wanted`` stay."""
+    """Of the ranks ``base`` the first ``wanted`` rise by one, and ``base`` does."""
     lines = []
     for first, begin in _groups(shape):
         lines.append(begin)
         for i in range(first, first + 4):
-            lines.append(f"setp.eq.s32 p, x{i}, base; setp.ge.and.u32 q, some, wanted, p;")
-            lines.append(f"@p add.u32 some, some, 1; @q mov.b32 x{i}, {NONE};")
+            lines.append(f"setp.eq.s32 p, x{i}, base; setp.lt.and.u32 q, some, wanted, p;")
+            lines.append(f"@p add.u32 some, some, 1; @q add.u32 x{i}, x{i}, 1;")
+    lines.append("add.u32 base, base, 1;")
     return " ".join(lines)
 
 
