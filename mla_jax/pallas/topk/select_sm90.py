@@ -189,10 +189,9 @@ def _load(columns: int, shape: Shape) -> str:
         lines.append(f"setp.gt.s32 p, end, {n}; setp.lt.and.s32 p, start, {n + 4}, p;")
         lines.append(f"@p ld.global.v4.b32 {{x{i}, x{i + 1}, x{i + 2}, x{i + 3}}}, [at+{4 * n}];")
     lines.append("mov.b32 t, 0; mad.lo.u32 u, tid, 16, table;")
-    lines += [
-        f"st.shared.v4.b32 [u+{n}], {{t, t, t, t}};"
-        for n in range(0, 3 * 4 * ENTRIES, 16 * shape.threads)
-    ]
+    for n in range(0, TOTALS, 16 * shape.threads):
+        lines.append(f"setp.lt.u32 p, tid, {(TOTALS - n) // 16};")
+        lines.append(f"@p st.shared.v4.b32 [u+{n}], {{t, t, t, t}};")
     lines.append("bar.sync 0;")
     lines.append("@q bra SEEN;")
     for i in range(shape.each):
