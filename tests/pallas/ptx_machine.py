@@ -11,7 +11,7 @@ import numpy as np
 U32, U64 = np.uint32, np.uint64
 CALLS = {
     "add": np.add, "sub": np.subtract, "xor": np.bitwise_xor, "and": np.bitwise_and,
-    "shr": np.right_shift,
+    "shr": np.right_shift, "min": np.minimum, "max": np.maximum,
 }  # fmt: skip
 COMPARE = {
     "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
@@ -61,7 +61,7 @@ class Machine:
             return
         if op[0] in ("bar", "barrier"):
             here = active.reshape(self.blocks, -1)
-            assert (here.all() if op[0] == "barrier" else (here.all(1) | ~here.any(1)).all()), line
+            assert here.all() if op[0] == "barrier" else (here.all(1) | ~here.any(1)).all(), line
             return
         if not active.any():
             return
@@ -91,7 +91,7 @@ class Machine:
         with np.errstate(over="ignore"):
             self.put(a[0], CALLS[op[0]](x, y), active)
 
-    do_add = do_sub = do_xor = do_and_ = do_shr = binary
+    do_add = do_sub = do_xor = do_shr = do_min = do_max = binary
 
     def do_and(self, op, a, active) -> None:
         self.binary(op, a, active)
@@ -217,11 +217,12 @@ def select(ranks, starts, ends, *, k: int, shape):
     from mla_jax.pallas.topk import select_sm90 as kernel
 
     rows, columns = ranks.shape
-    text = kernel.program(k, columns, shape)
+    starts = starts if (first := starts is not None) else ends
     at = np.cumsum([0, ranks.size, rows, rows, rows * k])
     memory = np.full(at[-1], 0xCCCCCCCC, U32)
     for i, x in enumerate((ranks, starts, ends)):
         memory[at[i] : at[i + 1]] = np.ascontiguousarray(x, np.int32).view(U32).ravel()
+    text = kernel.program(k, columns, shape, first=first)
     for row in range(rows):
         operands = [*(4 * at[:4]), 0, row]
         size = {"blocks": shape.blocks, "threads": shape.threads}

@@ -62,6 +62,7 @@ def oracle(ranks, start, end, k) -> np.ndarray:
 def bounds(rng, keys: int, k: int) -> np.ndarray:
     """First columns and ends: all, odd ones, and lengths about 0 and about ``k``."""
     odd = [(int(a), keys - int(b)) for a, b in rng.integers(0, keys // 3, (3, 2))]
+    odd.append((-3, keys + 5))
     short = [(7, 7 + n) for n in (-1, 0, 1, k - 1, k, k + 1)]
     return np.array([(0, keys), *odd, *short])
 
@@ -82,9 +83,17 @@ def test_the_program_equals_the_oracle(kind, shape, rng):
     limits = bounds(rng, keys, k)
     ranks = drawn(kind, rng, len(limits), keys)
     for row, (start, end) in zip(ranks, limits, strict=True):
-        row[:start] = row[max(end, start) :] = BEHIND
+        row[: max(start, 0)] = row[max(end, start) :] = BEHIND
     got = ptx_machine.select(ranks, *limits.T, k=k, shape=shape)
     want = [oracle(row, *limit, k) for row, limit in zip(ranks, limits, strict=True)]
+    np.testing.assert_array_equal(got, want)
+
+
+def test_rows_may_all_begin_with_the_first_column(rng):
+    ranks = drawn("random", rng, 2, 1000)
+    shape = Shape(blocks=1, groups=4, each=4)
+    got = ptx_machine.select(ranks, None, np.array([1000, 900]), k=300, shape=shape)
+    want = [oracle(row, 0, n, 300) for row, n in zip(ranks, (1000, 900), strict=True)]
     np.testing.assert_array_equal(got, want)
 
 
@@ -111,7 +120,7 @@ def test_on_a_gpu(kind, keys, k, rng):
     limits = bounds(rng, keys, k)
     ranks = drawn(kind, rng, len(limits), keys)
     for row, (start, end) in zip(ranks, limits, strict=True):
-        row[:start] = row[max(end, start) :] = BEHIND
+        row[: max(start, 0)] = row[max(end, start) :] = BEHIND
     shape = shape_of(len(limits), keys, sms=DeviceInfo.current().sms)
     arrays = (jnp.asarray(x, jnp.int32) for x in (ranks, *limits.T))
     got = np.asarray(select(*arrays, k=k, shape=shape))

@@ -34,7 +34,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from mla_jax.pallas import mosaic_inline as inline
 from mla_jax.pallas import mosaic_lib as lib
 from mla_jax.pallas.mosaic_inline import arith, ir, nvvm
-from mla_jax.types import cdiv
+from mla_jax.types import cdiv, round_up
 
 __all__ = ["DIM", "KEYS", "SIDE", "gathered_ranks", "paged_ranks"]
 
@@ -146,8 +146,8 @@ def _gathered(
         lanes = _lanes()
         scale = _scale(refs["s"], wg * BLOCK + lanes[1])
         mine = column + wg * BLOCK
-        limit = columns - mine, key - column
-        facts = {"lanes": lanes, "column": mine, "columns": columns, "missing": False}
+        limit = columns - mine
+        facts = {"lanes": lanes, "column": mine, "columns": columns, "base": key - column}
 
         @pl.loop(0, pairs)
         def _(p):
@@ -164,29 +164,33 @@ def cdiv_(a, b: int):
     return lax.div(a + (b - 1), b)
 
 
-@lib.lowered_once("columns", "span")
+@lib.lowered_once("columns", "span", "least")
 def paged_ranks(
-    q: jax.Array, side: jax.Array, pages: jax.Array, table: jax.Array, longest: jax.Array,
-    layer: jax.Array, base: jax.Array, *, columns: int, span: int,
+    q: jax.Array, weights: jax.Array, pages: jax.Array, table: jax.Array, lens: jax.Array,
+    layer: jax.Array, base: jax.Array, *, columns: int, span: int, least: int,
 ) -> jax.Array:  # fmt: skip
     """Ranks ``[rows * queries, columns]`` of positions from ``base`` on, keys in pages.
 
-    ``q`` [rows, queries, heads, DIM], ``side`` as above, ``pages`` [layers, pages, bytes]
-    ``index_key`` records in pages of BLOCK, ``longest`` [rows] positions of a row. A warpgroup has
-    ``span`` pages.
+    ``q`` [rows, queries, heads, DIM], ``pages`` [layers, pages, bytes] ``index_key`` records in
+    pages of BLOCK, ``lens`` [rows, queries]: one of at most ``least`` needs no ranks. A warpgroup
+    has ``span`` pages.
     """
     rows, queries, heads, _ = q.shape
     layers, count, size = pages.shape
     assert size == BLOCK * (DIM + 4)
     slots = 4 if queries < 3 else 3  # pages of a warpgroup in shared memory
     shape = STREAMS, slots, BLOCK, DIM
-    body = functools.partial(_paged, columns=columns, span=span)
+    facts = {"columns": columns, "span": span, "least": least, "layers": layers}
+    body = functools.partial(_paged, **facts)
+    weights = weights.astype(jnp.float32).reshape(rows * queries, heads)
+    if rest := round_up(heads, SIDE) - heads:
+        weights = jnp.pad(weights, ((0, 0), (0, rest)))
     kernel = lib.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((rows * queries, columns), I32),
         scratch_types={
             "q": lib.swizzled((queries, heads, DIM), F8),
-            "side": plgpu.SMEM((queries, side.shape[1]), I32),
+            "w": plgpu.SMEM((queries, weights.shape[1]), jnp.float32),
             "k": plgpu.RefUnion(
                 lib.swizzled(shape, F8), plgpu.SMEM(shape, jnp.uint8, transforms=_ROWS)
             ),
@@ -203,23 +207,25 @@ def paged_ranks(
         compiler_params=_PARAMS,
     )
     flat = pages.reshape(layers * count, BLOCK + SCALES, DIM)
-    first = jnp.clip(layer, 0, layers - 1) * count
-    facts = jnp.stack([base, first, jnp.asarray(count, I32)]).astype(I32)
-    return kernel(q, side, flat, table, longest, facts)
+    return kernel(q, weights, flat, table, lens, layer.reshape(1), base.reshape(1))
 
 
 def _paged(
-    q_g, side_g, pages_g, table_g, longest_g, facts_g, ranks_g, *, columns, span, **refs
-) -> None:
+    q_g, w_g, pages_g, table_g, lens_g, layer_g, base_g, ranks_g,
+    *, columns, span, least, layers, **refs,
+) -> None:  # fmt: skip
     """One thread block: a row's queries, and a stream of its pages for each warpgroup."""
     wg, item = lax.axis_index("wg"), lax.axis_index("item")
     queries, (_, slots, *_) = refs["q"].shape[0], refs["s"].shape
     spans = cdiv(columns, STREAMS * BLOCK * span)
     row, part = lax.div(item, spans), lax.rem(item, spans)
-    base, offset, count = facts_g[0], facts_g[1], facts_g[2]
+    base, count = base_g[0], pages_g.shape[0] // layers
+    offset = jnp.clip(layer_g[0], 0, layers - 1) * count
     column = part * (STREAMS * BLOCK * span)
+    ends = [jnp.minimum(lens_g[row, j], table_g.shape[1] * BLOCK) for j in range(queries)]
+    longest = functools.reduce(jnp.maximum, [jnp.where(n > least, n, 0) for n in ends])
     # Positions of the thread block.
-    seen = jnp.minimum(jnp.minimum(longest_g[row] - base, columns) - column, STREAMS * BLOCK * span)
+    seen = jnp.minimum(jnp.minimum(longest - base, columns) - column, STREAMS * BLOCK * span)
     codes, copied = refs["k"]
     full, free = (lambda s, x=refs[name]: x.at[wg * slots + s] for name in ("full", "free"))
 
@@ -244,16 +250,19 @@ def _paged(
         after = place(jnp.minimum(i + 1, n - 1)), place(jnp.minimum(i + slots, n - 1))
         plgpu.barrier_wait(full(slot))
         lanes = _lanes()
-        scale = jnp.where(here >= 0, _scale(refs["s"].at[wg, slot], lanes[1]), MISSING)
+        scale = jnp.where(here >= 0, _scale(refs["s"].at[wg, slot], lanes[1], half=True), MISSING)
         at = column + (i * STREAMS + wg) * BLOCK
-        facts = {"lanes": lanes, "column": at, "columns": columns, "missing": True}
+        facts = {"lanes": lanes, "column": at, "columns": columns, "base": base}
 
         @pl.loop(0, queries)
         def _(j):
             x = lib.landed(_multiply(codes.at[wg, slot], refs["q"].at[j], SHARED), 0)
             pl.when(j == queries - 1)(lambda: plgpu.barrier_arrive(free(slot)))
-            limit, side = (columns - at, base), refs["side"].at[pl.ds(j, 1)]
-            _store(x, side, scale, ranks_g, row * queries + j, limit, **facts)
+            end = ends[0]
+            for i in range(1, queries):
+                end = jnp.where(j == i, ends[i], end)
+            limit, w = jnp.minimum(end - base, columns) - at, refs["w"].at[pl.ds(j, 1)]
+            _store(x, w, scale, ranks_g, row * queries + j, limit, **facts)
 
         return after
 
@@ -264,7 +273,7 @@ def _paged(
         @pl.when(wg == 0)
         def _():
             for j in range(queries):
-                for src, name in ((q_g.at[row, j], "q"), (side_g.at[row * queries + j], "side")):
+                for src, name in ((q_g.at[row, j], "q"), (w_g.at[row * queries + j], "w")):
                     plgpu.copy_gmem_to_smem(src, refs[name].at[j], refs["q_full"])
 
         for i in range(slots - 1):
@@ -322,17 +331,20 @@ def _lanes():
     return read()
 
 
-def _scale(scales, key):
-    """The scale of a thread's key."""
+def _scale(scales, key, *, half: bool = False):
+    """The scale of a thread's key, or its half."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), inline.SCALAR), return_type=inline.NUMBER)
     def read(_, scales, key):
-        code = """{
+        code = f"""{{
             .reg .u64 at;
+            .reg .f32 y;
             mul.wide.u32 at, $2, 4;
             add.u64 at, at, $1;
-            ld.shared.b32 $0, [at];
-            }"""
+            ld.shared.f32 y, [at];
+            {"mul.f32 y, y, 0f3F000000;" if half else ""}
+            mov.b32 $0, y;
+            }}"""
         operands = [mgpu.utils.memref_ptr(scales), key.registers.item()]
         return inline.number(inline.asm(code, operands, "=r,l,r,~{memory}", result="i32"))
 
@@ -369,13 +381,13 @@ _SINGLE = """
 """The same of one query: two lanes have the same sum."""
 
 
-def _sums(count: int, heads: int, words: int, first: int) -> str:
+def _sums(count: int, heads: int, words: int, first: int, some: int) -> str:
     """``s[2 i + row]``: a thread's part of query ``i``'s sums, of operands from ``$first`` on.
 
-    ``part`` is where the thread's weights begin, ``words`` those of a query.
+    ``part`` is where the thread's weights begin, ``words`` those of a query; of ``some`` tiles of
+    eight heads they lie side by side.
     """
     lines, tiles = [], heads // 8
-    some = min(tiles, 2)
     for i in range(count):
         sums = [[f"s{2 * i + row}", f"r{row}"] for row in range(2)]
         for tile in range(tiles):
@@ -395,12 +407,12 @@ def _sums(count: int, heads: int, words: int, first: int) -> str:
     return " ".join(lines)
 
 
-def _store(x, side, scale, ranks, query, limit, *, lanes, column, columns: int, missing) -> None:
-    """Sum up ``x`` [64, heads] of one query or, side by side, of two; store ranks.
+def _store(x, side, scale, ranks, query, limit, *, lanes, column, base, columns: int) -> None:
+    """Sum up ``x`` [64, heads], and store ranks of keys whose row of it is below ``limit``.
 
-    ``side`` are words of each of them. A thread's key is at ``column`` and its own row of a
-    product; what is not below ``limit``, or behind the query's last key (``limit`` is a pair: of
-    columns, and position of column 0), is not stored. ``missing``: scales may be.
+    ``x`` may be of two queries side by side: ``side`` are words of each, halves of weights, then
+    the key behind the last one; column 0 is key ``base``. Of one query ``side`` are its weights,
+    in order, and its page may be missing.
     """
     kinds = lib.WGMMA, plgpu.RefType(), plgpu.RefType(), *(inline.SCALAR,) * 7
 
@@ -410,13 +422,14 @@ def _store(x, side, scale, ranks, query, limit, *, lanes, column, columns: int, 
         values = [v for r in x.registers.flat for v in inline.words(r)]
         count, words = ir.MemRefType(side.type).shape
         heads = 2 * len(values) // count
+        some = 2 if count == 2 and heads > 8 else 1
         code = f"""{{
             .reg .pred p, odd, other;
-            .reg .u32 t, u;
+            .reg .u32 t, u, last;
             .reg .u64 at, part;
             .reg .f32 y, z, s<4>, r<2>, w<4>;
-            mad.wide.u32 part, $2, {16 if heads > 8 else 8}, $1;
-            {_sums(count, heads, words, 9)}
+            mad.wide.u32 part, $2, {8 * some}, $1;
+            {_sums(count, heads, words, 9, some)}
             and.b32 t, $2, 1;
             setp.ne.u32 odd, t, 0;
             setp.ge.u32 other, $2, 2;
@@ -429,20 +442,11 @@ def _store(x, side, scale, ranks, query, limit, *, lanes, column, columns: int, 
             xor.b32 t, t, u;
             setp.nan.f32 p, s0, s0;
             selp.b32 t, 0x80000001, t, p;
-            {f"setp.eq.u32 p, $4, {MISSING}; selp.b32 t, 0, t, p;" if missing else ""}
-            shr.u32 u, $2, 1;
-            {f"mad.wide.u32 part, u, {4 * words}, $1;" if count == 2 else "mov.u64 part, $1;"}
-            {"add.u32 u, u, $5;" if count == 2 else "mov.u32 u, $5;"}
+            {_OF_TWO.format(words=4 * words, heads=4 * heads) if count == 2 else _OF_ONE}
             mul.wide.u32 at, u, {4 * columns};
             add.u64 at, at, $0;
             add.u32 u, $3, $7;
             mad.wide.u32 at, u, 4, at;
-            add.u32 u, u, $8;
-            setp.lt.s32 p, $3, $6;
-            {"" if count == 2 else "not.pred other, other; and.pred p, p, other;"}
-            .reg .u32 last;
-            ld.shared.b32 last, [part+{4 * heads}];
-            setp.lt.and.s32 p, u, last, p;
             @p st.global.b32 [at], t;
             }}"""
         scalars = [a.registers.item() for a in numbers]
@@ -451,6 +455,27 @@ def _store(x, side, scale, ranks, query, limit, *, lanes, column, columns: int, 
         kinds = ",".join("ll" + "r" * len(scalars) + "f" * len(floats))
         inline.asm(code, [*pointers, *scalars, *floats], kinds + ",~{memory}")
 
-    lane, row = lanes
-    allowed, base = limit
-    store(x, side, ranks, lane, row, scale, query, allowed, column, base)
+    store(x, side, ranks, *lanes, scale, query, limit, column, base)
+
+
+_OF_TWO = """
+    shr.u32 u, $2, 1;
+    mad.wide.u32 part, u, {words}, $1;
+    ld.shared.b32 last, [part+{heads}];
+    sub.u32 last, last, $8;
+    sub.u32 last, last, $7;
+    setp.lt.s32 p, $3, last;
+    setp.lt.and.s32 p, $3, $6, p;
+    add.u32 u, u, $5;
+"""
+"""``u``: the query of a thread, one of two; ``p``: whether it sees the thread's key."""
+
+_OF_ONE = f"""
+    setp.eq.u32 p, $4, {MISSING};
+    selp.b32 t, 0, t, p;
+    setp.lt.s32 p, $3, $6;
+    not.pred other, other;
+    and.pred p, p, other;
+    mov.u32 u, $5;
+"""
+"""The same of one query, and its rank if the page is missing; one of two lanes stores it."""

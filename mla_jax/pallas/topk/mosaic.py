@@ -65,29 +65,25 @@ def select_decode(
     """``xla.select_decode``."""
     from mla_jax.pallas.indexer import scores_sm90 as scores
 
-    rows, queries, heads, _ = q.shape
+    queries = q.shape[1]
     width, page, sms = page_table.shape[1], cache.page, DeviceInfo.current().sms
     pages = cache.pages.reshape(cache.layers or 1, cache.num_pages, -1)
     number = jnp.zeros((), jnp.int32) if layer is None else layer
-    lens = jnp.clip(lens, 0, width * page)
 
-    def some(q: Array, side: Array, page_table: Array, lens: Array) -> Array:
-        longest, flat = jnp.max(jnp.where(lens > k, lens, 0), axis=1), lens.reshape(-1)
-
+    def some(q: Array, weights: Array, page_table: Array, lens: Array) -> Array:
         def ranks(base: Array, columns: int) -> Array:
             blocks = cdiv(columns, scores.STREAMS * page)
             span = _span(len(q), blocks, scores.RESIDENT * sms)
             return scores.paged_ranks(
-                q, side.reshape(len(flat), -1), pages, page_table, longest, number, base,
-                columns=columns, span=span,
+                q, weights, pages, page_table, lens, number, base,
+                columns=columns, span=span, least=k,
             )  # fmt: skip
 
-        chosen = _select(ranks, jnp.zeros_like(flat), flat, width * page, k=k)
+        chosen = _select(ranks, None, lens.reshape(-1), width * page, k=k)
         return chosen.reshape(len(q), queries, k)
 
-    side = _side(weights.reshape(-1, heads), lens.reshape(-1), multiple=scores.SIDE)
-    arrays = q, side.reshape(rows, queries, -1), page_table, lens
-    return _by_rows(some, arrays, queries * min(width * page, COLUMNS))
+    columns = queries * min(width * page, COLUMNS)
+    return _by_rows(some, (q, weights, page_table, lens), columns)
 
 
 def select_prefill(
@@ -169,19 +165,19 @@ def _by_rows(
 
 def _select(
     ranks: Callable[[Array, int], Array],
-    starts: Int[Array, "rows"],
+    starts: Int[Array, "rows"] | None,
     ends: Int[Array, "rows"],
     longest: int,
     *,
     k: int,
 ) -> Int[Array, "rows {k}"]:
-    """Places from ``starts`` on of the best; ``ranks(base, columns)`` is a workspace.
+    """Places from ``starts`` (or 0) on of the best; ``ranks(base, columns)`` is a workspace.
 
     Of more than ``COLUMNS`` these are scored at a time, and their best joined with the best so far.
     """
     from mla_jax.pallas.topk import select_sm90
 
-    def best(ranks: Array, starts: Array, ends: Array) -> Array:
+    def best(ranks: Array, starts: Array | None, ends: Array) -> Array:
         shape = select_sm90.shape_of(*ranks.shape, sms=DeviceInfo.current().sms)
         return select_sm90.select(ranks, starts, ends, k=k, shape=shape)
 
@@ -190,29 +186,32 @@ def _select(
         return jnp.where(at >= 0, found, none)
 
     at = jnp.arange(k, dtype=jnp.int32)
-    everything = jnp.where(at < (ends - starts)[:, None], at, -1)
-    if not len(starts) or longest <= k:
+    first = 0 if starts is None else jnp.clip(starts, 0, longest)
+    lens = (jnp.clip(ends, 0, longest) - first)[:, None]
+    everything = jnp.where(at < lens, at, -1)
+    if not len(ends) or longest <= k:
         return everything
-    zero = jnp.zeros_like(starts, shape=())
+    zero = jnp.zeros_like(ends, shape=())
     if longest <= COLUMNS:
         return best(ranks(zero, round_up(longest, 16)), starts, ends)
+    first = first + jnp.zeros_like(ends)
 
     def chunk(i: Array, old: tuple[Array, Array]) -> tuple[Array, Array]:
         base = i * COLUMNS
-        a, b = (jnp.clip(x - base, 0, COLUMNS) for x in (starts, ends))
+        a, b = (jnp.clip(x - base, 0, COLUMNS) for x in (first, ends))
         found = ranks(base, COLUMNS)
         new = best(found, a, b)
         new = jnp.where(new >= 0, new + a[:, None], -1)
         lists = taken(found, new, NONE), jnp.where(new >= 0, new + base, -1)
         both = [jnp.concatenate(pair, axis=1) for pair in zip(old, lists, strict=True)]
         both = [jnp.pad(x, ((0, 0), (0, -2 * k % 4))) for x in both]
-        at = best(both[0], jnp.zeros_like(a), jnp.full_like(a, 2 * k))
+        at = best(both[0], None, jnp.full_like(a, 2 * k))
         return taken(both[0], at, NONE), taken(both[1], at, -1)
 
-    none = jnp.full_like(starts, NONE, shape=(len(starts), k))
-    end = (jnp.max(ends) + COLUMNS - 1) // COLUMNS
-    _, places = lax.fori_loop(zero, end, chunk, (none, jnp.full_like(none, -1)))
-    return jnp.where((ends - starts > k)[:, None], places - starts[:, None], everything)
+    none = jnp.full_like(ends, NONE, shape=(len(ends), k))
+    turns = (jnp.clip(jnp.max(ends), 0, longest) + COLUMNS - 1) // COLUMNS
+    _, places = lax.fori_loop(zero, turns, chunk, (none, jnp.full_like(none, -1)))
+    return jnp.where(lens > k, places - first[:, None], everything)
 
 
 def _side(

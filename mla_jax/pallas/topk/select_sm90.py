@@ -84,16 +84,17 @@ def shape_of(rows: int, columns: int, *, sms: int) -> Shape:
 
 @lib.lowered_once("k", "shape")
 def select(
-    ranks: jax.Array, starts: jax.Array, ends: jax.Array, *, k: int, shape: Shape
+    ranks: jax.Array, starts: jax.Array | None, ends: jax.Array, *, k: int, shape: Shape
 ) -> jax.Array:
     """``[rows, k]``: places from ``starts`` on of the best of ``ranks`` [rows, columns], ascending.
 
-    A row sees columns ``starts`` to ``ends``; one that sees at most ``k`` takes all, -1 behind
-    them. ``columns`` are a multiple of 4.
+    A row sees columns ``starts`` (0 if there are none) to ``ends``, of those there are; one that
+    sees at most ``k`` takes all, -1 behind them. ``columns`` are a multiple of 4.
     """
     rows, columns = ranks.shape
     assert columns % 4 == 0 and columns <= shape.columns
-    body = functools.partial(_row, k=k, columns=columns, shape=shape)
+    first = starts is not None
+    body = functools.partial(_row, k=k, columns=columns, shape=shape, first=first)
     kernel = lib.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((rows, k), jnp.int32),
@@ -109,22 +110,22 @@ def select(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
     )
-    return kernel(ranks, starts, ends)
+    return kernel(ranks, ends if starts is None else starts, ends)
 
 
-def _row(ranks_g, starts_g, ends_g, chosen_g, *, k, columns, shape, table) -> None:
+def _row(ranks_g, starts_g, ends_g, chosen_g, *, k, columns, shape, first, table) -> None:
     @plgpu.inline_mgpu(arg_types=(*(plgpu.RefType(),) * 5, inline.SCALAR))
     def run(_, *operands):
         *refs, row = operands
         pointers = [mgpu.utils.memref_ptr(r) for r in refs]
-        code = program(k, columns, shape)
+        code = program(k, columns, shape, first=first)
         inline.asm(code, [*pointers, row.registers.item()], "l,l,l,l,l,r,~{memory}")
 
     run(ranks_g, starts_g, ends_g, chosen_g, table, lax.axis_index("row"))
 
 
-def program(k: int, columns: int, shape: Shape) -> str:
-    """Operands: ranks, starts, ends, chosen, shared memory, row."""
+def program(k: int, columns: int, shape: Shape, *, first: bool) -> str:
+    """Operands: ranks, starts (``first``: whether there are any), ends, chosen, table, row."""
     registers = ", ".join(f"x{i}" for i in range(shape.each))
     return f"""{{
         .reg .pred p, q;
@@ -139,9 +140,10 @@ def program(k: int, columns: int, shape: Shape) -> str:
         cvt.u32.u64 table, $4;
         mul.wide.s32 at, $5, 4;
         add.u64 out, at, $1;
-        ld.global.b32 start, [out];
+        {"ld.global.b32 start, [out]; max.s32 start, start, 0;" if first else "mov.b32 start, 0;"}
         add.u64 out, at, $2;
         ld.global.b32 end, [out];
+        min.s32 end, end, {columns};
         mul.wide.s32 at, $5, {4 * k};
         add.u64 out, at, $3;
         sub.s32 count, end, start;
