@@ -85,7 +85,7 @@ def test_the_program_equals_the_oracle(kind, shape, rng):
     for row, (start, end) in zip(ranks, limits, strict=True):
         row[: max(start, 0)] = row[max(end, start) :] = BEHIND
     got = ptx_machine.select(ranks, *limits.T, k=k, shape=shape)
-    want = [oracle(row, *limit, k) for row, limit in zip(ranks, limits, strict=True)]
+    want = [oracle(row, a, b, k) for row, (a, b) in zip(ranks, limits, strict=True)]
     np.testing.assert_array_equal(got, want)
 
 
@@ -124,7 +124,7 @@ def test_on_a_gpu(kind, keys, k, rng):
     shape = shape_of(len(limits), keys, sms=DeviceInfo.current().sms)
     arrays = (jnp.asarray(x, jnp.int32) for x in (ranks, *limits.T))
     got = np.asarray(select(*arrays, k=k, shape=shape))
-    want = [oracle(row, *limit, k) for row, limit in zip(ranks, limits, strict=True)]
+    want = [oracle(row, a, b, k) for row, (a, b) in zip(ranks, limits, strict=True)]
     np.testing.assert_array_equal(got, want)
 
 
