@@ -178,7 +178,7 @@ def _select(
     from mla_jax.pallas.topk import select_sm90
 
     def best(ranks: Array, starts: Array | None, ends: Array) -> Array:
-        shape = select_sm90.shape_of(*ranks.shape, sms=DeviceInfo.current().sms)
+        shape = select_sm90.shape_of(ranks.shape[1])
         return select_sm90.select(ranks, starts, ends, k=k, shape=shape)
 
     def taken(x: Array, at: Array, none: int) -> Array:
