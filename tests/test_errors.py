@@ -96,6 +96,7 @@ INTERNAL = {
     "pallas/cache_io/row_layout": "what a record format of ours says",
     "pallas/dense_prefill/steps_sm90": "a layout that is written out twice",
     "pallas/indexer/scores_sm90": "a layout written out twice, and what the backend requires",
+    "pallas/topk/select_sm90": "the wrapper rounds columns up and chooses a shape that holds them",
     "pallas/triton_lib": "what the compiler said of a kernel",
     "request_queue": "the scheduler knows which requests wait",
 }

@@ -354,11 +354,13 @@ def coded_probes(*axes):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("module", [mosaic, topk])
-@pytest.mark.parametrize("workspace", [1 << 25, 1])
+@pytest.mark.parametrize(("workspace", "columns"), [(1 << 25, 1 << 17), (1 << 25, 4096), (1, 4096)])
 @pytest.mark.parametrize("queries", [1, 3])
-def test_on_a_gpu_over_pages_of_codes(module, workspace, queries, rng, monkeypatch):
+def test_on_a_gpu_over_pages_of_codes(module, workspace, columns, queries, rng, monkeypatch):
     """Rows of several blocks of pages; pages that are no row's, or missing, hold NaN or nothing."""
-    monkeypatch.setattr(topk, "WORKSPACE", workspace)
+    monkeypatch.setattr(module, "WORKSPACE", workspace)
+    if module is mosaic:
+        monkeypatch.setattr(mosaic, "COLUMNS", columns)
     k, width, rows = 300, 200, 5
     cache = RecordCache.alloc(num_pages=rows * width + 3, page=64, format="index_key", layers=2)
     pages = np.full((2, rows * width + 3, 64 * 132), 0x7F, np.uint8)
@@ -384,10 +386,12 @@ def test_on_a_gpu_over_pages_of_codes(module, workspace, queries, rng, monkeypat
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("module", [mosaic, topk])
-@pytest.mark.parametrize("workspace", [1 << 25, 1])
-def test_on_a_gpu_over_gathered_codes(module, workspace, rng, monkeypatch):
+@pytest.mark.parametrize(("workspace", "columns"), [(1 << 25, 1 << 17), (1 << 25, 4096), (1, 4096)])
+def test_on_a_gpu_over_gathered_codes(module, workspace, columns, rng, monkeypatch):
     """Two requests behind each other, NaN behind both, queries that see little or nothing."""
-    monkeypatch.setattr(topk, "WORKSPACE", workspace)
+    monkeypatch.setattr(module, "WORKSPACE", workspace)
+    if module is mosaic:
+        monkeypatch.setattr(mosaic, "COLUMNS", columns)
     k, count = 300, 20_001
     codes, scales, scores = coded(rng, count)
     codes = codes.at[12_000:12_100].set(jnp.nan)

@@ -34,7 +34,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from mla_jax.pallas import mosaic_inline as inline
 from mla_jax.pallas import mosaic_lib as lib
 from mla_jax.pallas.mosaic_inline import arith, ir, nvvm
-from mla_jax.types import cdiv
+from mla_jax.types import cdiv, round_up
 
 __all__ = ["DIM", "KEYS", "SIDE", "gathered_ranks", "paged_ranks"]
 
@@ -52,8 +52,9 @@ SIDE = 32
 PAIRS, AHEAD = 8, 6
 """Pairs of queries in shared memory, and those loaded ahead: a warpgroup may lag by the rest."""
 
-STREAMS = 6
-"""Warpgroups of a thread block over pages: each hides what another one waits for."""
+STREAMS, RESIDENT = 3, 2
+"""Warpgroups of a thread block over pages, each of which hides what another one waits for; and
+thread blocks that share a multiprocessor: one begins where another ends."""
 
 I32, F8 = jnp.int32, jnp.float8_e4m3fn
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
@@ -117,8 +118,7 @@ def _gathered(
     group, tile = lax.div(item, tiles), lax.rem(item, tiles)
     first, column = group * queries, tile * KEYS
     key = pl.multiple_of(base_g[0] + column, 8)
-    n = jnp.minimum(queries, side_g.shape[0] - first)
-    pairs = cdiv_(n, 2)
+    pairs = cdiv_(jnp.minimum(queries, side_g.shape[0] - first), 2)
     seen = (key < bounds_g[group, 1]) & (key + KEYS > bounds_g[group, 0])
     full, free = refs["full"], refs["free"]
 
@@ -143,8 +143,11 @@ def _gathered(
 
         plgpu.barrier_wait(refs["k_full"])
         k = plgpu.load(refs["k"].at[pl.ds(wg * BLOCK, BLOCK)], layout=EIGHT)
-        scale = _scale(refs["s"], wg * BLOCK)
-        facts = {"column": column + wg * BLOCK, "columns": columns}
+        lanes = _lanes()
+        scale = _scale(refs["s"], wg * BLOCK + lanes[1])
+        mine = column + wg * BLOCK
+        limit = columns - mine
+        facts = {"lanes": lanes, "column": mine, "columns": columns, "base": key - column}
 
         @pl.loop(0, pairs)
         def _(p):
@@ -152,15 +155,8 @@ def _gathered(
             slot = lax.rem(p, PAIRS)
             plgpu.barrier_wait(full.at[slot])
             both = lib.landed(_multiply(k, refs["q"].at[slot]), 0)
-            for i in range(2):
-                x = both[:, i * heads : (i + 1) * heads]
-                w = plgpu.load(refs["side"].at[slot, i, pl.ds(0, heads)], layout=COLUMN)
-                last = refs["side"][slot, i, heads]
-                if i == 1:
-                    plgpu.barrier_arrive(free.at[slot])
-                mine = 2 * p + i
-                limit = jnp.where(mine < n, jnp.minimum(last - base_g[0], columns), 0)
-                _store(x, w, scale, ranks_g, first + mine, limit, **facts)
+            _store(both, refs["side"].at[slot], scale, ranks_g, first + 2 * p, limit, **facts)
+            plgpu.barrier_arrive(free.at[slot])
 
 
 def cdiv_(a, b: int):
@@ -168,29 +164,33 @@ def cdiv_(a, b: int):
     return lax.div(a + (b - 1), b)
 
 
-@lib.lowered_once("columns", "span")
+@lib.lowered_once("columns", "span", "least")
 def paged_ranks(
-    q: jax.Array, side: jax.Array, pages: jax.Array, table: jax.Array, longest: jax.Array,
-    layer: jax.Array, base: jax.Array, *, columns: int, span: int,
+    q: jax.Array, weights: jax.Array, pages: jax.Array, table: jax.Array, lens: jax.Array,
+    layer: jax.Array, base: jax.Array, *, columns: int, span: int, least: int,
 ) -> jax.Array:  # fmt: skip
     """Ranks ``[rows * queries, columns]`` of positions from ``base`` on, keys in pages.
 
-    ``q`` [rows, queries, heads, DIM], ``side`` as above, ``pages`` [layers, pages, bytes]
-    ``index_key`` records in pages of BLOCK, ``longest`` [rows] positions of a row. A warpgroup has
-    ``span`` pages.
+    ``q`` [rows, queries, heads, DIM], ``pages`` [layers, pages, bytes] ``index_key`` records in
+    pages of BLOCK, ``lens`` [rows, queries]: one of at most ``least`` needs no ranks. A warpgroup
+    has ``span`` pages.
     """
     rows, queries, heads, _ = q.shape
     layers, count, size = pages.shape
     assert size == BLOCK * (DIM + 4)
     slots = 4 if queries < 3 else 3  # pages of a warpgroup in shared memory
     shape = STREAMS, slots, BLOCK, DIM
-    body = functools.partial(_paged, columns=columns, span=span)
+    facts = {"columns": columns, "span": span, "least": least, "layers": layers}
+    body = functools.partial(_paged, **facts)
+    weights = weights.astype(jnp.float32).reshape(rows * queries, heads)
+    if rest := round_up(heads, SIDE) - heads:
+        weights = jnp.pad(weights, ((0, 0), (0, rest)))
     kernel = lib.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((rows * queries, columns), I32),
         scratch_types={
             "q": lib.swizzled((queries, heads, DIM), F8),
-            "side": plgpu.SMEM((queries, side.shape[1]), I32),
+            "w": plgpu.SMEM((queries, weights.shape[1]), jnp.float32),
             "k": plgpu.RefUnion(
                 lib.swizzled(shape, F8), plgpu.SMEM(shape, jnp.uint8, transforms=_ROWS)
             ),
@@ -207,23 +207,25 @@ def paged_ranks(
         compiler_params=_PARAMS,
     )
     flat = pages.reshape(layers * count, BLOCK + SCALES, DIM)
-    first = jnp.clip(layer, 0, layers - 1) * count
-    facts = jnp.stack([base, first, jnp.asarray(count, I32)]).astype(I32)
-    return kernel(q, side, flat, table, longest, facts)
+    return kernel(q, weights, flat, table, lens, layer.reshape(1), base.reshape(1))
 
 
 def _paged(
-    q_g, side_g, pages_g, table_g, longest_g, facts_g, ranks_g, *, columns, span, **refs
-) -> None:
+    q_g, w_g, pages_g, table_g, lens_g, layer_g, base_g, ranks_g,
+    *, columns, span, least, layers, **refs,
+) -> None:  # fmt: skip
     """One thread block: a row's queries, and a stream of its pages for each warpgroup."""
     wg, item = lax.axis_index("wg"), lax.axis_index("item")
     queries, (_, slots, *_) = refs["q"].shape[0], refs["s"].shape
     spans = cdiv(columns, STREAMS * BLOCK * span)
     row, part = lax.div(item, spans), lax.rem(item, spans)
-    base, offset, count = facts_g[0], facts_g[1], facts_g[2]
+    base, count = base_g[0], pages_g.shape[0] // layers
+    offset = jnp.clip(layer_g[0], 0, layers - 1) * count
     column = part * (STREAMS * BLOCK * span)
+    ends = [jnp.minimum(lens_g[row, j], table_g.shape[1] * BLOCK) for j in range(queries)]
+    longest = functools.reduce(jnp.maximum, [jnp.where(n > least, n, 0) for n in ends])
     # Positions of the thread block.
-    seen = jnp.minimum(jnp.minimum(longest_g[row] - base, columns) - column, STREAMS * BLOCK * span)
+    seen = jnp.minimum(jnp.minimum(longest - base, columns) - column, STREAMS * BLOCK * span)
     codes, copied = refs["k"]
     full, free = (lambda s, x=refs[name]: x.at[wg * slots + s] for name in ("full", "free"))
 
@@ -247,17 +249,20 @@ def _paged(
         pl.when(i + slots - 1 < n)(lambda: load(i + slots - 1, ahead))
         after = place(jnp.minimum(i + 1, n - 1)), place(jnp.minimum(i + slots, n - 1))
         plgpu.barrier_wait(full(slot))
-        scale = jnp.where(here >= 0, _scale(refs["s"].at[wg, slot], 0), MISSING)
+        lanes = _lanes()
+        scale = jnp.where(here >= 0, _scale(refs["s"].at[wg, slot], lanes[1], half=True), MISSING)
         at = column + (i * STREAMS + wg) * BLOCK
+        facts = {"lanes": lanes, "column": at, "columns": columns, "base": base}
 
         @pl.loop(0, queries)
         def _(j):
             x = lib.landed(_multiply(codes.at[wg, slot], refs["q"].at[j], SHARED), 0)
             pl.when(j == queries - 1)(lambda: plgpu.barrier_arrive(free(slot)))
-            heads = x.shape[1]
-            w = plgpu.load(refs["side"].at[j, pl.ds(0, heads)], layout=COLUMN)
-            limit = jnp.minimum(refs["side"][j, heads] - base, columns)
-            _store(x, w, scale, ranks_g, row * queries + j, limit, column=at, columns=columns)
+            end = ends[0]
+            for i in range(1, queries):
+                end = jnp.where(j == i, ends[i], end)
+            limit, w = jnp.minimum(end - base, columns) - at, refs["w"].at[pl.ds(j, 1)]
+            _store(x, w, scale, ranks_g, row * queries + j, limit, **facts)
 
         return after
 
@@ -268,7 +273,7 @@ def _paged(
         @pl.when(wg == 0)
         def _():
             for j in range(queries):
-                for src, name in ((q_g.at[row, j], "q"), (side_g.at[row * queries + j], "side")):
+                for src, name in ((q_g.at[row, j], "q"), (w_g.at[row * queries + j], "w")):
                     plgpu.copy_gmem_to_smem(src, refs[name].at[j], refs["q_full"])
 
         for i in range(slots - 1):
@@ -302,105 +307,175 @@ def _group(k, q, heads: int):
 _LANE = """
     mov.u32 lane, %tid.x;
     bfe.u32 row, lane, 5, 2;
-    bfe.u32 key, lane, 2, 3;
-    mad.lo.u32 row, row, 16, key;
+    bfe.u32 t, lane, 2, 3;
+    mad.lo.u32 row, row, 16, t;
     bfi.b32 row, lane, row, 3, 1;
 """
 """Of a product's rows a thread sums up ``row``: one of the two that its quad of lanes has."""
 
 
-def _scale(scales, first):
-    """The scale of a thread's key: a number that differs from thread to thread."""
+def _lanes():
+    """Numbers that differ from thread to thread: its lane of a quad, and its key of a product."""
+
+    @plgpu.inline_mgpu(arg_types=(), return_type=(inline.NUMBER,) * 2)
+    def read(_):
+        code = f"""{{
+            .reg .u32 lane, row, t;
+            {_LANE}
+            and.b32 $0, lane, 3;
+            mov.u32 $1, row;
+            }}"""
+        found = inline.asm(code, [], "=r,=r", result="struct<(i32, i32)>")
+        return tuple(inline.number(x) for x in inline.unpacked(found, 2))
+
+    return read()
+
+
+def _scale(scales, key, *, half: bool = False):
+    """The scale of a thread's key, or its half."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), inline.SCALAR), return_type=inline.NUMBER)
-    def read(_, scales, first):
+    def read(_, scales, key):
         code = f"""{{
-            .reg .u32 lane, row, key;
             .reg .u64 at;
-            {_LANE}
-            add.u32 row, row, $2;
-            mul.wide.u32 at, row, 4;
+            .reg .f32 y;
+            mul.wide.u32 at, $2, 4;
             add.u64 at, at, $1;
-            ld.shared.b32 $0, [at];
+            ld.shared.f32 y, [at];
+            {"mul.f32 y, y, 0f3F000000;" if half else ""}
+            mov.b32 $0, y;
             }}"""
-        operands = [mgpu.utils.memref_ptr(scales), first.registers.item()]
+        operands = [mgpu.utils.memref_ptr(scales), key.registers.item()]
         return inline.number(inline.asm(code, operands, "=r,l,r,~{memory}", result="i32"))
 
-    return read(scales, jnp.asarray(first, I32))
+    return read(scales, key)
 
 
 MISSING = -(1 << 23)
 """Bits of the scale of a page that is not there, minus infinity: its scores are 0."""
 
+_PAIR = """
+    selp.f32 y, s0, s1, odd;
+    selp.f32 s0, s1, s0, odd;
+    selp.f32 z, s2, s3, odd;
+    selp.f32 s2, s3, s2, odd;
+    shfl.sync.bfly.b32 y, y, 1, 31, 0xffffffff;
+    shfl.sync.bfly.b32 z, z, 1, 31, 0xffffffff;
+    add.f32 s0, s0, y;
+    add.f32 s2, s2, z;
+    selp.f32 y, s0, s2, other;
+    selp.f32 s0, s2, s0, other;
+    shfl.sync.bfly.b32 y, y, 2, 31, 0xffffffff;
+    add.f32 s0, s0, y;
+"""
+"""Of a quad's sums of two rows (``s0``, ``s1``) of one query and of another one: one a lane."""
 
-def _store(x, w, scale, ranks, query, limit, *, column, columns: int) -> None:
-    """Sum up ``x`` [64, heads], and store ranks at columns from ``column`` on below ``limit``."""
+_SINGLE = """
+    selp.f32 y, s0, s1, odd;
+    selp.f32 s0, s1, s0, odd;
+    shfl.sync.bfly.b32 y, y, 1, 31, 0xffffffff;
+    add.f32 s0, s0, y;
+    shfl.sync.bfly.b32 y, s0, 2, 31, 0xffffffff;
+    add.f32 s0, s0, y;
+"""
+"""The same of one query: two lanes have the same sum."""
 
-    @plgpu.inline_mgpu(
-        arg_types=(lib.WGMMA, COLUMN, inline.SCALAR, plgpu.RefType(), *(inline.SCALAR,) * 3)
-    )
-    def store(_, x, w, scale, ranks, query, limit, column):
 
+def _sums(count: int, heads: int, words: int, first: int, some: int) -> str:
+    """``s[2 i + row]``: a thread's part of query ``i``'s sums, of operands from ``$first`` on.
+
+    ``part`` is where the thread's weights begin, ``words`` those of a query; of ``some`` tiles of
+    eight heads they lie side by side.
+    """
+    lines, tiles = [], heads // 8
+    for i in range(count):
+        sums = [[f"s{2 * i + row}", f"r{row}"] for row in range(2)]
+        for tile in range(tiles):
+            if tile % some == 0:
+                names = ", ".join(f"w{n}" for n in range(2 * some))
+                at = 4 * (i * words + 8 * tile)
+                lines.append(f"ld.shared.v{2 * some}.f32 {{{names}}}, [part+{at}];")
+            for n in range(4):
+                x = f"${first + 4 * (i * tiles + tile) + n}"
+                sum_, weight = sums[n // 2][n % 2], f"w{2 * (tile % some) + n % 2}"
+                lines.append(f"abs.f32 y, {x}; add.f32 y, y, {x};")
+                lines.append(
+                    f"fma.rn.f32 {sum_}, y, {weight}, {sum_};" if tile
+                    else f"mul.f32 {sum_}, y, {weight};"
+                )  # fmt: skip
+        lines += [f"add.f32 {a}, {a}, {b};" for a, b in sums]
+    return " ".join(lines)
+
+
+def _store(x, side, scale, ranks, query, limit, *, lanes, column, base, columns: int) -> None:
+    """Sum up ``x`` [64, heads], and store ranks of keys whose row of it is below ``limit``.
+
+    ``x`` may be of two queries side by side: ``side`` are words of each, halves of weights, then
+    the key behind the last one; column 0 is key ``base``. Of one query ``side`` are its weights,
+    in order, and its page may be missing.
+    """
+    kinds = lib.WGMMA, plgpu.RefType(), plgpu.RefType(), *(inline.SCALAR,) * 7
+
+    @plgpu.inline_mgpu(arg_types=kinds)
+    def store(_, x, side, ranks, *numbers):
         f32 = ir.F32Type.get()
-        words = [v for r in x.registers.flat for v in inline.words(r)]
-        weights = [v for r in w.registers.flat for v in inline.words(r)]
-        assert len(words) == 2 * len(weights), "of every eight columns: two, in two rows"
-        first = 5
-        lines = []
-        for n in range(len(words)):
-            tile, row, c = n // 4, n // 2 % 2, n % 2
-            lines.append(f"abs.f32 y, ${first + n};")
-            lines.append(f"add.f32 y, y, ${first + n};")
-            weight = first + len(words) + 2 * tile + c
-            sum_ = f"s{2 * row + c}"
-            lines.append(
-                f"mul.f32 {sum_}, y, ${weight};" if tile == 0
-                else f"fma.rn.f32 {sum_}, y, ${weight}, {sum_};"
-            )  # fmt: skip
+        values = [v for r in x.registers.flat for v in inline.words(r)]
+        count, words = ir.MemRefType(side.type).shape
+        heads = 2 * len(values) // count
+        some = 2 if count == 2 and heads > 8 else 1
         code = f"""{{
-            .reg .pred p, odd;
-            .reg .u32 lane, row, key, t, u;
-            .reg .u64 at;
-            .reg .f32 y, s<4>;
-            {_LANE}
-            {" ".join(lines)}
-            add.f32 s0, s0, s1;
-            add.f32 s2, s2, s3;
-            and.b32 t, lane, 1;
-            setp.eq.u32 odd, t, 1;
-            selp.f32 s1, s2, s0, odd;
-            selp.f32 s3, s0, s2, odd;
-            mov.b32 t, s3;
-            shfl.sync.bfly.b32 t, t, 1, 31, 0xffffffff;
-            mov.b32 y, t;
-            add.f32 s1, s1, y;
-            mov.b32 t, s1;
-            shfl.sync.bfly.b32 t, t, 2, 31, 0xffffffff;
-            mov.b32 y, t;
-            add.f32 s1, s1, y;
-            mov.b32 y, $1;
-            mul.f32 s1, s1, y;
-            add.f32 s1, s1, 0f00000000;
-            mov.b32 t, s1;
+            .reg .pred p, odd, other;
+            .reg .u32 t, u, last;
+            .reg .u64 at, part;
+            .reg .f32 y, z, s<4>, r<2>, w<4>;
+            mad.wide.u32 part, $2, {8 * some}, $1;
+            {_sums(count, heads, words, 9, some)}
+            and.b32 t, $2, 1;
+            setp.ne.u32 odd, t, 0;
+            setp.ge.u32 other, $2, 2;
+            {_PAIR if count == 2 else _SINGLE}
+            mov.b32 y, $4;
+            fma.rn.f32 s0, s0, y, 0f00000000;
+            mov.b32 t, s0;
             shr.s32 u, t, 31;
             and.b32 u, u, 0x7fffffff;
             xor.b32 t, t, u;
-            setp.nan.f32 p, s1, s1;
+            setp.nan.f32 p, s0, s0;
             selp.b32 t, 0x80000001, t, p;
-            setp.eq.u32 p, $1, {MISSING};
-            selp.b32 t, 0, t, p;
-            add.u32 row, row, $4;
-            and.b32 u, lane, 2;
-            setp.eq.u32 p, u, 0;
-            setp.lt.and.s32 p, row, $3, p;
-            mul.wide.s32 at, $2, {4 * columns};
-            mad.wide.s32 at, row, 4, at;
+            {_OF_TWO.format(words=4 * words, heads=4 * heads) if count == 2 else _OF_ONE}
+            mul.wide.u32 at, u, {4 * columns};
             add.u64 at, at, $0;
+            add.u32 u, $3, $7;
+            mad.wide.u32 at, u, 4, at;
             @p st.global.b32 [at], t;
             }}"""
-        scalars = [a.registers.item() for a in (scale, query, limit, column)]
-        floats = [arith.bitcast(f32, v) for v in (*words, *weights)]
-        operands = [mgpu.utils.memref_ptr(ranks), *scalars, *floats]
-        inline.asm(code, operands, "l,r,r,r,r," + ",".join("f" * len(floats)) + ",~{memory}")
+        scalars = [a.registers.item() for a in numbers]
+        pointers = [mgpu.utils.memref_ptr(r) for r in (ranks, side)]
+        floats = [arith.bitcast(f32, v) for v in values]
+        kinds = ",".join("ll" + "r" * len(scalars) + "f" * len(floats))
+        inline.asm(code, [*pointers, *scalars, *floats], kinds + ",~{memory}")
 
-    store(x, w, scale, ranks, query, limit, column)
+    store(x, side, ranks, *lanes, scale, query, limit, column, base)
+
+
+_OF_TWO = """
+    shr.u32 u, $2, 1;
+    mad.wide.u32 part, u, {words}, $1;
+    ld.shared.b32 last, [part+{heads}];
+    sub.u32 last, last, $8;
+    sub.u32 last, last, $7;
+    setp.lt.s32 p, $3, last;
+    setp.lt.and.s32 p, $3, $6, p;
+    add.u32 u, u, $5;
+"""
+"""``u``: the query of a thread, one of two; ``p``: whether it sees the thread's key."""
+
+_OF_ONE = f"""
+    setp.eq.u32 p, $4, {MISSING};
+    selp.b32 t, 0, t, p;
+    setp.lt.s32 p, $3, $6;
+    not.pred other, other;
+    and.pred p, p, other;
+    mov.u32 u, $5;
+"""
+"""The same of one query, and its rank if the page is missing; one of two lanes stores it."""

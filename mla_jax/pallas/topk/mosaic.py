@@ -1,7 +1,9 @@
-"""Selection on Hopper over e4m3 codes: scores by Mosaic GPU, the best of each row in Triton.
+"""Selection on Hopper over e4m3 codes, in Mosaic GPU: scores, then the best of each row.
 
-``indexer/scores_sm90`` scores, ``triton.select`` takes a chunk's workspace after the other.
+``indexer/scores_sm90`` scores some rows, ``select_sm90`` takes the best of each; then the next.
 """
+
+from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 from jax import lax
@@ -9,7 +11,6 @@ from jax import lax
 from mla_jax.cache import RecordCache
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.registry import OneOf, Requirement, Within
-from mla_jax.pallas.topk import triton
 from mla_jax.types import Array, Float, Int, cdiv, round_up
 
 __all__ = ["DECODE", "PREFILL", "select_decode", "select_prefill"]
@@ -24,20 +25,31 @@ DECODE = Requirement(
         "queries": Within(high=4),
         "page": OneOf(64),
     },
-    packages=("triton",),
 )
 
 PREFILL = Requirement(
     sm=OneOf(90),
     features={"dtype": OneOf("float8_e4m3fn"), "keys_dtype": OneOf("float8_e4m3fn"), **_SIZES},
-    packages=("triton",),
 )
 
-QUERIES = 128
-"""Of a thread block over gathered keys, about."""
+WORKSPACE = 1 << 25
+"""Elements of the ranks that exist at a time: 128 MiB, or one row's where these are more."""
 
-WAVES, LEAST = (2, 1), 8
-"""Thread blocks over pages for each multiprocessor: two if a warpgroup then has ``LEAST`` pages."""
+COLUMNS = 1 << 17
+"""Of a row that are scored and selected together, at most."""
+
+NONE = -(2**31)
+"""Rank of what is no candidate."""
+
+UNROLLED = 32
+"""Parts of the rows up to which the loop over them is none."""
+
+START = 4
+"""Pairs of queries that a thread block over gathered keys could have had before it begins."""
+
+WAVES, LEAST = 4, 8
+"""Turns of all multiprocessors that thread blocks over pages may take, if that leaves fewer idle
+and a warpgroup then has ``LEAST`` pages."""
 
 
 def select_decode(
@@ -53,26 +65,25 @@ def select_decode(
     """``xla.select_decode``."""
     from mla_jax.pallas.indexer import scores_sm90 as scores
 
-    rows, queries, heads, _ = q.shape
+    queries = q.shape[1]
     width, page, sms = page_table.shape[1], cache.page, DeviceInfo.current().sms
-    lens = jnp.clip(lens, 0, width * page)
-    longest = jnp.max(jnp.where(lens > k, lens, 0), axis=1)
     pages = cache.pages.reshape(cache.layers or 1, cache.num_pages, -1)
     number = jnp.zeros((), jnp.int32) if layer is None else layer
-    flat = lens.reshape(-1)
-    side = _side(weights.reshape(-1, heads), flat, multiple=scores.SIDE)
 
-    def ranks(base: Array, columns: int) -> Array:
-        blocks = cdiv(columns, scores.STREAMS * page)
-        spans = [cdiv(blocks, max(waves * sms // rows, 1)) for waves in WAVES]
-        span = next((n for n in spans if n >= LEAST), spans[-1])
-        return scores.paged_ranks(
-            q, side, pages, page_table, longest, number, base,
-            columns=columns, span=span,
-        )  # fmt: skip
+    def some(q: Array, weights: Array, page_table: Array, lens: Array) -> Array:
+        def ranks(base: Array, columns: int) -> Array:
+            blocks = cdiv(columns, scores.STREAMS * page)
+            span = _span(len(q), blocks, scores.RESIDENT * sms)
+            return scores.paged_ranks(
+                q, weights, pages, page_table, lens, number, base,
+                columns=columns, span=span, least=k,
+            )  # fmt: skip
 
-    chosen = triton.select(ranks, jnp.zeros_like(flat), flat, width * page, k=k)
-    return chosen.reshape(rows, queries, k)
+        chosen = _select(ranks, None, lens.reshape(-1), width * page, k=k)
+        return chosen.reshape(len(q), queries, k)
+
+    columns = queries * min(width * page, COLUMNS)
+    return _by_rows(some, (q, weights, page_table, lens), columns)
 
 
 def select_prefill(
@@ -88,28 +99,119 @@ def select_prefill(
     """``xla.select_prefill``."""
     from mla_jax.pallas.indexer import scores_sm90 as scores
 
-    queries, count, sms = q.shape[0], keys.shape[0], DeviceInfo.current().sms
+    count, sms = keys.shape[0], DeviceInfo.current().sms
     starts, ends = (jnp.clip(x, 0, count) for x in (starts, ends))
     scales = jnp.ones((count,), jnp.float32) if scales is None else scales
     rest = round_up(count, 8) - count
     keys, scales = jnp.pad(keys, ((0, rest), (0, 0))), jnp.pad(scales, (0, rest))
+
+    def some(q: Array, side: Array, starts: Array, ends: Array) -> Array:
+        def ranks(base: Array, columns: int) -> Array:
+            block = _block(len(q), cdiv(columns, scores.KEYS), sms)
+            pad, scored = (0, round_up(len(q), block) - len(q)), ends - starts > k
+            low = jnp.pad(jnp.where(scored, starts, count), pad, constant_values=count)
+            high = jnp.pad(jnp.where(scored, ends, 0), pad)
+            bounds = low.reshape(-1, block).min(axis=1), high.reshape(-1, block).max(axis=1)
+            return scores.gathered_ranks(
+                q, side, keys, scales, jnp.stack(bounds, axis=1), base,
+                columns=columns, queries=block,
+            )  # fmt: skip
+
+        return _select(ranks, starts, ends, count, k=k)
+
     side = _side(weights, ends, multiple=scores.SIDE)
+    return _by_rows(some, (q, side, starts, ends), min(count, COLUMNS))
 
-    def ranks(base: Array, columns: int) -> Array:
-        tiles = cdiv(columns, scores.KEYS)
-        waves = max(round(queries * tiles / (sms * QUERIES)), 1)
-        some = cdiv(queries * tiles, sms * waves)
-        rows = jnp.arange(cdiv(queries, some) * some) < queries
-        pad = (0, len(rows) - queries)
-        scored = rows & jnp.pad(ends - starts > k, pad)
-        low = jnp.where(scored, jnp.pad(starts, pad), count).reshape(-1, some).min(axis=1)
-        high = jnp.where(scored, jnp.pad(ends, pad), 0).reshape(-1, some).max(axis=1)
-        return scores.gathered_ranks(
-            q, side, keys, scales, jnp.stack([low, high], axis=1), base,
-            columns=columns, queries=some,
-        )  # fmt: skip
 
-    return triton.select(ranks, starts, ends, count, k=k)
+def _span(rows: int, blocks: int, workers: int) -> int:
+    """Of a row's ``blocks`` those of one thread block, such that few ``workers`` are idle."""
+    spans = [cdiv(blocks, max(waves * workers // rows, 1)) for waves in range(1, WAVES + 1)]
+
+    def used(span: int) -> float:
+        items = rows * cdiv(blocks, span)
+        return rows * blocks / (cdiv(items, workers) * workers * span)
+
+    return max((n for n in spans if n >= LEAST), key=used, default=spans[0])
+
+
+def _block(queries: int, tiles: int, workers: int) -> int:
+    """Queries of a thread block over one of so many ``tiles`` of keys: an even number."""
+    found = {2 * cdiv(queries, 2 * n) for n in range(1, cdiv(queries, 16) + 1)}
+
+    def turns(block: int) -> int:
+        return cdiv(cdiv(queries, block) * tiles, workers) * (block // 2 + START)
+
+    return min(sorted(found), key=turns)
+
+
+def _by_rows(
+    one: Callable[..., Array], arrays: Sequence[Array], columns: int
+) -> Int[Array, "rows ..."]:
+    """``one`` of all ``arrays``, of some of their rows after others: those of a workspace."""
+    rows = len(arrays[0])
+    some = max(WORKSPACE // max(columns, 1), 1)
+    if rows <= some:
+        return one(*arrays)
+    parts = cdiv(rows, some)
+    some = cdiv(rows, parts)
+    if parts <= UNROLLED:
+        found = [one(*(x[i : i + some] for x in arrays)) for i in range(0, rows, some)]
+        return jnp.concatenate(found)
+    pad = parts * some - rows
+    padded = [jnp.pad(x, ((0, pad), *((0, 0),) * (x.ndim - 1))) for x in arrays]
+    found = lax.map(lambda x: one(*x), [x.reshape(parts, some, *x.shape[1:]) for x in padded])
+    return found.reshape(-1, *found.shape[2:])[:rows]
+
+
+def _select(
+    ranks: Callable[[Array, int], Array],
+    starts: Int[Array, "rows"] | None,
+    ends: Int[Array, "rows"],
+    longest: int,
+    *,
+    k: int,
+) -> Int[Array, "rows {k}"]:
+    """Places from ``starts`` (or 0) on of the best; ``ranks(base, columns)`` is a workspace.
+
+    Of more than ``COLUMNS`` these are scored at a time, and their best joined with the best so far.
+    """
+    from mla_jax.pallas.topk import select_sm90
+
+    def best(ranks: Array, starts: Array | None, ends: Array) -> Array:
+        shape = select_sm90.shape_of(ranks.shape[1])
+        return select_sm90.select(ranks, starts, ends, k=k, shape=shape)
+
+    def taken(x: Array, at: Array, none: int) -> Array:
+        found = jnp.take_along_axis(x, jnp.maximum(at, 0), axis=1)
+        return jnp.where(at >= 0, found, none)
+
+    at = jnp.arange(k, dtype=jnp.int32)
+    first = 0 if starts is None else jnp.clip(starts, 0, longest)
+    lens = (jnp.clip(ends, 0, longest) - first)[:, None]
+    everything = jnp.where(at < lens, at, -1)
+    if not len(ends) or longest <= k:
+        return everything
+    zero = jnp.zeros_like(ends, shape=())
+    if longest <= COLUMNS:
+        return best(ranks(zero, round_up(longest, 16)), starts, ends)
+    first = first + jnp.zeros_like(ends)
+
+    def chunk(i: Array, old: tuple[Array, Array]) -> tuple[Array, Array]:
+        base = i * COLUMNS
+        a, b = (jnp.clip(x - base, 0, COLUMNS) for x in (first, ends))
+        found = ranks(base, COLUMNS)
+        new = best(found, a, b)
+        new = jnp.where(new >= 0, new + a[:, None], -1)
+        lists = taken(found, new, NONE), jnp.where(new >= 0, new + base, -1)
+        both = [jnp.concatenate(pair, axis=1) for pair in zip(old, lists, strict=True)]
+        both = [jnp.pad(x, ((0, 0), (0, -2 * k % 4))) for x in both]
+        at = best(both[0], None, jnp.full_like(a, 2 * k))
+        return taken(both[0], at, NONE), taken(both[1], at, -1)
+
+    none = jnp.full_like(ends, NONE, shape=(len(ends), k))
+    turns = (jnp.clip(jnp.max(ends), 0, longest) + COLUMNS - 1) // COLUMNS
+    _, places = lax.fori_loop(zero, turns, chunk, (none, jnp.full_like(none, -1)))
+    return jnp.where(lens > k, places - first[:, None], everything)
 
 
 def _side(
@@ -117,5 +219,7 @@ def _side(
 ) -> Int[Array, "queries words"]:
     """Words of each query: halves of its weights, its end, then what is not read."""
     halves = lax.bitcast_convert_type(0.5 * weights.astype(jnp.float32), jnp.int32)
+    if (heads := weights.shape[1]) > 8:  # what a thread reads together, of two tiles of a product
+        halves = halves.reshape(-1, heads // 16, 2, 4, 2).swapaxes(2, 3).reshape(-1, heads)
     rest = round_up(halves.shape[1] + 1, multiple) - halves.shape[1]
     return jnp.concatenate([halves, jnp.broadcast_to(ends[:, None], (len(ends), rest))], axis=1)

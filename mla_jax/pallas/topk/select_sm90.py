@@ -1,0 +1,410 @@
+"""The best ``k`` of each row of ranks on Hopper, each rank read once: Pallas Mosaic GPU.
+
+A cluster of thread blocks has a row, a thread has ``each`` of its ranks in registers. The rank of
+the last one kept is found from its top bits on: 11, 11 and 10 of them. Those that agree with what
+is known so far are counted in a table of their next bits in shared memory; all blocks add the
+cluster's tables up, and look for the entry in which the count from above passes what is wanted. An
+entry that is wanted as a whole ends the search. Then everything above is stored at its place among
+those kept, which ascends; of equal ranks the first ones are.
+
+The program is assembly, in steps that are functions here: it lives from shared memory's atomics
+and from the order of elements in registers, neither of which Mosaic gives. Branches lead forward
+only, and each is taken by all threads of a block.
+"""
+
+# Mosaic GPU states its types in part only.
+# pyright: reportPrivateImportUsage=false
+# pyright: reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false
+# pyright: reportCallIssue=false
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from mla_jax.pallas import mosaic_inline as inline
+from mla_jax.pallas import mosaic_lib as lib
+from mla_jax.types import cdiv, round_up
+
+__all__ = ["Shape", "program", "select", "shape_of"]
+
+LEVELS = (21, 11), (10, 11), (0, 10)
+"""Lowest bit and number of the bits that each table counts."""
+
+ENTRIES = 2048
+"""Of a table."""
+
+TOTALS = 3 * ENTRIES * 4
+"""Where totals of warps, what was found, and totals of thread blocks begin, in bytes."""
+
+AREA = 256
+"""Bytes of the totals of one step: 32 of warps, then 16 of thread blocks, then 4 words found."""
+
+WORDS = (TOTALS + 5 * AREA) // 4
+"""Of shared memory."""
+
+MOST = 32
+"""Ranks of a thread, at most."""
+
+NONE = "0x80000000"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Of a row's cluster: thread blocks, warpgroups of each, and ranks of a thread."""
+
+    blocks: int
+    groups: int
+    each: int
+
+    @property
+    def threads(self) -> int:
+        return 128 * self.groups
+
+    @property
+    def block(self) -> int:
+        """Ranks of a thread block."""
+        return self.threads * self.each
+
+    @property
+    def columns(self) -> int:
+        """Of a row, at most."""
+        return self.blocks * self.block
+
+
+def shape_of(columns: int) -> Shape:
+    """The fewest thread blocks: those of 512 threads, two of which share a multiprocessor.
+
+    Each block of a cluster reads the tables of all: 64 rows of 32,768 columns took 8.6 µs with two
+    blocks, 19 with four of half the ranks, 47 with eight (H200, 2026-11-25).
+    """
+    blocks = max(cdiv(columns, 512 * MOST), 1)
+    return Shape(blocks=blocks, groups=4, each=max(round_up(cdiv(columns, 512 * blocks), 4), 4))
+
+
+@lib.lowered_once("k", "shape")
+def select(
+    ranks: jax.Array, starts: jax.Array | None, ends: jax.Array, *, k: int, shape: Shape
+) -> jax.Array:
+    """``[rows, k]``: places from ``starts`` on of the best of ``ranks`` [rows, columns], ascending.
+
+    A row sees columns ``starts`` (0 if there are none) to ``ends``, of those there are; one that
+    sees at most ``k`` takes all, -1 behind them. ``columns`` are a multiple of 4.
+    """
+    rows, columns = ranks.shape
+    assert columns % 4 == 0 and columns <= shape.columns
+    first = starts is not None
+    body = functools.partial(_row, k=k, columns=columns, shape=shape, first=first)
+    kernel = lib.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((rows, k), jnp.int32),
+        scratch_types={"table": plgpu.SMEM((WORDS,), jnp.int32)},
+        grid=(rows,),
+        grid_names=("row",),
+        cluster=(shape.blocks,),
+        cluster_names=("part",),
+        num_threads=shape.groups,
+        thread_name="wg",
+        kernel_name="mla_select",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+        ),
+    )
+    return kernel(ranks, ends if starts is None else starts, ends)
+
+
+def _row(ranks_g, starts_g, ends_g, chosen_g, *, k, columns, shape, first, table) -> None:
+    @plgpu.inline_mgpu(arg_types=(*(plgpu.RefType(),) * 5, inline.SCALAR))
+    def run(_, *operands):
+        *refs, row = operands
+        pointers = [mgpu.utils.memref_ptr(r) for r in refs]
+        code = program(k, columns, shape, first=first)
+        inline.asm(code, [*pointers, row.registers.item()], "l,l,l,l,l,r,~{memory}")
+
+    run(ranks_g, starts_g, ends_g, chosen_g, table, lax.axis_index("row"))
+
+
+def program(k: int, columns: int, shape: Shape, *, first: bool) -> str:
+    """Operands: ranks, starts (``first``: whether there are any), ends, chosen, table, row."""
+    registers = ", ".join(f"x{i}" for i in range(shape.each))
+    return f"""{{
+        .reg .pred p, q;
+        .reg .b32 {registers};
+        .reg .b32 tid, lane, warp, part, start, end, count, place, table, wanted, base;
+        .reg .b32 before, some, all, mine, found, t, u, v, h<8>, c<2>, i<2>;
+        .reg .b64 at, out;
+        mov.u32 tid, %tid.x;
+        and.b32 lane, tid, 31;
+        shr.u32 warp, tid, 5;
+        {"mov.u32 part, %cluster_ctarank;" if shape.blocks > 1 else "mov.u32 part, 0;"}
+        cvt.u32.u64 table, $4;
+        mul.wide.s32 at, $5, 4;
+        add.u64 out, at, $1;
+        {"ld.global.b32 start, [out]; max.s32 start, start, 0;" if first else "mov.b32 start, 0;"}
+        add.u64 out, at, $2;
+        ld.global.b32 end, [out];
+        min.s32 end, end, {columns};
+        mul.wide.s32 at, $5, {4 * k};
+        add.u64 out, at, $3;
+        sub.s32 count, end, start;
+        setp.le.s32 p, count, {k};
+        @p bra EVERYTHING;
+        {_load(columns, shape)}
+        mov.u32 wanted, {k};
+        mov.u32 base, 0;
+        {" ".join(_level(n, shape) for n in range(3))}
+        {_scan(3, "eq", shape)}
+        {_drop(shape)}
+        KNOWN:
+        {_scan(4, "ge", shape)}
+        {_store(shape)}
+        bra END;
+        EVERYTHING:
+        {_everything(k, shape)}
+        END:
+        }}"""
+
+
+def _load(columns: int, shape: Shape) -> str:
+    """``x0``, …: of each 128 columns of a warp a lane has four side by side; clear the tables.
+
+    ``place`` is the column of ``x0``; what the row does not see is ``NONE``.
+    """
+    lines = [
+        f"mul.lo.u32 place, part, {shape.block};",
+        "sub.s32 u, start, place;",
+        "sub.s32 v, end, place;",
+        f"mad.lo.u32 place, warp, {32 * shape.each}, place;",
+        "mad.lo.u32 place, lane, 4, place;",
+        f"mul.wide.s32 at, $5, {4 * columns};",
+        "add.u64 at, at, $0;",
+        "mad.wide.u32 at, place, 4, at;",
+        # q: the thread block sees all of its columns
+        "setp.le.s32 q, u, 0;",
+        f"setp.ge.and.s32 q, v, {shape.block}, q;",
+        "sub.s32 start, start, place;",
+        "sub.s32 end, end, place;",
+    ]
+    for i in range(0, shape.each, 4):
+        n = 32 * i
+        lines += [f"mov.b32 x{i + j}, {NONE};" for j in range(4)]
+        lines.append(f"setp.gt.s32 p, end, {n}; setp.lt.and.s32 p, start, {n + 4}, p;")
+        lines.append(f"@p ld.global.v4.b32 {{x{i}, x{i + 1}, x{i + 2}, x{i + 3}}}, [at+{4 * n}];")
+    lines.append("mov.b32 t, 0; mad.lo.u32 u, tid, 16, table;")
+    for n in range(0, TOTALS, 16 * shape.threads):
+        lines.append(f"setp.lt.u32 p, tid, {(TOTALS - n) // 16};")
+        lines.append(f"@p st.shared.v4.b32 [u+{n}], {{t, t, t, t}};")
+    lines.append("bar.sync 0;")
+    lines.append("@q bra SEEN;")
+    for i in range(shape.each):
+        n = 32 * (i // 4 * 4) + i % 4
+        lines.append(f"setp.gt.s32 p, end, {n}; setp.le.and.s32 p, start, {n}, p;")
+        lines.append(f"selp.b32 x{i}, x{i}, {NONE}, p;")
+    lines.append("SEEN: add.s32 start, start, 0;")
+    return " ".join(lines)
+
+
+def _meet(shape: Shape) -> str:
+    """All threads of the cluster; what they wrote to shared memory is there."""
+    if shape.blocks == 1:
+        return "bar.sync 0;"
+    return "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
+
+
+def _level(level: int, shape: Shape) -> str:
+    """Count the next bits of the ranks from ``base`` on that agree with it; choose their value.
+
+    ``wanted`` are the best of these. The search ends where a value is wanted as a whole: what is
+    kept is not below ``base``. Behind the last level ``wanted`` of the ranks ``base`` are kept.
+    """
+    low, bits = LEVELS[level]
+    entries, area = level * ENTRIES * 4, TOTALS + level * AREA
+    lines = [f"add.u32 u, table, {entries};"]
+    for i in range(shape.each):
+        if level == 0:
+            lines.append(f"shr.u32 t, x{i}, {low}; mad.lo.u32 t, t, 4, u;")
+            lines.append("red.shared.add.u32 [t], 1;")
+        else:
+            lines.append(f"sub.u32 t, x{i}, base; setp.lt.u32 p, t, {1 << (low + bits)};")
+            lines.append(f"{f'shr.u32 t, t, {low};' if low else ''} mad.lo.u32 t, t, 4, u;")
+            lines.append("@p red.shared.add.u32 [t], 1;")
+    lines.append(_meet(shape))
+    # The best value is entry 2047; as integers with a sign the upper half comes first.
+    some = ENTRIES // shape.threads
+    lines += [
+        f"mul.lo.u32 mine, tid, {some};",
+        f"sub.u32 mine, {ENTRIES - some}, mine;",
+        f"xor.b32 v, mine, {1 << (bits - 1)};" if level == 0 else "mov.b32 v, mine;",
+        "mad.lo.u32 u, v, 4, u;",
+        _add_tables(some, shape.blocks),
+        "add.u32 some, h0, h1;",
+        *(f"add.u32 some, some, h{n};" for n in range(2, some)),
+        _scanned("some", "before"),
+        "mad.lo.u32 t, warp, 4, table; setp.eq.u32 p, lane, 31;",
+        f"@p st.shared.b32 [t+{area}], before;",
+        "sub.u32 before, before, some;",
+        "bar.sync 0;",
+        _warps(area, shape),
+        "add.u32 before, before, t;",
+        "add.u32 t, before, some;",
+        "setp.lt.u32 p, before, wanted; setp.ge.and.u32 p, t, wanted, p;",
+    ]
+    for n in reversed(range(some)):
+        lines += [
+            f"add.u32 t, before, h{n}; setp.ge.and.u32 q, t, wanted, p;",
+            f"add.u32 u, mine, {n};",
+            f"@q st.shared.v4.b32 [table+{area + 192}], {{u, before, h{n}, u}};",
+            "not.pred q, q; and.pred p, p, q; mov.b32 before, t;",
+        ]
+    lines += [
+        "bar.sync 0;",
+        f"ld.shared.v4.b32 {{found, before, all, t}}, [table+{area + 192}];",
+        "sub.u32 wanted, wanted, before;",
+        f"xor.b32 found, found, {1 << (bits - 1)};" if level == 0 else "",
+        f"mad.lo.u32 base, found, {1 << low}, base;",
+        "setp.eq.u32 p, all, wanted;",
+        "@p bra KNOWN;",
+    ]
+    return " ".join(lines)
+
+
+def _add_tables(some: int, blocks: int) -> str:
+    """``h0``, …: ``some`` entries from the address ``u`` on, of all thread blocks together."""
+    wide = min(some, 4)
+    lines = []
+    for first in range(0, some, wide):
+        names = [f"h{first + n}" for n in range(wide)]
+        if blocks == 1:
+            lines.append(f"ld.shared.v{wide}.b32 {{{', '.join(names)}}}, [u+{4 * first}];")
+            continue
+        lines += [f"mov.b32 {name}, 0;" for name in names]
+        for block in range(blocks):
+            parts = [f"{name}_{block}" for name in names]
+            lines.append(f".reg .b32 {', '.join(parts)}, at_{first}_{block};")
+            lines.append(f"mapa.shared::cluster.u32 at_{first}_{block}, u, {block};")
+            lines.append(
+                f"ld.shared::cluster.v{wide}.b32 {{{', '.join(parts)}}}, "
+                f"[at_{first}_{block}+{4 * first}];"
+            )
+        for block in range(blocks):
+            lines += [f"add.u32 {name}, {name}, {name}_{block};" for name in names]
+    return "{ " + " ".join(lines) + " }"
+
+
+def _scanned(x: str, to: str) -> str:
+    """``to``: the sum of ``x`` of a warp's lanes up to the own one."""
+    lines = [f"mov.b32 {to}, {x};"]
+    for n in (1, 2, 4, 8, 16):
+        lines.append(f"shfl.sync.up.b32 t|p, {to}, {n}, 0, 0xffffffff; @p add.u32 {to}, {to}, t;")
+    return " ".join(lines)
+
+
+def _warps(area: int, shape: Shape) -> str:
+    """``t``: the sum of what warps before the own one stored in the area, ``all``: of all."""
+    return f"""
+        mad.lo.u32 t, lane, 4, table;
+        ld.shared.b32 t, [t+{area}];
+        setp.lt.u32 p, lane, {shape.threads // 32};
+        selp.b32 u, t, 0, p;
+        redux.sync.add.s32 all, u, 0xffffffff;
+        setp.lt.u32 p, lane, warp;
+        selp.b32 t, t, 0, p;
+        redux.sync.add.s32 t, t, 0xffffffff;
+        """
+
+
+def _scan(step: int, kept: str, shape: Shape) -> str:
+    """How many ranks of the row that are ``kept`` (compared with ``base``) lie where.
+
+    ``c``: bytes, of each four of a thread's the number of those kept in lanes before it; ``i``:
+    in the whole warp. ``before``: all in warps and thread blocks before.
+    """
+    area, words = TOTALS + step * AREA, (shape.each + 15) // 16
+    lines = []
+    for w in range(words):
+        lines.append(f"mov.b32 c{w}, 0;")
+        for i in range(16 * w, min(16 * w + 16, shape.each)):
+            lines.append(f"setp.{kept}.s32 p, x{i}, base;")
+            lines.append(f"@p add.u32 c{w}, c{w}, {1 << (8 * (i // 4 % 4))};")
+        lines.append(_scanned(f"c{w}", f"i{w}"))
+        lines.append(f"sub.u32 c{w}, i{w}, c{w};")
+        lines.append(f"shfl.sync.idx.b32 i{w}, i{w}, 31, 31, 0xffffffff;")
+    lines.append("mov.b32 some, 0;")
+    lines += [f"dp4a.u32.u32 some, i{w}, 0x01010101, some;" for w in range(words)]
+    lines += [
+        "mad.lo.u32 t, warp, 4, table; setp.eq.u32 p, lane, 0;",
+        f"@p st.shared.b32 [t+{area}], some;",
+        "bar.sync 0;",
+        _warps(area, shape),
+        "mov.b32 before, t;",
+    ]
+    if shape.blocks > 1:
+        lines += [
+            f"mad.lo.u32 t, part, 4, table; add.u32 t, t, {area + 128};",
+            f"setp.lt.u32 p, tid, {shape.blocks};",
+            "selp.b32 u, tid, 0, p;",
+            "mapa.shared::cluster.u32 t, t, u;",
+            "@p st.shared::cluster.b32 [t], all;",
+            _meet(shape),
+            "mad.lo.u32 t, lane, 4, table; setp.lt.u32 p, lane, part; mov.b32 u, 0;",
+            f"@p ld.shared.b32 u, [t+{area + 128}];",
+            "redux.sync.add.s32 u, u, 0xffffffff;",
+            "add.u32 before, before, u;",
+        ]
+    return " ".join(lines)
+
+
+def _groups(shape: Shape):
+    """Each four of a thread's ranks, and ``some``: those kept that lie before them."""
+    for i in range(0, shape.each, 4):
+        w, byte = i // 16, 8 * (i // 4 % 4)
+        yield (
+            i,
+            f"bfe.u32 some, c{w}, {byte}, 8; add.u32 some, some, before;"
+            f"bfe.u32 t, i{w}, {byte}, 8; add.u32 before, before, t;",
+        )
+
+
+def _drop(shape: Shape) -> str:
+    """Of the ranks ``base`` the first ``wanted`` rise by one, and ``base`` does."""
+    lines = []
+    for first, begin in _groups(shape):
+        lines.append(begin)
+        for i in range(first, first + 4):
+            lines.append(f"setp.eq.s32 p, x{i}, base; setp.lt.and.u32 q, some, wanted, p;")
+            lines.append(f"@p add.u32 some, some, 1; @q add.u32 x{i}, x{i}, 1;")
+    lines.append("add.u32 base, base, 1;")
+    return " ".join(lines)
+
+
+def _store(shape: Shape) -> str:
+    """Places of what is kept, counted from the first column that the row sees."""
+    lines = []
+    for first, begin in _groups(shape):
+        lines.append(begin)
+        lines.append("mad.wide.u32 at, some, 4, out;")
+        for i in range(first, first + 4):
+            lines.append(f"sub.s32 t, {32 * first + i % 4}, start;")
+            lines.append(f"setp.ge.s32 p, x{i}, base; @p st.global.b32 [at], t;")
+            lines.append("@p add.u64 at, at, 4;")
+    return " ".join(lines)
+
+
+def _everything(k: int, shape: Shape) -> str:
+    """A row that sees at most ``k`` columns takes them."""
+    lines = [f"mad.lo.u32 u, part, {shape.threads}, tid;"]
+    for n in range(0, k, shape.threads * shape.blocks):
+        lines += [
+            f"add.u32 t, u, {n};",
+            f"setp.lt.u32 p, t, {k};",
+            "mad.wide.u32 at, t, 4, out;",
+            "setp.lt.s32 q, t, count;",
+            "selp.b32 t, t, -1, q;",
+            "@p st.global.b32 [at], t;",
+        ]
+    return " ".join(lines)

@@ -1,0 +1,230 @@
+"""Runs the assembly of ``select_sm90`` on a CPU: all threads of a cluster in step, with numpy.
+
+Of PTX it knows what that program uses. Branches lead forward: a thread that takes one does nothing
+until its label. Threads in step see no race; a barrier only asserts that all of a block are there.
+"""
+
+import re
+
+import numpy as np
+
+U32, U64 = np.uint32, np.uint64
+CALLS = {
+    "add": np.add, "sub": np.subtract, "xor": np.bitwise_xor, "and": np.bitwise_and,
+    "shr": np.right_shift, "min": np.minimum, "max": np.maximum,
+}  # fmt: skip
+COMPARE = {
+    "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
+    "eq": np.equal, "ne": np.not_equal,
+}  # fmt: skip
+
+
+class Machine:
+    """A cluster of thread blocks; ``memory`` are words, ``operands`` the program's ``$0``, …"""
+
+    def __init__(self, memory, operands, *, blocks: int, threads: int, shared_words: int):
+        n = blocks * threads
+        self.memory, self.blocks, self.threads, self.n = memory, blocks, threads, n
+        self.shared = np.full((blocks, shared_words), 0xDEADBEEF, U32)
+        self.registers = {f"${i}": np.full(n, x, U64) for i, x in enumerate(operands)}
+        self.registers["%tid.x"] = np.tile(np.arange(threads), blocks).astype(U64)
+        self.registers["%cluster_ctarank"] = np.repeat(np.arange(blocks), threads).astype(U64)
+        self.block = np.repeat(np.arange(blocks), threads)
+        self.waits = np.full(n, "", object)
+
+    def run(self, text: str) -> None:
+        text = re.sub(r"//[^\n]*", "", text)
+        tokens = re.sub(r"\b(\w+):(?!:)", r"\1:;", text.replace("::", "_"))
+        for line in tokens.split(";"):
+            line = re.sub(r"^[{}\s]+", "", " ".join(line.split()))
+            if not line or line.startswith(".reg"):
+                continue
+            if line.endswith(":"):
+                self.waits[self.waits == line[:-1]] = ""
+                continue
+            self.step(line)
+
+    def step(self, line: str) -> None:
+        active = self.waits == ""
+        if not active.any():
+            return
+        if line[0] == "@":
+            name, line = line[1:].split(" ", 1)
+            active = active & self.registers[name].astype(bool)
+        op, _, rest = line.partition(" ")
+        arguments = re.findall(r"\[[^\]]*\]|\{[^}]*\}|[^,\s]+", rest)
+        op = op.split(".")
+        if op[0] == "bra":
+            here = active.reshape(self.blocks, -1)
+            assert (here.all(1) | ~here.any(1)).all(), "a branch of a part of a block"
+            self.waits[active] = arguments[0]
+            return
+        if op[0] in ("bar", "barrier"):
+            here = active.reshape(self.blocks, -1)
+            assert here.all() if op[0] == "barrier" else (here.all(1) | ~here.any(1)).all(), line
+            return
+        if not active.any():
+            return
+        getattr(self, f"do_{op[0]}")(op, arguments, active)
+
+    # values ---------------------------------------------------------------------------------
+
+    def get(self, name: str, kind: str = "u32"):
+        if re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)", name):
+            value = np.full(self.n, int(name, 0) & (2**64 - 1), U64)
+        else:
+            value = self.registers[name]
+        if kind.endswith("64"):
+            return value.astype(U64)
+        value = value.astype(U32)
+        return value.view(np.int32) if kind[0] == "s" else value
+
+    def put(self, name: str, value, active) -> None:
+        value = np.asarray(value)
+        if value.dtype == np.int32:
+            value = value.view(U32)
+        old = self.registers.get(name, np.full(self.n, 0xBADBADBAD, U64))
+        self.registers[name] = np.where(active, value.astype(U64), old)
+
+    def binary(self, op, a, active) -> None:
+        x, y = self.get(a[1], op[-1]), self.get(a[2], op[-1])
+        with np.errstate(over="ignore"):
+            self.put(a[0], CALLS[op[0]](x, y), active)
+
+    do_add = do_sub = do_xor = do_shr = do_min = do_max = binary
+
+    def do_and(self, op, a, active) -> None:
+        self.binary(op, a, active)
+
+    def do_not(self, op, a, active) -> None:
+        self.put(a[0], 1 - self.registers[a[1]], active)
+
+    def do_mov(self, op, a, active) -> None:
+        self.put(a[0], self.get(a[1]), active)
+
+    def do_cvt(self, op, a, active) -> None:
+        self.put(a[0], self.get(a[1]), active)
+
+    def do_mul(self, op, a, active) -> None:
+        self.do_mad(op, [*a, "0"], active)
+
+    def do_mad(self, op, a, active) -> None:
+        kind = op[-1]
+        if op[1] == "lo":
+            x, y, z = (self.get(n) for n in a[1:])
+            with np.errstate(over="ignore"):
+                self.put(a[0], x * y + z, active)
+            return
+        x, y = (self.get(n, kind).astype(np.int64) for n in a[1:3])
+        self.put(a[0], (x * y).view(U64) + self.get(a[3], "u64"), active)
+
+    def do_setp(self, op, a, active) -> None:
+        kind = op[-1]
+        found = COMPARE[op[1]](self.get(a[1], kind), self.get(a[2], kind))
+        if len(op) == 4:
+            assert op[2] == "and"
+            found = found & self.registers[a[3]].astype(bool)
+        self.put(a[0], found.astype(U64), active)
+
+    def do_selp(self, op, a, active) -> None:
+        p = self.registers[a[3]].astype(bool)
+        self.put(a[0], np.where(p, self.get(a[1]), self.get(a[2])), active)
+
+    def do_bfe(self, op, a, active) -> None:
+        x, low, bits = self.get(a[1]), int(a[2]), int(a[3])
+        self.put(a[0], (x >> U32(low)) & U32((1 << bits) - 1), active)
+
+    def do_dp4a(self, op, a, active) -> None:
+        x, y, total = self.get(a[1]), self.get(a[2]), self.get(a[3])
+        for n in range(0, 32, 8):
+            total = total + ((x >> U32(n)) & U32(255)) * ((y >> U32(n)) & U32(255))
+        self.put(a[0], total, active)
+
+    # warps ----------------------------------------------------------------------------------
+
+    def do_shfl(self, op, a, active) -> None:
+        to, _, ok = a[0].partition("|")
+        lane = np.arange(self.n) % 32
+        x, n = self.get(a[1]), int(a[2])
+        if op[2] == "up":
+            source, good = lane - n, lane >= n
+        else:
+            assert op[2] == "idx"
+            source, good = np.full(self.n, n), np.ones(self.n, bool)
+        source = np.where(good, source, lane)
+        self.put(to, x.reshape(-1, 32)[np.arange(self.n) // 32, source], active)
+        if ok:
+            self.put(ok, good.astype(U64), active)
+
+    def do_redux(self, op, a, active) -> None:
+        assert active.all() or active.reshape(self.blocks, -1).all(1).any()
+        sums = self.get(a[1]).reshape(-1, 32).sum(1, dtype=U32)
+        self.put(a[0], np.repeat(sums, 32), active)
+
+    # memory ---------------------------------------------------------------------------------
+
+    def places(self, text: str, shared: bool):
+        name, _, offset = text[1:-1].partition("+")
+        at = self.registers[name].astype(np.int64) + int(offset or 0)
+        assert shared or (at[self.waits == ""] % 4 == 0).all()
+        return at
+
+    def window(self, op, at, active):
+        """Block and word of addresses of shared memory: blocks have windows of 2^24 bytes."""
+        where = at & 0xFFFFFFFF
+        block = np.where(where >> 24 > 0, (where >> 24) - 1, self.block)
+        local = "cluster" not in "".join(op)
+        assert not (local and active.any()) or (where[active] >> 24 == 0).all()
+        return block, (where & 0xFFFFFF) // 4
+
+    def do_mapa(self, op, a, active) -> None:
+        self.put(a[0], self.get(a[1]) + ((self.get(a[2]) + U32(1)) << U32(24)), active)
+
+    def do_ld(self, op, a, active) -> None:
+        shared = "shared" in op[1]
+        at = self.places(a[1], shared)
+        names = re.findall(r"\w+", a[0])
+        if shared:
+            assert (at[active] % (4 * len(names)) == 0).all(), "an address that is not aligned"
+        for i, name in enumerate(names):
+            if shared:
+                block, word = self.window(op, at + 4 * i, active)
+                value = np.zeros(self.n, U32)
+                value[active] = self.shared[block[active], word[active]]
+            else:
+                value = np.zeros(self.n, U32)
+                value[active] = self.memory[at[active] // 4 + i]
+            self.put(name, value, active)
+
+    def do_st(self, op, a, active) -> None:
+        shared = "shared" in op[1]
+        at = self.places(a[0], shared)
+        for i, name in enumerate(re.findall(r"\w+", a[1])):
+            value = self.get(name)
+            if shared:
+                block, word = self.window(op, at + 4 * i, active)
+                self.shared[block[active], word[active]] = value[active]
+            else:
+                self.memory[at[active] // 4 + i] = value[active]
+
+    def do_red(self, op, a, active) -> None:
+        block, word = self.window(op, self.places(a[0], True), active)
+        np.add.at(self.shared, (block[active], word[active]), self.get(a[1])[active])
+
+
+def select(ranks, starts, ends, *, k: int, shape):
+    """``select_sm90.select``."""
+    from mla_jax.pallas.topk import select_sm90 as kernel
+
+    rows, columns = ranks.shape
+    starts = starts if (first := starts is not None) else ends
+    at = np.cumsum([0, ranks.size, rows, rows, rows * k])
+    memory = np.full(at[-1], 0xCCCCCCCC, U32)
+    for i, x in enumerate((ranks, starts, ends)):
+        memory[at[i] : at[i + 1]] = np.ascontiguousarray(x, np.int32).view(U32).ravel()
+    text = kernel.program(k, columns, shape, first=first)
+    for row in range(rows):
+        operands = [*(4 * at[:4]), 0, row]
+        size = {"blocks": shape.blocks, "threads": shape.threads}
+        Machine(memory, operands, **size, shared_words=kernel.WORDS).run(text)
+    return memory[at[3] :].view(np.int32).reshape(rows, k)

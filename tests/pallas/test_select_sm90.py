@@ -1,0 +1,139 @@
+"""Hopper's selection of ranks: its assembly on a CPU, instruction by instruction, and on a GPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mla_jax.pallas.device import DeviceInfo
+from mla_jax.pallas.topk import mosaic
+from mla_jax.pallas.topk.select_sm90 import Shape, select, shape_of
+from tests import aot
+from tests.pallas import ptx_machine
+
+KINDS = (
+    "random", "constant", "zeros", "ties", "ascending", "descending", "ten_bits", "negative",
+    "infinities", "few_numbers",
+)  # fmt: skip
+BEHIND = 0x7FFFFFFF
+"""A rank above all others, where a row sees nothing."""
+
+
+def ranks_of(scores) -> np.ndarray:
+    """int32 in the order of float32: 0 and -0 are equal, NaN is the lowest but one."""
+    scores = np.where(scores == 0, 0, scores).astype(np.float32)
+    bits = scores.view(np.int32)
+    return np.where(np.isnan(scores), -(2**31) + 1, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+
+
+def drawn(kind: str, rng, rows: int, keys: int) -> np.ndarray:
+    at, size = np.broadcast_to(np.arange(keys), (rows, keys)), (rows, keys)
+    match kind:
+        case "random":
+            scores = rng.normal(size=size)
+        case "constant":
+            scores = np.full(size, 0.5)
+        case "zeros":
+            scores = np.where(at % 3 == 0, -0.0, 0.0)
+        case "ties":
+            scores = rng.integers(0, 4, size)
+        case "ascending":
+            scores = at
+        case "descending":
+            scores = -at
+        case "ten_bits":  # equal in all but the last bits
+            scores = 1 + rng.integers(0, 1024, size) * 2.0**-23
+        case "negative":
+            scores = -1 - rng.random(size)
+        case "infinities":
+            scores = np.where(rng.random(size) < 0.999, -np.inf, np.inf)
+        case _:
+            scores = np.where(rng.random(size) < 0.99, np.nan, 1.0)
+    return ranks_of(scores)
+
+
+def oracle(ranks, start, end, k) -> np.ndarray:
+    """Places of the best of one row, by numpy's sort on (rank down, place up)."""
+    seen = ranks[max(start, 0) : max(end, start, 0)].astype(np.int64)
+    best = np.sort(np.lexsort((np.arange(len(seen)), -seen))[:k])
+    return np.concatenate([best, np.full(k - len(best), -1)]).astype(np.int32)
+
+
+def bounds(rng, keys: int, k: int) -> np.ndarray:
+    """First columns and ends: all, odd ones, and lengths about 0 and about ``k``."""
+    odd = [(int(a), keys - int(b)) for a, b in rng.integers(0, keys // 3, (3, 2))]
+    odd.append((-3, keys + 5))
+    short = [(7, 7 + n) for n in (-1, 0, 1, k - 1, k, k + 1)]
+    return np.array([(0, keys), *odd, *short])
+
+
+SHAPES = (
+    Shape(blocks=1, groups=4, each=4),
+    Shape(blocks=1, groups=2, each=16),
+    Shape(blocks=2, groups=4, each=8),
+    Shape(blocks=3, groups=8, each=20),
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_program_equals_the_oracle(kind, shape, rng):
+    """Clusters of one to three thread blocks, the last of them not full; garbage outside."""
+    k, keys = 300, shape.columns - 100
+    limits = bounds(rng, keys, k)
+    ranks = drawn(kind, rng, len(limits), keys)
+    for row, (start, end) in zip(ranks, limits, strict=True):
+        row[: max(start, 0)] = row[max(end, start) :] = BEHIND
+    got = ptx_machine.select(ranks, *limits.T, k=k, shape=shape)
+    want = [oracle(row, a, b, k) for row, (a, b) in zip(ranks, limits, strict=True)]
+    np.testing.assert_array_equal(got, want)
+
+
+def test_rows_may_all_begin_with_the_first_column(rng):
+    ranks = drawn("random", rng, 2, 1000)
+    shape = Shape(blocks=1, groups=4, each=4)
+    got = ptx_machine.select(ranks, None, np.array([1000, 900]), k=300, shape=shape)
+    want = [oracle(row, 0, n, 300) for row, n in zip(ranks, (1000, 900), strict=True)]
+    np.testing.assert_array_equal(got, want)
+
+
+def test_a_list_may_be_full_of_what_is_no_candidate(rng):
+    """As where lists are joined: the lowest rank of all, more often than it is wanted."""
+    ranks = np.full((1, 600), -(2**31))
+    ranks[0, 300:400] = rng.permutation(100)
+    shape = Shape(blocks=1, groups=4, each=4)
+    got = ptx_machine.select(ranks, np.array([0]), np.array([600]), k=300, shape=shape)
+    np.testing.assert_array_equal(got[0], [*range(200), *range(300, 400)])
+
+
+@pytest.mark.parametrize("columns", [4, 8192, 8208, 65_536, mosaic.COLUMNS])
+def test_a_shape_holds_a_row(columns):
+    shape = shape_of(columns)
+    assert columns <= shape.columns and shape.blocks <= 8 and shape.each <= 32
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("keys", "k"), [(700, 16), (8192, 2048), (40_000, 2048), (131_072, 2048)])
+def test_on_a_gpu(kind, keys, k, rng):
+    limits = bounds(rng, keys, k)
+    ranks = drawn(kind, rng, len(limits), keys)
+    for row, (start, end) in zip(ranks, limits, strict=True):
+        row[: max(start, 0)] = row[max(end, start) :] = BEHIND
+    shape = shape_of(keys)
+    arrays = (jnp.asarray(x, jnp.int32) for x in (ranks, *limits.T))
+    got = np.asarray(select(*arrays, k=k, shape=shape))
+    want = [oracle(row, a, b, k) for row, (a, b) in zip(ranks, limits, strict=True)]
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.skipif(bool(aot.available()), reason=aot.available())
+@pytest.mark.parametrize(("rows", "columns"), [(4096, 8192), (64, 32_768), (1, 131_072)])
+def test_compiles_for_sm90(rows, columns, monkeypatch):
+    """Nothing is spilled."""
+    monkeypatch.setattr(DeviceInfo, "current", lambda: aot.H200)
+    spec, shape = jax.ShapeDtypeStruct, shape_of(columns)
+    row = spec((rows,), jnp.int32)
+    call = lambda *a: select(*a, k=2048, shape=shape)  # noqa: E731
+    _, (report,) = aot.compile_sm90(call, spec((rows, columns), jnp.int32), row, row)
+    assert not report.spilled, report.log
