@@ -328,9 +328,9 @@ def routed(x, gate, up, down, weights, experts, *, limit=None) -> Problem:
     )
     _same_dtype(op, x=x, gate=gate, up=up, down=down)
     _check_experts(op, weights, limit)
-    return Problem.of(
-        op, dtype=str(x.dtype), **_sizes(size, "experts", "topk", "hidden", "width", "tokens")
-    )
+    names = "experts", "topk", "hidden", "width", "tokens"
+    each = size["tokens"] * size["topk"] // max(size["experts"], 1)
+    return Problem.of(op, dtype=str(x.dtype), **_sizes(size, *names), rows_each=each)
 
 
 def _check_experts(op: str, weights: Any, limit: Any) -> None:
