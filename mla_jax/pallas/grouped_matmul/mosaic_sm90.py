@@ -24,8 +24,9 @@ which one runs it. The bound: 4096 FLOP a cycle; a tile of 128 rows reads 48 byt
 # pyright: reportCallIssue=false
 
 import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,18 +36,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mla_jax.pallas import mosaic_lib as lib
 from mla_jax.pallas.grouped_matmul import tiles as tt
-from mla_jax.types import Array
+from mla_jax.types import Array, cdiv
 
-__all__ = ["BLOCK", "Sizes", "multiply", "scratch"]
+__all__ = [
+    "BLOCK", "CHUNK", "F32", "GROUPS", "Item", "Loader", "Multiplier", "Sizes", "launch",
+    "multiply", "scratch",
+]  # fmt: skip
 
 CHUNK = 64  # channels of a step, and columns of a square of weights
 GROUPS = 2  # warpgroups that multiply
 BLOCK = 2 * GROUPS * CHUNK  # columns of weights in a step, of both products
 AHEAD = 2  # items that the loader tells of
 LOADER, MULTIPLIER = 40, 232  # registers of a thread
-
-ROW, COLUMN, CHOICE = 0, 1, 2  # facts of an item: first row, first column, which size
-FACTS = 4
 
 I32 = jnp.int32
 F32 = jnp.float32
@@ -68,16 +69,17 @@ class Sizes:
         return tuple(range(self.step, self.most + 1, self.step))
 
 
-def scratch(sizes: Sizes, dtype: Any) -> dict:
+def scratch(sizes: Sizes, dtype: Any, out: Any) -> dict:
     """Shared memory and barriers of one thread block.
 
     Barriers: who arrives -> who waits, once for every use of what they guard.
     """
+    channels = 128 // jnp.dtype(dtype).itemsize  # of a step
     return {
-        "w": lib.swizzled((sizes.stages, 2 * GROUPS, CHUNK, CHUNK), dtype),
-        "x": lib.swizzled((sizes.stages, sizes.most, CHUNK), dtype),
-        "y": lib.swizzled((GROUPS, sizes.most, CHUNK), dtype),
-        "facts": plgpu.SMEM((AHEAD, FACTS), I32),
+        "w": lib.swizzled((sizes.stages, 2 * GROUPS, CHUNK, channels), dtype),
+        "x": lib.swizzled((sizes.stages, sizes.most, channels), dtype),
+        "y": lib.swizzled((GROUPS, sizes.most, CHUNK), out),
+        "facts": plgpu.SMEM((AHEAD, len(Item._fields)), I32),
         "full": lib.barrier(2 * GROUPS + 1, sizes.stages),  # copy engine -> both
         "free": lib.barrier(GROUPS, sizes.stages),  # both -> loader
         "told": lib.barrier(count=AHEAD),  # loader -> both
@@ -87,68 +89,98 @@ def scratch(sizes: Sizes, dtype: Any) -> dict:
 
 @lib.lowered_once("sizes", "interpret")
 def multiply(
-    x: jax.Array, weights: tuple[Array, ...], table: jax.Array, count: jax.Array, *, sizes: Sizes,
+    x: jax.Array, weights: tuple[Array, ...], table: jax.Array, used: jax.Array, *, sizes: Sizes,
     interpret: object = None,
 ) -> jax.Array:  # fmt: skip
     """The product of every tile with its expert's ``weights``: down, or (gate, up) and SwiGLU.
 
-    ``x`` [rows, channels]; ``weights`` [experts, channels, columns] each; ``table`` and ``count``
+    ``x`` [rows, channels]; ``weights`` [experts, channels, columns] each; ``table`` and ``used``
     are a plan's. Rows of no tile are not written.
     """
-    body = functools.partial(_body, sizes=sizes, simulate=interpret is not None)
-    kernel = lib.kernel(
-        body if len(weights) == 2 else functools.partial(_alone, body),
+    _, channels, columns = weights[0].shape
+    return launch(
+        (x, *weights, table, used),
+        functools.partial(_roles, count=len(weights)),
+        sizes=sizes,
+        buffers=scratch(sizes, x.dtype, x.dtype),
+        out=jax.ShapeDtypeStruct((x.shape[0], columns), x.dtype),
+        steps=channels // CHUNK,
+        gated=len(weights) == 2,
+        name="mla_experts_gate_up" if len(weights) == 2 else "mla_experts_down",
         sliced=range(1, 1 + len(weights)),
-        out_type=jax.ShapeDtypeStruct((x.shape[0], weights[0].shape[2]), x.dtype),
-        scratch_types=scratch(sizes, x.dtype),
+        interpret=interpret,
+    )
+
+
+def _roles(x_g, *rest, count, facts, **places):
+    loader = Loader(x=x_g, weights=rest[:count], table=rest[count], **places, **facts)
+    return loader, Multiplier, {}
+
+
+def launch(
+    operands: tuple[jax.Array, ...], roles: Callable, *, sizes: Sizes, buffers: dict, out: Any,
+    steps: int, gated: bool, name: str, sliced: Sequence[int], interpret: object,
+) -> jax.Array:  # fmt: skip
+    """Run the two roles, ``roles(*operands) -> loader, multiplier's class and its own facts``.
+
+    The last operand is the number of tiles; items have ``steps`` steps.
+    """
+    columns = BLOCK // (2 if gated else 1)
+    blocks = cdiv(out.shape[1], columns)
+
+    def body(*refs, **scratch):
+        *given, used, result = refs
+        wg, worker = lax.axis_index("wg"), lax.axis_index("worker")
+        rest = jnp.maximum(used[0] * blocks - worker + (sizes.workers - 1), 0)
+        items, simulate = lax.div(rest, jnp.int32(sizes.workers)), interpret is not None
+        facts = dict(sizes=sizes, items=items, steps=steps, simulate=simulate, refs=scratch)
+        loader, multiplier, own = roles(
+            *given, facts=facts, blocks=blocks, columns=columns, worker=worker
+        )
+
+        @pl.when(wg < GROUPS)
+        def _():
+            multiplier(wg=wg, out=result, gated=gated, **own, **facts).run()
+
+        @pl.when(wg == GROUPS)
+        def _():
+            plgpu.set_max_registers(LOADER, action="decrease")
+            if simulate:  # there are no warps
+                loader.run()
+            else:
+                plgpu.warp_map(lambda warp: pl.when(warp == 0)(loader.run))
+
+    kernel = lib.kernel(
+        body,
+        sliced=sliced,
+        out_type=out,
+        scratch_types=buffers,
         grid=(sizes.workers,),
         grid_names=("worker",),
         num_threads=GROUPS + 1,
         thread_name="wg",
-        kernel_name="mla_experts_gate_up" if len(weights) == 2 else "mla_experts_down",
+        kernel_name=name,
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
     )
-    return kernel(x, *weights, table, count)
+    return kernel(*operands)
 
 
-def _alone(body, x_g, w_g, *rest, **refs) -> None:
-    body(x_g, w_g, None, *rest, **refs)
+class Item(NamedTuple):
+    """A tile under a block of columns."""
 
-
-def _body(x_g, w_g, up_g, table_g, count_g, out_g, *, sizes, simulate, **refs) -> None:
-    """The roles of the three warpgroups."""
-    wg, worker = lax.axis_index("wg"), lax.axis_index("worker")
-    steps, columns = w_g.shape[1] // CHUNK, BLOCK // (1 if up_g is None else 2)
-    blocks = w_g.shape[2] // columns
-    items = count_g[0] * blocks
-    own = lax.div(jnp.maximum(items - worker + (sizes.workers - 1), 0), jnp.int32(sizes.workers))
-    facts = {"sizes": sizes, "steps": steps, "simulate": simulate, "refs": refs, "items": own}
-
-    @pl.when(wg < GROUPS)
-    def _():
-        _Multiplier(wg=wg, out=out_g, gated=up_g is not None, **facts).run()
-
-    @pl.when(wg == GROUPS)
-    def _():
-        plgpu.set_max_registers(LOADER, action="decrease")
-        loader = _Loader(
-            x=x_g, w=w_g, up=up_g, table=table_g, blocks=blocks, columns=columns, worker=worker,
-            **facts,
-        )  # fmt: skip
-        if simulate:  # there are no warps
-            loader.run()
-            return
-
-        @plgpu.warp_map
-        def _(warp):
-            pl.when(warp == 0)(loader.run)
+    expert: Any
+    row: Any  # the first one, in eights
+    column: Any  # of the result, the first one
+    choice: Any  # which multiple of a step its rows are
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Role:
+class Role:
+    """What both roles know."""
+
     sizes: Sizes
     items: Any  # of the thread block
     steps: int  # of an item
@@ -165,12 +197,11 @@ class _Role:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Loader(_Role):
+class Loader(Role):
     """One warp of the last warpgroup."""
 
     x: Any
-    w: Any
-    up: Any
+    weights: Any  # of one product, or of two that are gated
     table: Any
     blocks: int  # of columns
     columns: int  # of a block
@@ -198,8 +229,8 @@ class _Loader(_Role):
         block = lax.div(local, together)
         tile = first + local - block * together
         expert, row, choice = (self.table[tile, i] for i in (tt.EXPERT, tt.ROW, tt.CHOICE))
-        column = block * self.columns
-        self._tell(t, ((ROW, row), (COLUMN, column), (CHOICE, choice)))
+        item = Item(expert, row, block * self.columns, choice)
+        self._tell(t, item)
 
         @pl.loop(0, self.steps)
         def _(k):
@@ -207,33 +238,39 @@ class _Loader(_Role):
             pl.when(g + k >= self.sizes.stages)(
                 lambda: plgpu.barrier_wait(self.refs["free"].at[s])
             )
-            self._load(s, k * CHUNK, expert, column, row, choice)
+            self._load_weights(s, k, item)
+            for i, n in enumerate(self.sizes.menu):
+                pl.when(item.choice == i)(functools.partial(self._load_rows, s, k, item, n))
 
-    def _load(self, s, channel, expert, column, row, choice) -> None:
-        full, channels = self.refs["full"].at[s], pl.ds(channel, CHUNK)
-        for j in range(2 * GROUPS):
-            source, square = (self.w, j) if self.up is None else ((self.w, self.up)[j % 2], j // 2)
-            piece = source.at[expert, channels, pl.ds(column + square * CHUNK, CHUNK)]
-            plgpu.copy_gmem_to_smem(piece, self.refs["w"].at[s, j], full)
-        for i, n in enumerate(self.sizes.menu):
-
-            @pl.when(choice == i)
-            def _(n=n):
-                rows = pl.ds(0, n)
-                piece = self.x.at[pl.ds(row * tt.EIGHT, n), channels]
-                plgpu.copy_gmem_to_smem(piece, self.refs["x"].at[s, rows], full)
-
-    def _tell(self, t, told) -> None:
-        """Facts of item ``t`` for the others."""
+    def _tell(self, t, item: Item) -> None:
+        """The others of item ``t``."""
         s = self.place(t)
         pl.when(t >= AHEAD)(lambda: plgpu.barrier_wait(self.refs["heard"].at[s]))
-        for i, fact in told:
+        for i, fact in enumerate(item):
             self.refs["facts"][s, i] = fact
         plgpu.barrier_arrive(self.refs["told"].at[s])
 
+    def _squares(self, item: Item):
+        """Weights and first column of each square of a step: two of each warpgroup."""
+        for j in range(2 * GROUPS):
+            one = len(self.weights) == 1
+            source, square = (self.weights[0], j) if one else (self.weights[j % 2], j // 2)
+            yield j, source.at[item.expert], item.column + square * CHUNK
+
+    def _load_weights(self, s, k, item: Item) -> None:
+        channels = pl.ds(k * CHUNK, CHUNK)
+        for j, source, column in self._squares(item):
+            piece = source.at[channels, pl.ds(column, CHUNK)]
+            plgpu.copy_gmem_to_smem(piece, self.refs["w"].at[s, j], self.refs["full"].at[s])
+
+    def _load_rows(self, s, k, item: Item, n: int) -> None:
+        piece = self.x.at[pl.ds(item.row * tt.EIGHT, n), pl.ds(k * CHUNK, CHUNK)]
+        to = self.refs["x"].at[s, pl.ds(0, n)]
+        plgpu.copy_gmem_to_smem(piece, to, self.refs["full"].at[s])
+
 
 @dataclass(frozen=True, kw_only=True)
-class _Multiplier(_Role):
+class Multiplier(Role):
     """Warpgroup 0 or 1: half of the columns of every item's block."""
 
     wg: Any
@@ -248,23 +285,27 @@ class _Multiplier(_Role):
     def _item(self, t) -> None:
         s = self.place(t)
         plgpu.barrier_wait(self.refs["told"].at[s])
-        row, column, choice = (self.refs["facts"][s, i] for i in (ROW, COLUMN, CHOICE))
+        item = Item(*(self.refs["facts"][s, i] for i in range(len(Item._fields))))
         plgpu.barrier_arrive(self.refs["heard"].at[s])
         for i, n in enumerate(self.sizes.menu):
-            pl.when(choice == i)(functools.partial(self._tile, n, t * self.steps, row, column))
+            pl.when(item.choice == i)(functools.partial(self._tile, n, t * self.steps, item))
 
-    def _tile(self, n: int, g, row, column) -> None:
+    def _tile(self, n: int, g, item: Item) -> None:
         """The products of ``n`` rows, steps ``g`` and on, and their way to memory."""
-        accumulators = (plgpu.ACC((CHUNK, n), F32), plgpu.ACC((CHUNK, n), F32))
-        a, b = pl.run_scoped(functools.partial(self._sum, n, g), *accumulators)
+        a, b = self._sums(n, g, item)
         if self.gated:
             results = ((_swiglu(a, b, self.sizes.limit), self.wg),)
         else:
             results = ((a, 2 * self.wg), (b, 2 * self.wg + 1))
         for value, square in results:
-            self._store(value, n, row, column + square * CHUNK)
+            self._store(value, n, item.row, item.column + square * CHUNK)
 
-    def _sum(self, n: int, g, *accumulators):
+    def _sums(self, n: int, g, item: Item):
+        """Both products of all channels, [64 columns, n] each."""
+        del item
+        return pl.run_scoped(functools.partial(self._accumulate, n, g), *2 * [_accumulator(n)])
+
+    def _accumulate(self, n: int, g, *accumulators):
         free, w, x = self.refs["free"], self.refs["w"], self.refs["x"]
 
         @pl.loop(0, self.steps)
@@ -289,12 +330,14 @@ class _Multiplier(_Role):
         if self.simulate:
             buffer[...] = value.T
         else:
-            turned = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
-            buffer.T[...] = turned
+            buffer.T[...] = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
         plgpu.commit_smem()
         columns = pl.ds(pl.multiple_of(column, CHUNK), CHUNK)
-        to = self.out.at[pl.ds(row * tt.EIGHT, n), columns]
-        plgpu.copy_smem_to_gmem(buffer, to)
+        plgpu.copy_smem_to_gmem(buffer, self.out.at[pl.ds(row * tt.EIGHT, n), columns])
+
+
+def _accumulator(n: int):
+    return plgpu.ACC((CHUNK, n), F32)
 
 
 def _swiglu(g, u, limit: float | None):
