@@ -26,9 +26,9 @@ from mla_jax.pallas.axes import Choices, ChoiceWeights, ExpertsIn, ExpertsOut, H
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.grouped_matmul import tiles
 from mla_jax.pallas.registry import OneOf, Problem, Requirement, Tuned, Within
-from mla_jax.types import cdiv, power_of_two
+from mla_jax.types import Array, Float, cdiv, power_of_two
 
-__all__ = ["REQUIREMENT", "Tuning", "heuristic", "plan", "routed_experts", "tune"]
+__all__ = ["REQUIREMENT", "Tuning", "back", "heuristic", "plan", "routed_experts", "tune"]
 
 REQUIREMENT = Requirement(
     sm=OneOf(90),
@@ -90,23 +90,35 @@ def routed_experts(
     facts = {"most": tuning.most, "step": tuning.step}
     found = plan(experts, count, group=tuning.group, **facts)
     rows = tiles.most_rows(experts.size, count, tuning.step)
-    columns = min(hidden & -hidden, 2048)
-    around = {"TOPK": topk, "HIDDEN": hidden, "BLOCK": columns}
     spread = triton_lib.call(
         kernels.permute, x, found.places,
         out=jax.ShapeDtypeStruct((rows, hidden), x.dtype),
-        grid=tokens, warps=4, stages=1, **around,
+        grid=tokens, warps=4, stages=1, TOPK=topk, HIDDEN=hidden, BLOCK=_piece(hidden),
     )  # fmt: skip
-    sizes = mosaic_sm90.Sizes(
-        stages=tuning.stages, workers=tuning.workers, limit=limit, **facts
-    )
+    sizes = mosaic_sm90.Sizes(stages=tuning.stages, workers=tuning.workers, limit=limit, **facts)
     h = mosaic_sm90.multiply(spread, (gate, up), found.table, found.used, sizes=sizes)
     y = mosaic_sm90.multiply(h, (down,), found.table, found.used, sizes=sizes)
+    return back(y, found.places, weights)
+
+
+def back(
+    y: Float[Array, "rows hidden"], places: Choices, weights: ChoiceWeights
+) -> Float[Array, "tokens hidden"]:
+    """The weighted sum of each token's rows, in float32, first choice first."""
+    from mla_jax.pallas import triton_lib
+    from mla_jax.pallas.grouped_matmul import rows_triton as kernels
+
+    (tokens, topk), hidden = places.shape, y.shape[1]
     return triton_lib.call(
-        kernels.gather_sum, y, found.places, weights,
-        out=jax.ShapeDtypeStruct(x.shape, x.dtype),
-        grid=tokens, warps=4, stages=1, **around,
+        kernels.gather_sum, y, places, weights,
+        out=jax.ShapeDtypeStruct((tokens, hidden), y.dtype),
+        grid=tokens, warps=4, stages=1, TOPK=topk, HIDDEN=hidden, BLOCK=_piece(hidden),
     )  # fmt: skip
+
+
+def _piece(hidden: int) -> int:
+    """Channels that a program moves at a time: a power of two."""
+    return min(hidden & -hidden, 2048)
 
 
 CHUNK = 512

@@ -47,7 +47,7 @@ CHUNK = 64  # channels of a step, and columns of a square of weights
 GROUPS = 2  # warpgroups that multiply
 BLOCK = 2 * GROUPS * CHUNK  # columns of weights in a step, of both products
 AHEAD = 2  # items that the loader tells of
-LOADER, MULTIPLIER = 40, 232  # registers of a thread
+LOADER, MULTIPLIER = 32, 240  # registers of a thread
 
 I32 = jnp.int32
 F32 = jnp.float32
