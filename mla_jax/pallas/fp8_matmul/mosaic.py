@@ -47,7 +47,7 @@ EXPERTS = Requirement(
 )
 
 E4M3 = jnp.float8_e4m3fn
-ROWS, STAGES = 128, 3  # of a tile of a layer's product: all that fit its registers
+ROWS, STAGES = 128, 4  # of a tile of a layer's product: all that fit its registers
 EXPERT_TILES = {"most": 112, "step": 16}
 EXPERT_STAGES = 4
 TOGETHER = 16

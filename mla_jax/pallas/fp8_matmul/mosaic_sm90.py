@@ -81,11 +81,8 @@ def _roles(x_g, x_scale_g, *rest, count, facts, **places):
 class _Loader(experts.Loader):
     x_scale: Any
 
-    def _load_weights(self, s, k, item: Item) -> None:
-        channels = pl.ds(k * SCALE_BLOCK, SCALE_BLOCK)
-        for j, source, column in self._squares(item):
-            piece = source.at[pl.ds(column, CHUNK), channels]
-            plgpu.copy_gmem_to_smem(piece, self.refs["w"].at[s, j], self.refs["full"].at[s])
+    def _square(self, source, k, column):
+        return source.at[pl.ds(column, CHUNK), pl.ds(k * SCALE_BLOCK, SCALE_BLOCK)]
 
     def _load_rows(self, s, k, item: Item, n: int) -> None:
         rows, here, full = pl.ds(item.row * tt.EIGHT, n), pl.ds(0, n), self.refs["full"].at[s]

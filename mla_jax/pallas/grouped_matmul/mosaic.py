@@ -51,6 +51,7 @@ class Tuning:
     most: int  # rows of a tile
     step: int  # of which rows of tiles are multiples
     stages: int  # steps of 64 channels in shared memory
+    ahead: int = 0  # steps whose weights are fetched to L2 before they are loaded
     group: int = 8  # tiles of an expert that read a block of weights together
     workers: int  # thread blocks: as many as there are multiprocessors
 
@@ -95,7 +96,9 @@ def routed_experts(
         out=jax.ShapeDtypeStruct((rows, hidden), x.dtype),
         grid=tokens, warps=4, stages=1, TOPK=topk, HIDDEN=hidden, BLOCK=_piece(hidden),
     )  # fmt: skip
-    sizes = mosaic_sm90.Sizes(stages=tuning.stages, workers=tuning.workers, limit=limit, **facts)
+    sizes = mosaic_sm90.Sizes(
+        stages=tuning.stages, ahead=tuning.ahead, workers=tuning.workers, limit=limit, **facts
+    )
     h = mosaic_sm90.multiply(spread, (gate, up), found.table, found.used, sizes=sizes)
     y = mosaic_sm90.multiply(h, (down,), found.table, found.used, sizes=sizes)
     return back(y, found.places, weights)

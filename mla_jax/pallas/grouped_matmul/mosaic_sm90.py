@@ -46,6 +46,7 @@ __all__ = [
 CHUNK = 64  # channels of a step, and columns of a square of weights
 GROUPS = 2  # warpgroups that multiply
 BLOCK = 2 * GROUPS * CHUNK  # columns of weights in a step, of both products
+PIECE, PIECES = 32, 2  # rows that a warpgroup stores at a time, and buffers for them
 AHEAD = 2  # items that the loader tells of
 LOADER, MULTIPLIER = 32, 240  # registers of a thread
 
@@ -61,6 +62,7 @@ class Sizes:
     step: int  # of which rows of tiles are multiples
     stages: int  # steps in shared memory
     workers: int  # thread blocks: as many as there are multiprocessors
+    ahead: int = 0  # steps whose weights are fetched to L2 before they are loaded; 0: none are
     limit: float | None = None  # V4's clamp
 
     @property
@@ -78,7 +80,7 @@ def scratch(sizes: Sizes, dtype: Any, out: Any) -> dict:
     return {
         "w": lib.swizzled((sizes.stages, 2 * GROUPS, CHUNK, channels), dtype),
         "x": lib.swizzled((sizes.stages, sizes.most, channels), dtype),
-        "y": lib.swizzled((GROUPS, sizes.most, CHUNK), out),
+        "y": lib.swizzled((GROUPS, PIECES, PIECE, CHUNK), out),
         "facts": plgpu.SMEM((AHEAD, len(Item._fields)), I32),
         "full": lib.barrier(2 * GROUPS + 1, sizes.stages),  # copy engine -> both
         "free": lib.barrier(GROUPS, sizes.stages),  # both -> loader
@@ -238,6 +240,9 @@ class Loader(Role):
             pl.when(g + k >= self.sizes.stages)(
                 lambda: plgpu.barrier_wait(self.refs["free"].at[s])
             )
+            if self.sizes.ahead and not self.simulate:
+                later = k + self.sizes.ahead
+                pl.when((tile == first) & (later < self.steps))(lambda: self._fetch(later, item))
             self._load_weights(s, k, item)
             for i, n in enumerate(self.sizes.menu):
                 pl.when(item.choice == i)(functools.partial(self._load_rows, s, k, item, n))
@@ -257,11 +262,19 @@ class Loader(Role):
             source, square = (self.weights[0], j) if one else (self.weights[j % 2], j // 2)
             yield j, source.at[item.expert], item.column + square * CHUNK
 
+    def _square(self, source, k, column):
+        """One of step ``k`` in memory."""
+        return source.at[pl.ds(k * CHUNK, CHUNK), pl.ds(column, CHUNK)]
+
     def _load_weights(self, s, k, item: Item) -> None:
-        channels = pl.ds(k * CHUNK, CHUNK)
         for j, source, column in self._squares(item):
-            piece = source.at[channels, pl.ds(column, CHUNK)]
+            piece = self._square(source, k, column)
             plgpu.copy_gmem_to_smem(piece, self.refs["w"].at[s, j], self.refs["full"].at[s])
+
+    def _fetch(self, k, item: Item) -> None:
+        """Weights of step ``k`` to L2."""
+        for _, source, column in self._squares(item):
+            plgpu.async_prefetch(self._square(source, k, column))
 
     def _load_rows(self, s, k, item: Item, n: int) -> None:
         piece = self.x.at[pl.ds(item.row * tt.EIGHT, n), pl.ds(k * CHUNK, CHUNK)]
@@ -323,17 +336,21 @@ class Multiplier(Role):
         return found
 
     def _store(self, value, n: int, row, column) -> None:
-        """``value`` [64 columns, n] to rows of the result, once the buffer's last store is read."""
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        buffer = self.refs["y"].at[self.wg, pl.ds(0, n)]
+        """``value`` [64 columns, n] to rows of the result, piece by piece."""
         value = value.astype(self.out.dtype)
-        if self.simulate:
-            buffer[...] = value.T
-        else:
-            buffer.T[...] = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
-        plgpu.commit_smem()
         columns = pl.ds(pl.multiple_of(column, CHUNK), CHUNK)
-        plgpu.copy_smem_to_gmem(buffer, self.out.at[pl.ds(row * tt.EIGHT, n), columns])
+        for i, first in enumerate(range(0, n, PIECE)):
+            count = min(PIECE, n - first)
+            part = value[:, first : first + count]
+            buffer = self.refs["y"].at[self.wg, i % PIECES, pl.ds(0, count)]
+            plgpu.wait_smem_to_gmem(PIECES - 1 if i else 0, wait_read_only=True)
+            if self.simulate:
+                buffer[...] = part.T
+            else:
+                buffer.T[...] = plgpu.layout_cast(part, plgpu.Layout.WGMMA_TRANSPOSED)
+            plgpu.commit_smem()
+            rows = pl.ds(row * tt.EIGHT + first, count)
+            plgpu.copy_smem_to_gmem(buffer, self.out.at[rows, columns])
 
 
 def _accumulator(n: int):
