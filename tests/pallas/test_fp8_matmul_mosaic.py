@@ -5,6 +5,7 @@ Two truths: what the quantised rows give, tightly, and what the rows give, as lo
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -95,7 +96,7 @@ AOT = aot.available() or missing("triton")
 
 def scaled(*shape):
     blocks = *shape[:-2], -(-shape[-2] // 128), shape[-1] // 128
-    s = jax.ShapeDtypeStruct
+    s: Any = jax.ShapeDtypeStruct
     return BlockScaled(values=s(shape, jnp.float8_e4m3fn), scale=s(blocks, jnp.float32))
 
 
@@ -129,7 +130,9 @@ def test_compiles_the_experts(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize(("tokens", "out", "into"), [(512, 256, 128), (1001, 576, 512), (7, 192, 256)])
+@pytest.mark.parametrize(
+    ("tokens", "out", "into"), [(512, 256, 128), (1001, 576, 512), (7, 192, 256)]
+)
 def test_a_product_on_the_device(tokens, out, into, dtype, rng):
     w = weight(rng, out, into, std=into**-0.5)
     x = draw(rng, tokens, into, dtype=dtype)

@@ -16,6 +16,7 @@ The kernels are imported where they run: Mosaic GPU takes more than a second to 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -137,7 +138,7 @@ def plan(experts: Choices, count: int, *, step: int, most: int, group: int) -> t
     chunks = cdiv(pairs, CHUNK)
     most_tiles = tiles.most_tiles(pairs, count, step=step, most=most)
     spec = jax.ShapeDtypeStruct
-    sizes = {"EXPERTS": count, "BINS": bins, "CHUNK": CHUNK}
+    sizes: dict[str, Any] = {"EXPERTS": count, "BINS": bins, "CHUNK": CHUNK}
     counts = triton_lib.call(
         kernels.count, experts, pairs,
         out=spec((chunks, bins), jnp.int32), grid=chunks, warps=4, stages=1, **sizes,
@@ -150,6 +151,6 @@ def plan(experts: Choices, count: int, *, step: int, most: int, group: int) -> t
             spec((1,), jnp.int32),
             spec((chunks, bins), jnp.int32),
         ),
-        grid=chunks, warps=8, stages=1, STEP=step, MOST=most, GROUP=group, **sizes,
+        grid=chunks, warps=8, stages=1, TILE=(step, most, group), **sizes,
     )  # fmt: skip
     return tiles.Plan(places, table, used)

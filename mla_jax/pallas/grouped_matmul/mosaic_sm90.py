@@ -237,9 +237,7 @@ class Loader(Role):
         @pl.loop(0, self.steps)
         def _(k):
             s = self.slot(g + k)
-            pl.when(g + k >= self.sizes.stages)(
-                lambda: plgpu.barrier_wait(self.refs["free"].at[s])
-            )
+            pl.when(g + k >= self.sizes.stages)(lambda: plgpu.barrier_wait(self.refs["free"].at[s]))
             if self.sizes.ahead and not self.simulate:
                 later = k + self.sizes.ahead
                 pl.when((tile == first) & (later < self.steps))(lambda: self._fetch(later, item))

@@ -39,13 +39,16 @@ def count(experts, pairs, counts, EXPERTS: tl.constexpr, BINS: tl.constexpr, CHU
 @jit
 def place(
     experts, counts, pairs, chunks, tile_count, places, table, used, starts,
-    EXPERTS: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr,
-    STEP: tl.constexpr, MOST: tl.constexpr, GROUP: tl.constexpr,
+    EXPERTS: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """The rows of a chunk's pairs to ``places``, and a share of the tiles to ``table``.
 
-    ``used`` [1] is the number of tiles, ``starts`` [chunks, BINS] memory to work in.
+    ``used`` [1] is the number of tiles, ``starts`` [chunks, BINS] memory to work in. ``TILE`` is a
+    step of rows, the most rows, and the most tiles of a group.
     """
+    STEP: tl.constexpr = TILE[0]
+    MOST: tl.constexpr = TILE[1]
+    GROUP: tl.constexpr = TILE[2]
     chunk = tl.program_id(0)
     bins = tl.arange(0, BINS)
     total = tl.zeros((BINS,), tl.int32)
