@@ -57,7 +57,7 @@ TOGETHER = 16
 def matmul_fp8(x: Float[Array, "tokens into"], weight: BlockScaled) -> Float[Array, "tokens out"]:
     """``ref.matmul_fp8`` of the quantised rows, accumulated in float32, rounded once."""
     from mla_jax.pallas.fp8_matmul import mosaic_sm90
-    from mla_jax.pallas.grouped_matmul.mosaic_sm90 import Sizes
+    from mla_jax.pallas.grouped_matmul import mosaic_sm90 as kernels
 
     tokens = x.shape[0]
     values, scales = quantise(x, room=round_up(tokens, tiles.EIGHT))
@@ -65,7 +65,7 @@ def matmul_fp8(x: Float[Array, "tokens into"], weight: BlockScaled) -> Float[Arr
     whole = BlockScaled(values=weight.values[None], scale=weight.scale[None])
     y = mosaic_sm90.multiply(
         values, scales, (whole,), jnp.asarray(table), jnp.asarray([len(table)], jnp.int32),
-        sizes=Sizes(most=ROWS, step=ROWS, stages=STAGES, workers=DeviceInfo.current().sms),
+        sizes=kernels.Sizes(most=ROWS, step=ROWS, stages=STAGES, workers=DeviceInfo.current().sms),
         out_dtype=x.dtype,
     )  # fmt: skip
     return y if len(y) == tokens else y[:tokens]
@@ -107,7 +107,7 @@ def routed_experts_fp8(
     choice are rounded to x's dtype."""
     from mla_jax.pallas import triton_lib
     from mla_jax.pallas.fp8_matmul import mosaic_sm90, rows_triton
-    from mla_jax.pallas.grouped_matmul.mosaic_sm90 import Sizes
+    from mla_jax.pallas.grouped_matmul import mosaic_sm90 as kernels
 
     (tokens, hidden), topk, count = x.shape, experts.shape[1], gate.shape[0]
     if not tokens * topk:
@@ -120,7 +120,7 @@ def routed_experts_fp8(
         out=(spec((room, hidden), E4M3), spec((spans, room), jnp.float32)),
         grid=tokens, warps=4, stages=1, TOPK=topk, HIDDEN=hidden, SPANS=min(spans & -spans, 8),
     )  # fmt: skip
-    sizes = Sizes(
+    sizes = kernels.Sizes(
         stages=EXPERT_STAGES, workers=DeviceInfo.current().sms, limit=limit, **EXPERT_TILES
     )
     facts = {"sizes": sizes, "out_dtype": x.dtype}
