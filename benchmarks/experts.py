@@ -76,9 +76,9 @@ def candidates(name: str) -> list[AnyTuning]:
     if not isinstance(first, mosaic.Tuning):
         return [*triton_candidates(name)]
     changes = (
-        dict(most=128, step=32, stages=4, ahead=0), dict(most=128, step=32, stages=4, ahead=6),
-        dict(most=144, step=16, stages=4, ahead=6), dict(most=160, step=32, stages=4, ahead=0),
-        dict(most=160, step=32, stages=4, ahead=6), dict(most=192, step=32, stages=3, ahead=0),
+        dict(most=128, step=32, stages=4), dict(most=128, step=16, stages=4),
+        dict(most=144, step=16, stages=3), dict(most=160, step=32, stages=3),
+        dict(most=192, step=32, stages=3),
     )  # fmt: skip
     found = [first, *(replace(first, **change) for change in changes)]
     return list(dict.fromkeys([*found, *triton_candidates(name)[:2]]))
@@ -394,6 +394,13 @@ def write_tuned(path: Path) -> None:
     print(to)
 
 
+def merged(before: dict, rows: list[dict]) -> list[dict]:
+    """New rows, and those of the cases that have none, with the date of their run."""
+    new = {row["case"]: row for row in rows}
+    old = {row["case"]: {"date": before["date"]} | row for row in before["rows"]}
+    return [(old | new)[name] for name in CASES if name in old or name in new]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.experts", description=__doc__)
     parser.add_argument("--out", type=Path, help="JSON file")
@@ -404,6 +411,7 @@ def main() -> None:
     parser.add_argument("--tune", type=Path, help="results to write the packaged tunings from")
     parser.add_argument("--beside", type=Path, help="what benchmarks.vllm_experts has written")
     parser.add_argument("--first", action="store_true", help="only the choice that a user gets")
+    parser.add_argument("--merge", type=Path, help="results that keep the cases not run now")
     given = parser.parse_args()
     if given.tune:
         write_tuned(given.tune)
@@ -429,6 +437,8 @@ def main() -> None:
     logs = [math.log(row["times_floor"]) for row in rows] or [math.nan]
     mean = math.exp(statistics.mean(logs))
     print(f"geometric mean, times the floor: {mean:.2f}")
+    if given.merge:
+        record["rows"] = merged(json.loads(given.merge.read_text()), rows)
     if given.out:
         given.out.parent.mkdir(parents=True, exist_ok=True)
         given.out.write_text(json.dumps(record, indent=1) + "\n")

@@ -406,9 +406,8 @@ def routed_experts_fp8(
     """``routed_experts`` with e4m3 weights in 128 x 128 blocks as published: rows are outputs.
 
     ``gate`` and ``up`` are [experts, width, hidden], ``down`` is [experts, hidden, width]. The
-    result is that of the widened weights with rows of 16 bits. The backend ``mosaic``, which many
-    rows take on Hopper, rounds rows to e4m3, with a scale for each 128 channels of each row:
-    ``backend="triton"`` does not.
+    result is that of the widened weights. No row is quantised, but by ``backend="mosaic"``, which
+    nothing takes by itself: it rounds rows to e4m3, with a scale for each 128 channels of each.
     Source: DeepSeek-V3 (arXiv:2412.19437) 3.3.2.
     """
     problem = problems.routed_fp8(x, gate, up, down, weights, experts, limit=limit)
@@ -422,8 +421,8 @@ def matmul_fp8(
 ) -> Float[Array, "tokens out"]:
     """``x W^T``, accumulated in float32, with e4m3 weights in 128 x 128 blocks [out, in].
 
-    Rows are of 16 bits or float32. The backend ``mosaic``, which 512 rows and more take on Hopper,
-    rounds them to e4m3, with a scale for each 128 channels of each row: ``backend="xla"`` does not.
+    No row is quantised, but by ``backend="mosaic"``, which nothing takes by itself: it rounds rows
+    to e4m3, with a scale for each 128 channels of each.
     """
     return choose(problems.matmul_fp8(x, weight), backend)(x, weight)
 

@@ -16,6 +16,7 @@ from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mla_jax import ops
+from mla_jax.errors import UnsupportedError
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.fp8_matmul import mosaic, ref
 from mla_jax.pallas.grouped_matmul import tiles
@@ -51,15 +52,18 @@ def error(got, want):
     return np.linalg.norm(got - want) / np.linalg.norm(want)
 
 
-def test_the_rule_of_rows():
-    """Rows stay 16-bit up to so many, and are quantised from there on."""
-    for tokens, name in ((64, "triton"), (65, "xla"), (511, "xla"), (512, "mosaic")):
+def test_rows_are_quantised_only_where_asked_for():
+    """By name, and from so many rows on."""
+    for tokens, name in ((64, "triton"), (65, "xla"), (4096, "xla")):
         problem = Problem.of("matmul_fp8", dtype="bfloat16", tokens=tokens, into=7168, out=1536)
         assert ops.REGISTRY.choose(problem, aot.H200).name == name
-    for each, name in ((63, "triton"), (64, "mosaic")):
-        sizes = {"experts": 256, "topk": 8, "hidden": 7168, "width": 2048, "tokens": 32 * each}
-        problem = Problem.of("routed_experts_fp8", dtype="bfloat16", **sizes, rows_each=each)
-        assert ops.REGISTRY.choose(problem, aot.H200).name == name
+    assert ops.REGISTRY.choose(problem, aot.H200, "mosaic").name == "mosaic"
+    fewer = Problem.of("matmul_fp8", dtype="bfloat16", tokens=511, into=7168, out=1536)
+    with pytest.raises(UnsupportedError, match=r"tokens=511 not in \[512, …\]"):
+        ops.REGISTRY.choose(fewer, aot.H200, "mosaic")
+    sizes = {"experts": 256, "topk": 8, "hidden": 7168, "width": 2048, "tokens": 8192}
+    problem = Problem.of("routed_experts_fp8", dtype="bfloat16", **sizes, rows_each=256)
+    assert ops.REGISTRY.choose(problem, aot.H200).name == "triton"
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ def problem(model, tokens):
 
 def test_the_choice_is_by_rows_of_an_expert():
     for model, tokens, name in (
-        (V2_LITE, 8192, "mosaic"), (V3, 8192, "mosaic"), (V2_LITE, 512, "triton"),
+        (V2_LITE, 8192, "mosaic"), (V3, 8192, "mosaic"), (V2_LITE, 2047, "triton"),
         (V3, 1024, "triton"),
     ):  # fmt: skip
         assert ops.REGISTRY.choose(problem(model, tokens), aot.H200).name == name, (model, tokens)
@@ -202,7 +202,7 @@ many = functools.partial(case, experts=16, hidden=512, width=256, topk=4)
 TUNINGS = {
     "small": {"most": 64, "step": 16, "stages": 3, "group": 2},
     "large": {"most": 192, "step": 32, "stages": 3},
-    "equal": {"most": 128, "step": 128, "stages": 4, "ahead": 3},
+    "equal": {"most": 128, "step": 128, "stages": 4},
 }
 
 

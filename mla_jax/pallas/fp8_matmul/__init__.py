@@ -5,11 +5,11 @@ from mla_jax.pallas.registry import Backend
 
 BACKENDS = (
     Backend("matmul_fp8", "triton", triton.matmul_fp8, triton.FEW_ROWS),
-    Backend("matmul_fp8", "mosaic", mosaic.matmul_fp8, mosaic.REQUIREMENT),
     Backend("matmul_fp8", "xla", xla.matmul_fp8),
-    Backend("routed_experts_fp8", "mosaic", mosaic.routed_experts_fp8, mosaic.EXPERTS),
+    Backend("matmul_fp8", "mosaic", mosaic.matmul_fp8, mosaic.REQUIREMENT),
     Backend("routed_experts_fp8", "triton", triton.routed_experts_fp8, triton.REQUIREMENT),
     Backend("routed_experts_fp8", "xla", xla.routed_experts_fp8),
+    Backend("routed_experts_fp8", "mosaic", mosaic.routed_experts_fp8, mosaic.EXPERTS),
 )
 
 __all__ = ["BACKENDS", "ref"]

@@ -2,8 +2,8 @@
 
 Rows are quantised for it: 128 channels of a row have one float32 scale, as DeepSeek-V3 was trained
 (arXiv:2412.19437, 3.3.2). That changes results: their error against the widened weights is about
-ten times that of bf16 rows. ``REQUIREMENT`` is when a call takes it: from so many rows on; with
-fewer, rows stay 16-bit. Weights are never widened.
+ten times that of bf16 rows. So no call takes it by itself; it must be asked for by name. Weights
+are never widened.
 
 The kernels are imported where they run: Mosaic GPU takes more than a second to import.
 """
@@ -47,7 +47,7 @@ EXPERTS = Requirement(
 )
 
 E4M3 = jnp.float8_e4m3fn
-ROWS, STAGES = 128, 4  # of a tile of a layer's product: all that fit its registers
+ROWS, STAGES = 128, 3  # of a tile of a layer's product: all that fit its registers
 EXPERT_TILES = {"most": 112, "step": 16}
 EXPERT_STAGES = 4
 TOGETHER = 16

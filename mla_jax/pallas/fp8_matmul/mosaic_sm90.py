@@ -31,6 +31,7 @@ from mla_jax.types import SCALE_BLOCK, Array, BlockScaled
 
 __all__ = ["multiply", "scratch"]
 
+REGISTERS = (24, 240)  # of a thread of the loader, and of a multiplier: 504 of three warpgroups
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
@@ -67,6 +68,8 @@ def multiply(
         gated=count == 2,
         name="mla_fp8_gate_up" if count == 2 else "mla_fp8_matmul",
         sliced=range(2, 2 + 2 * count),
+        told=len(Item._fields),
+        registers=REGISTERS,
         interpret=interpret,
     )
 

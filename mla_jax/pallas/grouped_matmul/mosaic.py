@@ -39,10 +39,11 @@ REQUIREMENT = Requirement(
         "experts": Within(high=1024),
         "hidden": Within(low=256, multiple=256),
         "width": Within(low=128, multiple=128),
-        "rows_each": Within(low=64),
+        "rows_each": Within(low=192),
     },
     packages=("triton",),
 )
+"""With up to 167 rows an expert reading weights bounds a call (4.8 TB/s and 800 TFLOP/s)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,6 @@ class Tuning:
     most: int  # rows of a tile
     step: int  # of which rows of tiles are multiples
     stages: int  # steps of 64 channels in shared memory
-    ahead: int = 0  # steps whose weights are fetched to L2 before they are loaded
     group: int = 8  # tiles of an expert that read a block of weights together
     workers: int  # thread blocks: as many as there are multiprocessors
 
@@ -99,9 +99,7 @@ def routed_experts(
         out=jax.ShapeDtypeStruct((rows, hidden), x.dtype),
         grid=tokens, warps=4, stages=1, TOPK=topk, HIDDEN=hidden, BLOCK=_piece(hidden),
     )  # fmt: skip
-    sizes = mosaic_sm90.Sizes(
-        stages=tuning.stages, ahead=tuning.ahead, workers=tuning.workers, limit=limit, **facts
-    )
+    sizes = mosaic_sm90.Sizes(stages=tuning.stages, workers=tuning.workers, limit=limit, **facts)
     h = mosaic_sm90.multiply(spread, (gate, up), found.table, found.used, sizes=sizes)
     y = mosaic_sm90.multiply(h, (down,), found.table, found.used, sizes=sizes)
     return back(y, found.places, weights)

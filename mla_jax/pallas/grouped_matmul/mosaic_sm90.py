@@ -46,9 +46,8 @@ __all__ = [
 CHUNK = 64  # channels of a step, and columns of a square of weights
 GROUPS = 2  # warpgroups that multiply
 BLOCK = 2 * GROUPS * CHUNK  # columns of weights in a step, of both products
-PIECE, PIECES = 32, 2  # rows that a warpgroup stores at a time, and buffers for them
 AHEAD = 2  # items that the loader tells of
-LOADER, MULTIPLIER = 32, 240  # registers of a thread
+REGISTERS = (40, 232)  # of a thread of the loader, and of a multiplier: 504 of three warpgroups
 
 I32 = jnp.int32
 F32 = jnp.float32
@@ -62,7 +61,6 @@ class Sizes:
     step: int  # of which rows of tiles are multiples
     stages: int  # steps in shared memory
     workers: int  # thread blocks: as many as there are multiprocessors
-    ahead: int = 0  # steps whose weights are fetched to L2 before they are loaded; 0: none are
     limit: float | None = None  # V4's clamp
 
     @property
@@ -80,7 +78,7 @@ def scratch(sizes: Sizes, dtype: Any, out: Any) -> dict:
     return {
         "w": lib.swizzled((sizes.stages, 2 * GROUPS, CHUNK, channels), dtype),
         "x": lib.swizzled((sizes.stages, sizes.most, channels), dtype),
-        "y": lib.swizzled((GROUPS, PIECES, PIECE, CHUNK), out),
+        "y": lib.swizzled((GROUPS, sizes.most, CHUNK), out),
         "facts": plgpu.SMEM((AHEAD, len(Item._fields)), I32),
         "full": lib.barrier(2 * GROUPS + 1, sizes.stages),  # copy engine -> both
         "free": lib.barrier(GROUPS, sizes.stages),  # both -> loader
@@ -121,7 +119,8 @@ def _roles(x_g, *rest, count, facts, **places):
 
 def launch(
     operands: tuple[jax.Array, ...], roles: Callable, *, sizes: Sizes, buffers: dict, out: Any,
-    steps: int, gated: bool, name: str, sliced: Sequence[int], interpret: object,
+    steps: int, gated: bool, name: str, sliced: Sequence[int], interpret: object, told: int = 3,
+    registers: tuple[int, int] = REGISTERS,
 ) -> jax.Array:  # fmt: skip
     """Run the two roles, ``roles(*operands) -> loader, multiplier's class and its own facts``.
 
@@ -135,18 +134,21 @@ def launch(
         wg, worker = lax.axis_index("wg"), lax.axis_index("worker")
         rest = jnp.maximum(used[0] * blocks - worker + (sizes.workers - 1), 0)
         items, simulate = lax.div(rest, jnp.int32(sizes.workers)), interpret is not None
-        facts = dict(sizes=sizes, items=items, steps=steps, simulate=simulate, refs=scratch)
+        facts: dict[str, Any] = dict(
+            sizes=sizes, items=items, steps=steps, simulate=simulate, told=told, refs=scratch
+        )
         loader, multiplier, own = roles(
             *given, facts=facts, blocks=blocks, columns=columns, worker=worker
         )
 
         @pl.when(wg < GROUPS)
         def _():
+            plgpu.set_max_registers(registers[1], action="increase")
             multiplier(wg=wg, out=result, gated=gated, **own, **facts).run()
 
         @pl.when(wg == GROUPS)
         def _():
-            plgpu.set_max_registers(LOADER, action="decrease")
+            plgpu.set_max_registers(registers[0], action="decrease")
             if simulate:  # there are no warps
                 loader.run()
             else:
@@ -173,10 +175,10 @@ def launch(
 class Item(NamedTuple):
     """A tile under a block of columns."""
 
-    expert: Any
     row: Any  # the first one, in eights
     column: Any  # of the result, the first one
     choice: Any  # which multiple of a step its rows are
+    expert: Any  # None where only the loader needs it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +189,7 @@ class Role:
     items: Any  # of the thread block
     steps: int  # of an item
     simulate: bool
+    told: int  # fields of an item that the loader tells the others
     refs: dict[str, Any]
 
     def slot(self, g):
@@ -231,16 +234,13 @@ class Loader(Role):
         block = lax.div(local, together)
         tile = first + local - block * together
         expert, row, choice = (self.table[tile, i] for i in (tt.EXPERT, tt.ROW, tt.CHOICE))
-        item = Item(expert, row, block * self.columns, choice)
+        item = Item(row, block * self.columns, choice, expert)
         self._tell(t, item)
 
         @pl.loop(0, self.steps)
         def _(k):
             s = self.slot(g + k)
             pl.when(g + k >= self.sizes.stages)(lambda: plgpu.barrier_wait(self.refs["free"].at[s]))
-            if self.sizes.ahead and not self.simulate:
-                later = k + self.sizes.ahead
-                pl.when((tile == first) & (later < self.steps))(lambda: self._fetch(later, item))
             self._load_weights(s, k, item)
             for i, n in enumerate(self.sizes.menu):
                 pl.when(item.choice == i)(functools.partial(self._load_rows, s, k, item, n))
@@ -249,7 +249,7 @@ class Loader(Role):
         """The others of item ``t``."""
         s = self.place(t)
         pl.when(t >= AHEAD)(lambda: plgpu.barrier_wait(self.refs["heard"].at[s]))
-        for i, fact in enumerate(item):
+        for i, fact in enumerate(item[: self.told]):
             self.refs["facts"][s, i] = fact
         plgpu.barrier_arrive(self.refs["told"].at[s])
 
@@ -269,11 +269,6 @@ class Loader(Role):
             piece = self._square(source, k, column)
             plgpu.copy_gmem_to_smem(piece, self.refs["w"].at[s, j], self.refs["full"].at[s])
 
-    def _fetch(self, k, item: Item) -> None:
-        """Weights of step ``k`` to L2."""
-        for _, source, column in self._squares(item):
-            plgpu.async_prefetch(self._square(source, k, column))
-
     def _load_rows(self, s, k, item: Item, n: int) -> None:
         piece = self.x.at[pl.ds(item.row * tt.EIGHT, n), pl.ds(k * CHUNK, CHUNK)]
         to = self.refs["x"].at[s, pl.ds(0, n)]
@@ -289,14 +284,14 @@ class Multiplier(Role):
     gated: bool
 
     def run(self) -> None:
-        plgpu.set_max_registers(MULTIPLIER, action="increase")
         pl.loop(0, self.items)(self._item)
         plgpu.wait_smem_to_gmem(0)
 
     def _item(self, t) -> None:
         s = self.place(t)
         plgpu.barrier_wait(self.refs["told"].at[s])
-        item = Item(*(self.refs["facts"][s, i] for i in range(len(Item._fields))))
+        facts = [self.refs["facts"][s, i] for i in range(self.told)]
+        item = Item(*facts, *(None for _ in Item._fields[self.told :]))
         plgpu.barrier_arrive(self.refs["heard"].at[s])
         for i, n in enumerate(self.sizes.menu):
             pl.when(item.choice == i)(functools.partial(self._tile, n, t * self.steps, item))
@@ -334,21 +329,17 @@ class Multiplier(Role):
         return found
 
     def _store(self, value, n: int, row, column) -> None:
-        """``value`` [64 columns, n] to rows of the result, piece by piece."""
+        """``value`` [64 columns, n] to rows of the result, once the buffer's last store is read."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        buffer = self.refs["y"].at[self.wg, pl.ds(0, n)]
         value = value.astype(self.out.dtype)
+        if self.simulate:
+            buffer[...] = value.T
+        else:
+            buffer.T[...] = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
+        plgpu.commit_smem()
         columns = pl.ds(pl.multiple_of(column, CHUNK), CHUNK)
-        for i, first in enumerate(range(0, n, PIECE)):
-            count = min(PIECE, n - first)
-            part = value[:, first : first + count]
-            buffer = self.refs["y"].at[self.wg, i % PIECES, pl.ds(0, count)]
-            plgpu.wait_smem_to_gmem(PIECES - 1 if i else 0, wait_read_only=True)
-            if self.simulate:
-                buffer[...] = part.T
-            else:
-                buffer.T[...] = plgpu.layout_cast(part, plgpu.Layout.WGMMA_TRANSPOSED)
-            plgpu.commit_smem()
-            rows = pl.ds(row * tt.EIGHT + first, count)
-            plgpu.copy_smem_to_gmem(buffer, self.out.at[rows, columns])
+        plgpu.copy_smem_to_gmem(buffer, self.out.at[pl.ds(row * tt.EIGHT, n), columns])
 
 
 def _accumulator(n: int):
