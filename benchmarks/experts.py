@@ -1,4 +1,6 @@
-"""``python -m benchmarks.experts --out FILE``: routed experts in Triton, tuning by tuning.
+"""``python -m benchmarks.experts --out FILE``: routed experts, tuning by tuning.
+
+Cases with so many rows that Mosaic takes them have tunings of both backends.
 
 The heuristic's choice is checked before anything is timed, the fastest one before it is recorded:
 against ``ref.py`` on up to 128 of the tokens, with NaN in the rows and weights of padding. All
@@ -34,8 +36,8 @@ from mla_jax import ops
 from mla_jax.errors import ArgumentError
 from mla_jax.pallas import problems
 from mla_jax.pallas.device import DeviceInfo
-from mla_jax.pallas.grouped_matmul import ref
-from mla_jax.pallas.grouped_matmul.triton import Tuning, heuristic, tune
+from mla_jax.pallas.grouped_matmul import mosaic, ref
+from mla_jax.pallas.grouped_matmul.triton import Tuning, heuristic
 from mla_jax.pallas.tuning import folder_name
 
 DTYPE = jnp.bfloat16
@@ -53,12 +55,36 @@ METHOD = (
 )
 
 
-def taken(name: str) -> Tuning:
+type AnyTuning = Tuning | mosaic.Tuning
+
+
+def taken(name: str) -> AnyTuning:
     """What a call without a tuning takes."""
-    return tune(problems.routed(*_specs(*CASES[name])), DeviceInfo.current()).value
+    problem, device = problems.routed(*_specs(*CASES[name])), DeviceInfo.current()
+    backend = ops.REGISTRY.choose(problem, device)
+    assert backend.tune is not None, backend.name
+    return backend.tune(problem, device).value
 
 
-def candidates(name: str) -> list[Tuning]:
+def backend_of(tuning: AnyTuning) -> str:
+    return "mosaic" if isinstance(tuning, mosaic.Tuning) else "triton"
+
+
+def candidates(name: str) -> list[AnyTuning]:
+    """What a call takes first, then the others."""
+    first = taken(name)
+    if not isinstance(first, mosaic.Tuning):
+        return [*triton_candidates(name)]
+    changes = (
+        dict(most=128, step=32, stages=4), dict(most=128, step=16, stages=4),
+        dict(most=144, step=16, stages=3), dict(most=160, step=32, stages=3),
+        dict(most=192, step=32, stages=3),
+    )  # fmt: skip
+    found = [first, *(replace(first, **change) for change in changes)]
+    return list(dict.fromkeys([*found, *triton_candidates(name)[:2]]))
+
+
+def triton_candidates(name: str) -> list[Tuning]:
     """The heuristic's choice first, then what differs from it in one kernel, or in the plan."""
     model, tokens = CASES[name]
     problem = problems.routed(*_specs(model, tokens))
@@ -169,15 +195,15 @@ def floor_us(model: Model, experts: np.ndarray) -> float:
     return 1e6 * max(read, 2 * one * experts.size / FLOPS_PER_S)
 
 
-def compile_once(name: str, tuning: Tuning) -> Any:
+def compile_once(name: str, tuning: AnyTuning) -> Any:
     """One call."""
-    call = partial(ops.routed_experts, backend="triton", tuning=tuning)
+    call = partial(ops.routed_experts, backend=backend_of(tuning), tuning=tuning)
     return jax.jit(call).lower(*_specs(*CASES[name])).compile()
 
 
-def compile_loop(name: str, tuning: Tuning) -> Any:
+def compile_loop(name: str, tuning: AnyTuning) -> Any:
     """A loop of calls."""
-    call = partial(ops.routed_experts, backend="triton", tuning=tuning)
+    call = partial(ops.routed_experts, backend=backend_of(tuning), tuning=tuning)
     x, gate, up, down, share, experts = _specs(*CASES[name])
     lowered = jax.jit(partial(chain, call, count_of(name))).lower(
         x, (gate, up, down), share, experts
@@ -259,7 +285,7 @@ class Bench:
     """Cases, their candidates, and the seconds that are left."""
 
     def __init__(
-        self, tried: dict[str, list[Tuning]], limit: float, jobs: int, compile_share: float
+        self, tried: dict[str, list[AnyTuning]], limit: float, jobs: int, compile_share: float
     ):
         self.start, self.limit, self.compile_share = time.perf_counter(), limit, compile_share
         self.pool = ThreadPoolExecutor(jobs)
@@ -289,15 +315,18 @@ class Bench:
     def seconds(self) -> float:
         return time.perf_counter() - self.start
 
-    def text(self, name: str, tuning: Tuning) -> str:
+    def text(self, name: str, tuning: AnyTuning) -> str:
         """What differs from the first."""
-        new, old = dataclasses.asdict(tuning), dataclasses.asdict(self.tried[name][0])
+        first = self.tried[name][0]
+        if backend_of(tuning) != backend_of(first):
+            return str(tuning)
+        new, old = dataclasses.asdict(tuning), dataclasses.asdict(first)
         return ", ".join(f"{k}={v}" for k, v in new.items() if v != old[k]) or "first"
 
-    def note(self, name: str, tuning: Tuning, what: object) -> None:
+    def note(self, name: str, tuning: AnyTuning, what: object) -> None:
         self.notes.append(f"{name}: {self.text(name, tuning)}: {str(what)[:300]}")
 
-    def wait(self, name: str, tuning: Tuning, future: Future) -> Any:
+    def wait(self, name: str, tuning: AnyTuning, future: Future) -> Any:
         """The program, or None and a note."""
         try:
             return future.result(max(0.0, self.compile_share * self.limit - self.seconds()))
@@ -307,7 +336,7 @@ class Bench:
         except Exception as error:  # of one candidate: the others are measured
             self.note(name, tuning, error)
 
-    def time(self, name: str, tuning: Tuning, loop: Any) -> None:
+    def time(self, name: str, tuning: AnyTuning, loop: Any) -> None:
         if self.seconds() > 0.9 * self.limit:
             self.note(name, tuning, "not reached")
             return
@@ -329,6 +358,7 @@ class Bench:
             "case": name,
             **{k: round(best[k], 2) for k in ("us", "floor_us", "times_floor")},
             "error": round(error, 4),
+            "backend": backend_of(best["tuning"]),
             "tuning": dataclasses.asdict(best["tuning"]),
             "which": self.text(name, best["tuning"]),
             "others": {self.text(name, x["tuning"]): round(x["us"], 1) for x in others},
@@ -346,14 +376,14 @@ def beside(path: Path, row: dict) -> dict:
 
 
 def write_tuned(path: Path) -> None:
-    """``pallas/tuned/<device>/routed_experts.json`` from a file of results."""
+    """``pallas/tuned/<device>/routed_experts.json`` from a file of results: Triton's tunings."""
     record = json.loads(path.read_text())
     to = TUNED / folder_name(record["device"]) / "routed_experts.json"
     records = []
     for row in record["rows"]:
         model, tokens = CASES[row["case"]]
         features = {"dtype": jnp.dtype(DTYPE).name, **dataclasses.asdict(model), "tokens": tokens}
-        if row["others"]:
+        if row["others"] and row.get("backend", "triton") == "triton":
             kept = {k: row[k] for k in ("tuning", "us", "others")}
             records.append({"features": features, **kept})
     versions = ", ".join(f"{k} {v}" for k, v in record["versions"].items())
@@ -362,6 +392,13 @@ def write_tuned(path: Path) -> None:
     to.parent.mkdir(parents=True, exist_ok=True)
     to.write_text(json.dumps(table, indent=1) + "\n")
     print(to)
+
+
+def merged(before: dict, rows: list[dict]) -> list[dict]:
+    """New rows, and those of the cases that have none, with the date of their run."""
+    new = {row["case"]: row for row in rows}
+    old = {row["case"]: {"date": before["date"]} | row for row in before["rows"]}
+    return [(old | new)[name] for name in CASES if name in old or name in new]
 
 
 def main() -> None:
@@ -374,6 +411,7 @@ def main() -> None:
     parser.add_argument("--tune", type=Path, help="results to write the packaged tunings from")
     parser.add_argument("--beside", type=Path, help="what benchmarks.vllm_experts has written")
     parser.add_argument("--first", action="store_true", help="only the choice that a user gets")
+    parser.add_argument("--merge", type=Path, help="results that keep the cases not run now")
     given = parser.parse_args()
     if given.tune:
         write_tuned(given.tune)
@@ -399,6 +437,8 @@ def main() -> None:
     logs = [math.log(row["times_floor"]) for row in rows] or [math.nan]
     mean = math.exp(statistics.mean(logs))
     print(f"geometric mean, times the floor: {mean:.2f}")
+    if given.merge:
+        record["rows"] = merged(json.loads(given.merge.read_text()), rows)
     if given.out:
         given.out.parent.mkdir(parents=True, exist_ok=True)
         given.out.write_text(json.dumps(record, indent=1) + "\n")

@@ -216,7 +216,7 @@ SUITES = {
         TIMES | RATES,
     ),
     "experts": Suite(
-        "The routed experts of one layer in Triton, choices given, by the fastest of some tunings, "
+        "The routed experts of one layer, choices given, by the fastest of some tunings, "
         "beside vLLM's fused Triton experts where they were timed. "
         "Case names: model, tokens. The floor here: the larger of the chosen experts' bytes / 4.8 "
         "TB/s and FLOPs / 800 TFLOP/s.",

@@ -439,8 +439,9 @@ def routed_experts_fp8(
     """``routed_experts`` with e4m3 weights in 128 x 128 blocks as published: rows are outputs.
 
     ``gate`` and ``up`` are [experts, width, hidden], ``down`` is [experts, hidden, width]. The
-    result is that of the widened weights; no activation is quantised.
-    Source: DeepSeek-V3 (arXiv:2412.19437) 3.3.2, the weights' part.
+    result is that of the widened weights. No row is quantised, but by ``backend="mosaic"``, which
+    nothing takes by itself: it rounds rows to e4m3, with a scale for each 128 channels of each.
+    Source: DeepSeek-V3 (arXiv:2412.19437) 3.3.2.
     """
     problem = problems.routed_fp8(x, gate, up, down, weights, experts, limit=limit)
     clamp = None if limit is None else float(limit)
@@ -451,7 +452,11 @@ def routed_experts_fp8(
 def matmul_fp8(
     x: Float[Array, "tokens into"], weight: BlockScaled, *, backend: str | None = None
 ) -> Float[Array, "tokens out"]:
-    """``x W^T``, accumulated in float32, with e4m3 weights in 128 x 128 blocks [out, in]."""
+    """``x W^T``, accumulated in float32, with e4m3 weights in 128 x 128 blocks [out, in].
+
+    No row is quantised, but by ``backend="mosaic"``, which nothing takes by itself: it rounds rows
+    to e4m3, with a scale for each 128 channels of each.
+    """
     return choose(problems.matmul_fp8(x, weight), backend)(x, weight)
 
 

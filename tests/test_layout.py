@@ -91,7 +91,9 @@ def test_optional_packages_stay_in_their_files(name):
         assert name in OPTIONAL.get(package, ()), f"{name} must not import {package}"
 
 
-SLOW = re.compile(r"mla_jax\.pallas\.(\w+\.)?(\w+_sm90|mosaic_lib|triton_lib|kernels_triton)$")
+SLOW = re.compile(
+    r"mla_jax\.pallas\.(\w+\.)?(\w+_sm90|mosaic_lib|triton_lib|kernels_triton|rows_triton)$"
+)
 """Modules that functions may import: kernels, where they run. Mosaic GPU takes more than a second
 to import, and Triton need not be installed."""
 

@@ -74,6 +74,9 @@ SHARED_MEMORY = 232448
 """Bytes of shared memory that one thread block may use on sm_90, where the device does not say."""
 
 
+ALIGNMENT = 256
+"""Of which multiple the address of a Mosaic kernel's operand must be."""
+
 LOWEST = -1.0e30
 """A first running maximum of scores: finite, so that exp2(-inf - LOWEST) = 0."""
 
@@ -91,12 +94,14 @@ def lowered_once(*static: str) -> Callable[[Callable], Callable]:
     return functools.partial(jax.jit, static_argnames=static)
 
 
-def kernel(body: Callable, **options: Any) -> Callable:
+def kernel(body: Callable, *, sliced: Sequence[int] = (), **options: Any) -> Callable:
     """``plgpu.kernel`` whose operands and results are never a slice of another array.
 
     XLA may pass a kernel a slice of an array in place, and may have it write its result into one,
     wherever the slice begins; Mosaic refuses what is not aligned to 256 bytes. So operands and
-    results are kept apart from other arrays. For refs see ``in_place``.
+    results are kept apart from other arrays. For refs see ``in_place``. ``sliced`` are positions
+    of operands that may be slices of stacks: those of whole multiples of 256 bytes are passed in
+    place, for a copy of a layer's weights takes as long as reading them.
 
     Raises:
         ArgumentError: what it allocates is more shared memory than a thread block of the device
@@ -113,7 +118,12 @@ def kernel(body: Callable, **options: Any) -> Callable:
                 "check_vma=False",
                 'Mosaic kernels cannot be checked by shard_map; backend="xla" runs with the check.',
             )
-        whole = [lax.optimization_barrier(x) if isinstance(x, jax.Array) else x for x in operands]
+        whole = [
+            lax.optimization_barrier(x)
+            if isinstance(x, jax.Array) and not (i in sliced and x.nbytes % ALIGNMENT == 0)
+            else x
+            for i, x in enumerate(operands)
+        ]
         return jax.tree.map(lax.optimization_barrier, run(*whole))
 
     return call

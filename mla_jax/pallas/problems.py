@@ -328,9 +328,7 @@ def routed(x, gate, up, down, weights, experts, *, limit=None) -> Problem:
     )
     _same_dtype(op, x=x, gate=gate, up=up, down=down)
     _check_experts(op, weights, limit)
-    return Problem.of(
-        op, dtype=str(x.dtype), **_sizes(size, "experts", "topk", "hidden", "width", "tokens")
-    )
+    return _routed(op, x, size)
 
 
 def _check_experts(op: str, weights: Any, limit: Any) -> None:
@@ -360,9 +358,14 @@ def routed_fp8(x, gate, up, down, weights, experts, *, limit=None) -> Problem:
         experts=(experts, "int", "tokens topk"),
     )
     _check_experts(op, weights, limit)
-    return Problem.of(
-        op, dtype=str(x.dtype), **_sizes(size, "experts", "topk", "hidden", "width", "tokens")
-    )
+    return _routed(op, x, size)
+
+
+def _routed(op: str, x: Any, size: dict[str, int]) -> Problem:
+    """Sizes, and how many rows an expert has on average."""
+    names = "experts", "topk", "hidden", "width", "tokens"
+    each = size["tokens"] * size["topk"] // max(size["experts"], 1)
+    return Problem.of(op, dtype=str(x.dtype), **_sizes(size, *names), rows_each=each)
 
 
 def route(x, kernel, choice_bias, real, *, moe) -> Problem:

@@ -25,8 +25,6 @@ GARBAGE = 2**30
 
 def call(kernel, *args, out, grid, warps, stages, aliases=None, registers=None, **constants):
     """Results begin as NaN, indices as garbage; those with an alias as what is changed."""
-    import torch
-
     many = isinstance(out, tuple)
     arrays = [np.array(x) for x in args if not isinstance(x, int)]
     place = {result: arrays[given] for given, result in (aliases or {}).items()}
@@ -35,10 +33,19 @@ def call(kernel, *args, out, grid, warps, stages, aliases=None, registers=None, 
         for i, s in enumerate(out if many else (out,))
     ]
     rest = iter(arrays)
-    given = [x if isinstance(x, int) else torch.from_numpy(next(rest)) for x in args]
-    kernel[(grid,)](*given, *map(torch.from_numpy, results), **constants)
+    given = [x if isinstance(x, int) else _tensor(next(rest)) for x in args]
+    kernel[(grid,)](*given, *map(_tensor, results), **constants)
     results = tuple(map(jnp.asarray, results))
     return results if many else results[0]
+
+
+def _tensor(x):
+    """The same memory as torch has it, which knows e4m3 by another name."""
+    import torch
+
+    if x.dtype == jnp.float8_e4m3fn:
+        return torch.from_numpy(x.view(np.uint8)).view(torch.float8_e4m3fn)
+    return torch.from_numpy(x)
 
 
 def _rubbish(dtype):

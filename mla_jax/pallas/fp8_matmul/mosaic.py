@@ -1,0 +1,130 @@
+"""Products of many rows with block-scaled e4m3 weights on Hopper, rows in e4m3 too.
+
+Rows are quantised for it: 128 channels of a row have one float32 scale, as DeepSeek-V3 was trained
+(arXiv:2412.19437, 3.3.2). That changes results: their error against the widened weights is about
+ten times that of bf16 rows. So no call takes it by itself; it must be asked for by name. Weights
+are never widened.
+
+The kernels are imported where they run: Mosaic GPU takes more than a second to import.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mla_jax.pallas.axes import Choices, ChoiceWeights, Hidden
+from mla_jax.pallas.device import DeviceInfo
+from mla_jax.pallas.grouped_matmul import mosaic as grouped
+from mla_jax.pallas.grouped_matmul import tiles
+from mla_jax.pallas.registry import OneOf, Requirement, Within
+from mla_jax.types import SCALE_BLOCK, Array, BlockScaled, Float, cdiv, round_up
+
+__all__ = ["EXPERTS", "REQUIREMENT", "matmul_fp8", "routed_experts_fp8", "table_of"]
+
+REQUIREMENT = Requirement(
+    sm=OneOf(90),
+    workers=True,
+    features={
+        "dtype": OneOf("bfloat16", "float16"),
+        "into": Within(low=SCALE_BLOCK, multiple=SCALE_BLOCK),
+        "out": Within(low=64, multiple=64),
+        "tokens": Within(low=512),
+    },
+    packages=("triton",),
+)
+
+EXPERTS = Requirement(
+    sm=OneOf(90),
+    workers=True,
+    features={
+        "dtype": OneOf("bfloat16", "float16"),
+        "experts": Within(high=1024),
+        "hidden": Within(low=256, multiple=256),
+        "width": Within(low=SCALE_BLOCK, multiple=SCALE_BLOCK),
+        "rows_each": Within(low=64),
+    },
+    packages=("triton",),
+)
+
+E4M3 = jnp.float8_e4m3fn
+ROWS, STAGES = 128, 3  # of a tile of a layer's product: all that fit its registers
+EXPERT_TILES = {"most": 112, "step": 16}
+EXPERT_STAGES = 4
+TOGETHER = 16
+"""Tiles that read a block of weights together."""
+
+
+def matmul_fp8(x: Float[Array, "tokens into"], weight: BlockScaled) -> Float[Array, "tokens out"]:
+    """``ref.matmul_fp8`` of the quantised rows, accumulated in float32, rounded once."""
+    from mla_jax.pallas.fp8_matmul import mosaic_sm90
+    from mla_jax.pallas.grouped_matmul import mosaic_sm90 as kernels
+
+    tokens = x.shape[0]
+    values, scales = quantise(x, room=round_up(tokens, tiles.EIGHT))
+    table = table_of(tokens)
+    whole = BlockScaled(values=weight.values[None], scale=weight.scale[None])
+    y = mosaic_sm90.multiply(
+        values, scales, (whole,), jnp.asarray(table), jnp.asarray([len(table)], jnp.int32),
+        sizes=kernels.Sizes(most=ROWS, step=ROWS, stages=STAGES, workers=DeviceInfo.current().sms),
+        out_dtype=x.dtype,
+    )  # fmt: skip
+    return y if len(y) == tokens else y[:tokens]
+
+
+def table_of(tokens: int) -> np.ndarray:
+    """The tiles of so many rows of one matrix, as ``tiles.Plan`` has them."""
+    count = cdiv(tokens, ROWS)
+    table = np.zeros((count, tiles.FIELDS), np.int32)
+    t = np.arange(count)
+    table[:, tiles.FIRST] = t // TOGETHER * TOGETHER
+    table[:, tiles.TOGETHER] = np.minimum(count - table[:, tiles.FIRST], TOGETHER)
+    table[:, tiles.ROW] = t * (ROWS // tiles.EIGHT)
+    return table
+
+
+def quantise(
+    x: Float[Array, "rows channels"], *, room: int
+) -> tuple[Float[Array, "room channels"], Float[Array, "spans room"]]:
+    """``x`` in e4m3 and its scales; what lies behind its rows is not written."""
+    from mla_jax.pallas import triton_lib
+    from mla_jax.pallas.fp8_matmul import rows_triton
+
+    (rows, channels), spec = x.shape, jax.ShapeDtypeStruct
+    spans = channels // SCALE_BLOCK
+    return triton_lib.call(
+        rows_triton.quantise, x, rows, room,
+        out=(spec((room, channels), E4M3), spec((spans, room), jnp.float32)),
+        grid=cdiv(rows, rows_triton.ROWS.value) * spans, warps=4, stages=1,
+        CHANNELS=channels,
+    )  # fmt: skip
+
+
+def routed_experts_fp8(
+    x: Hidden, gate: BlockScaled, up: BlockScaled, down: BlockScaled, weights: ChoiceWeights,
+    experts: Choices, *, limit: float | None,
+) -> Hidden:  # fmt: skip
+    """``ref.routed_experts_fp8`` with rows and gated products quantised; both products of a
+    choice are rounded to x's dtype."""
+    from mla_jax.pallas import triton_lib
+    from mla_jax.pallas.fp8_matmul import mosaic_sm90, rows_triton
+    from mla_jax.pallas.grouped_matmul import mosaic_sm90 as kernels
+
+    (tokens, hidden), topk, count = x.shape, experts.shape[1], gate.shape[0]
+    if not tokens * topk:
+        return jnp.zeros_like(x)
+    found = grouped.plan(experts, count, group=8, **EXPERT_TILES)
+    room, spans = tiles.most_rows(experts.size, count, EXPERT_TILES["step"]), hidden // SCALE_BLOCK
+    spec = jax.ShapeDtypeStruct
+    spread, scales = triton_lib.call(
+        rows_triton.permute, x, found.places, room,
+        out=(spec((room, hidden), E4M3), spec((spans, room), jnp.float32)),
+        grid=tokens, warps=4, stages=1, TOPK=topk, HIDDEN=hidden, SPANS=min(spans & -spans, 8),
+    )  # fmt: skip
+    sizes = kernels.Sizes(
+        stages=EXPERT_STAGES, workers=DeviceInfo.current().sms, limit=limit, **EXPERT_TILES
+    )
+    facts = {"sizes": sizes, "out_dtype": x.dtype}
+    plan = found.table, found.used
+    h = mosaic_sm90.multiply(spread, scales, (gate, up), *plan, **facts)
+    y = mosaic_sm90.multiply(*quantise(h, room=room), (down,), *plan, **facts)
+    return grouped.back(y, found.places, weights)

@@ -1,0 +1,142 @@
+"""Products of e4m3 rows with block-scaled e4m3 weights on Hopper: Pallas Mosaic GPU.
+
+The roles, tiles and blocks are those of ``grouped_matmul.mosaic_sm90``. A step is 128 channels, one
+block of scales: its product has a sum of its own, as the tensor core adds e4m3 products with 13
+bits or so, and goes times the scales of its rows and of its block of weights to the sum in float32.
+One warpgroup does that while the other one multiplies. The bound: 8192 FLOP a cycle.
+"""
+
+# Mosaic GPU states its types in part only; roles are decided while tracing.
+# pyright: reportPrivateImportUsage=false
+# pyright: reportArgumentType=false
+# pyright: reportAttributeAccessIssue=false
+# pyright: reportAbstractUsage=false
+# pyright: reportCallIssue=false
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from mla_jax.pallas import mosaic_lib as lib
+from mla_jax.pallas.grouped_matmul import mosaic_sm90 as experts
+from mla_jax.pallas.grouped_matmul import tiles as tt
+from mla_jax.pallas.grouped_matmul.mosaic_sm90 import CHUNK, F32, Item, Sizes
+from mla_jax.types import SCALE_BLOCK, Array, BlockScaled
+
+__all__ = ["multiply", "scratch"]
+
+REGISTERS = (24, 240)  # of a thread of the loader, and of a multiplier: 504 of three warpgroups
+COLUMN = plgpu.Layout.WGMMA.reduce(0)
+
+
+def scratch(sizes: Sizes, out: Any) -> dict:
+    """As for 16-bit weights, and the scales of a step's rows."""
+    buffers = experts.scratch(sizes, jnp.float8_e4m3fn, out)
+    squares = 2 * experts.GROUPS
+    return buffers | {
+        "x_scale": plgpu.SMEM((sizes.stages, sizes.most), F32),
+        "full": lib.barrier(squares + 2, sizes.stages),  # copy engine -> both
+    }
+
+
+@lib.lowered_once("sizes", "out_dtype", "interpret")
+def multiply(
+    x: jax.Array, x_scale: jax.Array, weights: tuple[BlockScaled, ...], table: Array, used: Array,
+    *, sizes: Sizes, out_dtype: Any, interpret: object = None,
+) -> jax.Array:  # fmt: skip
+    """The product of every tile with its expert's ``weights``: one, or (gate, up) and SwiGLU.
+
+    ``x`` [rows, channels] e4m3, ``x_scale`` [channels / 128, rows]; ``weights`` [experts, columns,
+    channels] each; ``table`` and ``used`` are a plan's. Rows of no tile are not written.
+    """
+    count = len(weights)
+    _, columns, channels = weights[0].shape
+    values, scales = [w.values for w in weights], [w.scale for w in weights]
+    return experts.launch(
+        (x, x_scale, *values, *scales, table, used),
+        functools.partial(_roles, count=count),
+        sizes=sizes,
+        buffers=scratch(sizes, out_dtype),
+        out=jax.ShapeDtypeStruct((x.shape[0], columns), out_dtype),
+        steps=channels // SCALE_BLOCK,
+        gated=count == 2,
+        name="mla_fp8_gate_up" if count == 2 else "mla_fp8_matmul",
+        sliced=range(2, 2 + 2 * count),
+        told=len(Item._fields),
+        registers=REGISTERS,
+        interpret=interpret,
+    )
+
+
+def _roles(x_g, x_scale_g, *rest, count, facts, **places):
+    values, scales, table = rest[:count], rest[count : 2 * count], rest[2 * count]
+    loader = _Loader(x=x_g, x_scale=x_scale_g, weights=values, table=table, **places, **facts)
+    return loader, _Multiplier, {"scales": scales}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Loader(experts.Loader):
+    x_scale: Any
+
+    def _square(self, source, k, column):
+        return source.at[pl.ds(column, CHUNK), pl.ds(k * SCALE_BLOCK, SCALE_BLOCK)]
+
+    def _load_rows(self, s, k, item: Item, n: int) -> None:
+        rows, here, full = pl.ds(item.row * tt.EIGHT, n), pl.ds(0, n), self.refs["full"].at[s]
+        piece = self.x.at[rows, pl.ds(k * SCALE_BLOCK, SCALE_BLOCK)]
+        plgpu.copy_gmem_to_smem(piece, self.refs["x"].at[s, here], full)
+        plgpu.copy_gmem_to_smem(self.x_scale.at[k, rows], self.refs["x_scale"].at[s, here], full)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Multiplier(experts.Multiplier):
+    scales: Any  # of the weights
+
+    def _sums(self, n: int, g, item: Item):
+        w, x = self.refs["w"], self.refs["x"]
+        zeros = lib.tile(0.0, (CHUNK, n), F32)
+
+        def part(s, i):
+            """Product ``i`` of a step's channels."""
+
+            def add(acc):
+                rows = x.at[s, pl.ds(0, n)]
+                lib.matmul(acc, w.at[s, 2 * self.wg + i], rows.T, simulate=self.simulate)
+                return acc[...]
+
+            return pl.run_scoped(add, plgpu.ACC((CHUNK, n), F32))
+
+        def step(k, carry):
+            *sums, here = carry
+            s = self.slot(g + k)
+            after = self._scales(item, jnp.minimum(k + 1, self.steps - 1))
+            plgpu.barrier_wait(self.refs["full"].at[s])
+            for i, scale in enumerate(here):
+                found = part(s, i)
+                rows = plgpu.load(self.refs["x_scale"].at[s, pl.ds(0, n)], layout=COLUMN)
+                if i + 1 == len(here):
+                    lib.fence(simulate=self.simulate)  # before the copy engine writes there
+                    plgpu.barrier_arrive(self.refs["free"].at[s])
+                factor = lax.broadcast_in_dim(rows * scale, (CHUNK, n), [1])
+                sums[i] = sums[i] + found * factor
+            return *sums, after
+
+        *sums, _ = lax.fori_loop(
+            0, self.steps, step, (zeros, zeros, self._scales(item, jnp.int32(0)))
+        )
+        return sums
+
+    def _scales(self, item: Item, k):
+        """Of the blocks of weights of both products."""
+        if self.gated:
+            block = lax.div(item.column + self.wg * CHUNK, jnp.int32(SCALE_BLOCK))
+            return tuple(scale[item.expert, block, k] for scale in self.scales)
+        last = self.scales[0].shape[1] - 1  # the last block of columns may be narrower
+        block = jnp.minimum(lax.div(item.column, jnp.int32(SCALE_BLOCK)) + self.wg, last)
+        return 2 * (self.scales[0][item.expert, block, k],)

@@ -1,0 +1,201 @@
+"""Products of e4m3 rows with e4m3 weights: interpreted, compiled for an H200, and on a GPU.
+
+Two truths: what the quantised rows give, tightly, and what the rows give, as loosely as e4m3 is.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from mla_jax import ops
+from mla_jax.errors import UnsupportedError
+from mla_jax.pallas.device import DeviceInfo
+from mla_jax.pallas.fp8_matmul import mosaic, ref
+from mla_jax.pallas.grouped_matmul import tiles
+from mla_jax.pallas.registry import Problem
+from mla_jax.types import BlockScaled
+from tests import aot
+from tests.cases import draw
+from tests.pallas.experts import missing, truth
+from tests.pallas.test_fp8_matmul import experts, weight, wide
+
+F8 = ml_dtypes.float8_e4m3fn
+TIGHT, LOOSE = 0.006, 0.05
+"""Relative errors: of bf16 results and the tensor core's 13 bits, and of rows with 3 digits."""
+
+
+def quantised(x):
+    """``(values, scales [spans, rows])`` of rows, as the kernels make them."""
+    x = np.asarray(x, np.float32)
+    spans = x.reshape(len(x), -1, 128)
+    top = np.abs(spans).max(axis=2)
+    scale = np.where(top == 0, np.float32(1), top / np.float32(448))
+    return (spans / scale[:, :, None]).reshape(x.shape).astype(F8), scale.T
+
+
+def dequantised(x):
+    values, scale = quantised(x)
+    return values.astype(np.float64) * np.repeat(scale.T, 128, axis=1)
+
+
+def error(got, want):
+    got = np.asarray(got).astype(np.float64)
+    assert np.isfinite(got).all()
+    return np.linalg.norm(got - want) / np.linalg.norm(want)
+
+
+def test_rows_are_quantised_only_where_asked_for():
+    """By name, and from so many rows on."""
+    for tokens, name in ((64, "triton"), (65, "xla"), (4096, "xla")):
+        problem = Problem.of("matmul_fp8", dtype="bfloat16", tokens=tokens, into=7168, out=1536)
+        assert ops.REGISTRY.choose(problem, aot.H200).name == name
+    assert ops.REGISTRY.choose(problem, aot.H200, "mosaic").name == "mosaic"
+    fewer = Problem.of("matmul_fp8", dtype="bfloat16", tokens=511, into=7168, out=1536)
+    with pytest.raises(UnsupportedError, match=r"tokens=511 not in \[512, …\]"):
+        ops.REGISTRY.choose(fewer, aot.H200, "mosaic")
+    sizes = {"experts": 256, "topk": 8, "hidden": 7168, "width": 2048, "tokens": 8192}
+    problem = Problem.of("routed_experts_fp8", dtype="bfloat16", **sizes, rows_each=256)
+    assert ops.REGISTRY.choose(problem, aot.H200).name == "triton"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gated", [False, True])
+def test_interpreted_with_race_detection(gated, rng, monkeypatch):
+    """Control flow, barriers, races and scales on a CPU; not asynchrony of products."""
+    from mla_jax.pallas.fp8_matmul import mosaic_sm90
+    from mla_jax.pallas.grouped_matmul.mosaic_sm90 import Sizes
+
+    monkeypatch.setattr(DeviceInfo, "current", lambda: aot.H200)
+    rows, channels, columns = 96, 256, 128 if gated else 320
+    x = draw(rng, rows, channels)
+    x[:, :128] *= 30
+    values, scales = quantised(x)
+    w = [weight(rng, 2, columns, channels, std=channels**-0.5) for _ in range(1 + gated)]
+    # expert, first tile of the group, tiles of it, row / 8, size
+    table = np.array([[0, 0, 1, 0, 0], [1, 1, 2, 4, 0], [1, 1, 2, 8, 0], [-1] * 5], np.int32)
+    table = np.pad(table, ((0, 0), (0, tiles.FIELDS - 5)))
+    params = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=4)
+    got = mosaic_sm90.multiply(
+        jnp.asarray(values), jnp.asarray(scales), tuple(w), jnp.asarray(table),
+        jnp.asarray([3], jnp.int32), sizes=Sizes(most=32, step=32, stages=2, workers=2),
+        out_dtype=jnp.bfloat16, interpret=params,
+    )  # fmt: skip
+    assert not get_races().races_found
+    owner = np.repeat([0, 1], [32, 64])
+    parts = [np.einsum("rc,roc->ro", dequantised(x), wide(m)[owner]) for m in w]
+    want = parts[0] / (1 + np.exp(-parts[0])) * parts[1] if gated else parts[0]
+    assert error(got, want) < TIGHT
+
+
+AOT = aot.available() or missing("triton")
+
+
+def scaled(*shape):
+    blocks = *shape[:-2], -(-shape[-2] // 128), shape[-1] // 128
+    s: Any = jax.ShapeDtypeStruct
+    return BlockScaled(values=s(shape, jnp.float8_e4m3fn), scale=s(blocks, jnp.float32))
+
+
+def judged(fn, *args, launches):
+    compiled, reports = aot.compile_sm90(fn, *args)
+    for report in reports:
+        assert not report.spilled and not report.serialized, report.log
+        assert not report.register_limits_ignored and report.shared <= 232448, report.log
+    assert compiled.as_text().count("custom-call(") == launches
+
+
+@pytest.mark.skipif(bool(AOT), reason=AOT or "available")
+@pytest.mark.parametrize(("tokens", "out"), [(4096, 7168), (1000, 576)])
+def test_compiles_a_product(tokens, out, monkeypatch):
+    monkeypatch.setattr(DeviceInfo, "current", lambda: aot.H200)
+    x = jax.ShapeDtypeStruct((tokens, 2048), jnp.bfloat16)
+    judged(lambda *a: ops.matmul_fp8(*a, backend="mosaic"), x, scaled(out, 2048), launches=2)
+
+
+@pytest.mark.skipif(bool(AOT), reason=AOT or "available")
+def test_compiles_the_experts(monkeypatch):
+    monkeypatch.setattr(DeviceInfo, "current", lambda: aot.H200)
+    s = jax.ShapeDtypeStruct
+    judged(
+        lambda *a: ops.routed_experts_fp8(*a, limit=10.0, backend="mosaic"),
+        s((2048, 7168), jnp.bfloat16), scaled(32, 2048, 7168), scaled(32, 2048, 7168),
+        scaled(32, 7168, 2048), s((2048, 8), jnp.float32), s((2048, 8), jnp.int32),
+        launches=7,
+    )  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("tokens", "out", "into"), [(512, 256, 128), (1001, 576, 512), (7, 192, 256)]
+)
+def test_a_product_on_the_device(tokens, out, into, dtype, rng):
+    w = weight(rng, out, into, std=into**-0.5)
+    x = draw(rng, tokens, into, dtype=dtype)
+    x[:, :128] *= 30
+    x[tokens // 2] = 0
+    got = jax.jit(mosaic.matmul_fp8)(jnp.asarray(x), w)
+    assert got.dtype == x.dtype and got.shape == (tokens, out)
+    assert error(got, dequantised(x) @ wide(w).T) < TIGHT
+    assert error(got, x.astype(np.float64) @ wide(w).T) < LOOSE
+    assert not np.asarray(got)[tokens // 2].any()
+
+
+@pytest.mark.gpu
+def test_a_row_is_its_own_on_the_device(rng):
+    w, x = weight(rng, 256, 512, std=0.05), jnp.asarray(draw(rng, 300, 512, dtype="bfloat16"))
+    run = jax.jit(mosaic.matmul_fp8)
+    whole = np.asarray(run(x, w))
+    order = rng.permutation(300)
+    assert np.asarray(run(x[order], w)).tobytes() == whole[order].tobytes()
+    poisoned = x.at[17].set(jnp.nan)
+    rest = np.arange(300) != 17
+    assert np.asarray(run(poisoned, w))[rest].tobytes() == whole[rest].tobytes()
+    assert np.isnan(np.asarray(run(poisoned, w))[17].astype(np.float32)).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("limit", [None, 0.7])
+@pytest.mark.parametrize("tokens", [3, 400])
+def test_experts_on_the_device(tokens, limit, rng):
+    """Padding poisoned; the truth quantises rows and gated products as the kernels do."""
+    c, args = experts(rng, tokens, experts=8, topk=3, hidden=512, width=256)
+    choices = np.where(c.experts == 5, -1, c.experts)
+    choices[tokens // 2] = -1, 8, 1000
+    c = c.with_choices(choices)
+    c.x[tokens // 2] = np.nan
+    args = jnp.asarray(c.x), *args[1:5], jnp.asarray(choices)
+    got = np.asarray(jax.jit(functools.partial(mosaic.routed_experts_fp8, limit=limit))(*args))
+    assert not got[tokens // 2].any()
+    real = c.valid.any(axis=1)
+    honest = dataclasses.replace(c, x=np.where(real[:, None], c.x, 0))
+    assert error(got[real], truth(honest, limit)[real]) < LOOSE
+    assert error(got[real], _as_kernels_do(honest, limit)[real]) < 2 * TIGHT
+
+
+def _as_kernels_do(c, limit):
+    out = np.zeros(c.x.shape)
+    x = dequantised(c.x)
+    for t, k in zip(*np.nonzero(c.valid), strict=True):
+        e = c.experts[t, k]
+        g, u = x[t] @ c.gate[e], x[t] @ c.up[e]
+        if limit is not None:
+            g, u = np.minimum(g, limit), np.clip(u, -limit, limit)
+        h = (g / (1 + np.exp(-g)) * u).astype(c.x.dtype)
+        out[t] += c.weights[t, k] * (dequantised(h[None])[0] @ c.down[e])
+    return out
+
+
+def test_the_widened_weights_are_the_definition(rng):
+    """Quantised rows differ from the definition by what e4m3 rounds, and no more."""
+    w, x = weight(rng, 256, 512, std=0.05), draw(rng, 40, 512)
+    want = np.asarray(ref.matmul_fp8(jnp.asarray(x), w), np.float64)
+    assert 0.01 < error(dequantised(x) @ wide(w).T, want) < LOOSE
