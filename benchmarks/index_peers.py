@@ -1,6 +1,5 @@
 """DeepGEMM's index scores and vLLM's selection, from released binaries, on our arrays."""
 
-import lzma
 import subprocess
 import sys
 import tempfile
@@ -12,20 +11,23 @@ import torch
 
 __all__ = ["decode", "load", "prefill"]
 
+VLLM = Path("/tmp/b/tree/vllm/_C_stable_libtorch.abi3.so")
+"""Where ``go.sh`` of ``shared/peers/vllm`` unpacks vLLM's operators."""
+
 WORKSPACE = 1 << 20
 """Bytes that vLLM gives its selections of decodes."""
 
 
 def load(peers: Path) -> None:
-    """Unpack and register the operators."""
+    """Register the operators: DeepGEMM's of ``peers / "dg.tar.xz"``, vLLM's of ``VLLM``."""
     folder = Path(tempfile.mkdtemp())
     (folder / "deep_gemm").mkdir()
     archive = str(peers / "dg.tar.xz")
     subprocess.run(["tar", "xJf", archive, "-C", str(folder / "deep_gemm")], check=True)
     sys.path.insert(0, str(folder))
-    shared = folder / "vllm_c.so"
-    shared.write_bytes(lzma.decompress((peers / "vllm_c.so.xz").read_bytes()))
-    torch.ops.load_library(str(shared))
+    if not VLLM.exists():
+        raise FileNotFoundError(f"{VLLM}: unpack vLLM's bundle by its go.sh first")
+    torch.ops.load_library(str(VLLM))
     import deep_gemm  # noqa: F401
 
 
