@@ -240,6 +240,19 @@ def test_a_step_selects_what_its_scores_say(name, form, rng):
     assert (got[at:] == -1).all()
 
 
+def test_codes_score_as_the_queries_do(rng):
+    """Those of the original values, also where heads differ in size; e4m3 has three stored bits."""
+    q = rng.normal(size=(5, HEADS, DIM)) * 10.0 ** rng.integers(-3, 4, (5, HEADS, 1))
+    w, keys = rng.normal(size=(5, HEADS)), rng.normal(size=(40, DIM))
+    q, w, keys = (jnp.asarray(x, jnp.float32) for x in (q, w, keys))
+    codes, weights = quantise_queries(q, w)
+    got = indexer_logits(codes.astype(jnp.float32), weights, keys)
+    want = indexer_logits(q, w, keys)
+    size = indexer_logits(jnp.abs(q), jnp.abs(w), jnp.abs(keys))  # of the sum's terms
+    assert np.all(np.abs(got - want) <= 2**-4 * size)
+    assert np.any(np.abs(got - want) > 0)
+
+
 def test_chunks_change_nothing(rng):
     """Whatever few logits a chunk may have."""
     lens, contexts = STEPS["mixed"]
