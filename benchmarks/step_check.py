@@ -4,7 +4,8 @@ An engine of V2-Lite's widths with few layers answers prompts alone and in one b
 are compared with those of the backend ``xla`` without CUDA graphs. Each variant changes one thing
 in how steps are compiled, in a process of its own: a crash is one row of the table. On 2026-11-25
 the default ended in an illegal memory access when 24 requests ran together (docs/serving.md,
-Limits); these variants are to tell why. Each takes about 13 GB of the device's memory.
+Limits); these variants are to tell why. Each holds the weights of its model, 5 GB with four layers,
+and two engines' caches.
 """
 
 import argparse
