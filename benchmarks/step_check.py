@@ -23,6 +23,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "serial_graph": {"options": {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}},
     "no_unrolling": {"unrolled": False},
     "no_graphs": {"options": {"xla_gpu_enable_command_buffer": ""}, "unrolled": False},
+    "loops_outside": {
+        "options": {
+            "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,"
+            "DYNAMIC_SLICE_FUSION"
+        },
+        "unrolled": False,
+    },
     "no_slice_fusion": {"options": {"xla_gpu_enable_dynamic_slice_fusion": False}},
     "no_cublaslt": {"options": {"xla_gpu_enable_cublaslt": False}},
     "no_autotuning": {"options": {"xla_gpu_autotune_level": 0}},

@@ -167,11 +167,13 @@ def adjusted(
         return Scores.of(jnp.where(some, x, raw)), replace(history, counts=counts, raw=kept)
 
     def changed(state: tuple[Array, Scores, TokenHistory]) -> tuple[Array, Scores, TokenHistory]:
-        return jnp.zeros((), bool), *change(*state[1:])
+        return state[0] - 1, *change(*state[1:])
 
     # A loop of one turn or none: unlike a branch, it leaves in place what it does not change.
-    state = (row >= 0).any(), scores, history
-    return jax.lax.while_loop(lambda state: state[0], changed, state)[1:]
+    # Turns are counted because a condition must be computed: one that is merely carried has no
+    # kernel, and XLA's CUDA graphs then read it before anything has written it (JAX 0.11.2).
+    state = (row >= 0).any().astype(jnp.int32), scores, history
+    return jax.lax.while_loop(lambda state: state[0] > 0, changed, state)[1:]
 
 
 def raw_logits(
