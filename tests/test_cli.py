@@ -267,7 +267,7 @@ def test_programs_made_by_warm_serve_generate(run, folder, tmp_path, monkeypatch
     def compile(*_):
         raise AssertionError("a program was compiled")
 
-    monkeypatch.setattr(Step, "_lowered", compile)
+    monkeypatch.setattr(Step, "trace", compile)
     ask = ("--prompt-ids", "1,2,3", "--max-new-tokens", 4, "--ignore-eos")
     code, out, _ = run("generate", folder, *ask, *SMALL, "--programs", programs)
     assert code == 0

@@ -25,6 +25,7 @@ from mla_jax.metadata.builder import AttentionMetadataBuilder
 from mla_jax.metadata.common import build_common
 from mla_jax.metadata.packed import Layout, Packed, pack
 from mla_jax.metadata.staging import Staging, received
+from mla_jax.model.loops import nested
 from mla_jax.model.program_store import ProgramStore, source_of
 from mla_jax.model.sampling import SamplingBatch, sample
 from mla_jax.model.sharding import sharding_of
@@ -66,6 +67,8 @@ that do not need each other's results run at the same time.
 
 UNROLLED: dict[str, bool | int | str] = {"xla_gpu_command_buffer_unroll_loops": True}
 """And of one that has decodes only: its CUDA graph holds the kernels of all layers one by one.
+
+Not where a layer has a loop of its own, as decode by the backend ``xla`` does.
 
 A loop inside of a graph costs a turn's start and end for each layer. Of 27 layers one request's
 step took 3.95 ms with neither option, 3.32 unrolled, 2.87 with both (H200, steps behind each
@@ -258,24 +261,21 @@ class Step:
         """
         if found := self._programs.get(layout):
             return found
-        words = jax.ShapeDtypeStruct((layout.size,), np.int32, sharding=self._staging.sharding)
-        tokens = jax.ShapeDtypeStruct((self._slots,), np.int32, sharding=self.placement.everywhere)
-        carried = self.leaves, self.derived, dict(caches), self._no_history.now
-        arguments = *jax.tree.map(_spec, carried), tokens, words
+        arguments = self._arguments(layout, caches)
         facts = (
             *self._facts,
             layout,
             self._backend,
             self.want_logits,
             jax.tree.map(str, arguments),
-            self._options(layout),
+            self._options(layout),  # wished for; what is taken of them follows from the rest
         )
         program = None
         if self._store is not None:
             trees = self._trees(layout, arguments)
             program = self._store.load(facts, *trees)
         if program is None:
-            program = self._lowered(layout, arguments).compile()
+            program = self._compiled(layout, caches)
             if self._store is not None:
                 self._store.save(facts, program)
         if memory := program.memory_analysis():
@@ -311,7 +311,27 @@ class Step:
         """A program's second result, of whatever stands for its leaves; its first are tokens."""
         return StepOutput(drawn=drawn, tokens=None, logits=logits if self.want_logits else None)
 
-    def _lowered(self, layout: Layout, arguments: Any) -> jax.stages.Lowered:
+    def _compiled(self, layout: Layout, caches: Mapping[str, Any]) -> jax.stages.Compiled:
+        """The program; a loop around another one is not unrolled, for XLA fails at that."""
+        options = self._options(layout)
+        traced = self.trace(layout, caches)
+        if options is not None and nested(traced.jaxpr):
+            options = {k: v for k, v in options.items() if k not in UNROLLED}
+        with self.placement.working():
+            lowered = traced.lower()
+        return lowered.compile(options)
+
+    def _arguments(self, layout: Layout, caches: Mapping[str, Any]) -> Any:
+        """Shapes and places of what the program of these batches takes."""
+        words = jax.ShapeDtypeStruct((layout.size,), np.int32, sharding=self._staging.sharding)
+        tokens = jax.ShapeDtypeStruct((self._slots,), np.int32, sharding=self.placement.everywhere)
+        carried = self.leaves, self.derived, dict(caches), self._no_history.now
+        return *jax.tree.map(_spec, carried), tokens, words
+
+    def trace(self, layout: Layout, caches: Mapping[str, Any]) -> jax.stages.Traced:
+        """The program of batches laid out so, before XLA sees it."""
+        arguments = self._arguments(layout, caches)
+
         def run(
             leaves: Sequence[Array],
             derived: Any,
@@ -327,14 +347,9 @@ class Step:
         drawn = self.placement.page_locked if self._staging.page_locked else everywhere
         results = self._output(drawn, everywhere)
         kept = jax.tree.map(lambda leaf: leaf.sharding, arguments[2:4])
-        jitted = jax.jit(
-            run,
-            donate_argnums=(2, 3),
-            out_shardings=(everywhere, (results, *kept)),
-            compiler_options=self._options(layout),
-        )
+        jitted = jax.jit(run, donate_argnums=(2, 3), out_shardings=(everywhere, (results, *kept)))
         with self.placement.working():
-            return jitted.lower(*arguments)
+            return jitted.trace(*arguments)
 
     def _body(
         self,

@@ -147,6 +147,7 @@ def compiled(
         attrs={(i,): [["tt.divisibility", ALIGNMENT]] for i, t in enumerate(types) if t[0] == "*"},
     )
     options = {"num_warps": warps, "num_stages": stages, "maxnreg": registers}
+    options |= {"enable_fp_fusion": True}  # Triton's default changes with its version
     return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
 
 
