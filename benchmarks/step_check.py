@@ -1,18 +1,19 @@
 """``python -m benchmarks.step_check``: whether an engine's tokens are right on this GPU.
 
-An engine of V2-Lite's widths with few layers answers prompts alone and in one batch. Its answers
-are compared with those of the backend ``xla`` without CUDA graphs. Each variant changes one thing
-in how steps are compiled, in a process of its own: a crash is one row of the table. On 2026-11-25
-the default ended in an illegal memory access when 24 requests ran together (docs/serving.md,
-Limits); these variants are to tell why. Each holds the weights of its model, 5 GB with four layers,
-and two engines' caches.
+An engine with the widths of a published model and few layers answers prompts alone and in one
+batch. Its answers are compared with those of the backend ``xla`` without CUDA graphs. Each variant
+changes one thing in how steps are compiled, in a process of its own: a crash is one row of the
+table. Until 2026-11-25 the default ended in an illegal memory access when 24 requests ran together,
+and the rows that did not fail named the cause (docs/log/step_graphs.md).
 """
 
 import argparse
+import dataclasses
 import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -42,6 +43,40 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 """What each changes: compiler options, unrolled loops, token history, operations of ``xla``."""
 
+_FEW = {"num_hidden_layers": 3, "first_k_dense_replace": 1, "n_routed_experts": 32}
+_FEW |= {"vocab_size": 8192}
+
+
+def _few(name: str, **changes: Any) -> Any:
+    """A released model with three layers, 32 experts and a small vocabulary, in 16 bits."""
+    from mla_jax.config import ModelConfig
+    from mla_jax.model.presets import released
+
+    facts = released(name) | _FEW | changes
+    facts.pop("quantization_config", None)
+    return ModelConfig.from_hf(facts)
+
+
+def _few_v4() -> Any:
+    """A layer of each kind, the first with hashed experts."""
+    from mla_jax.model.presets import V4_FLASH
+
+    few = {"compress_ratios": (0, 4, 128), "hash_layers": 1, "index_topk": 64, "vocab": 8192}
+    moe = dataclasses.replace(V4_FLASH.moe, experts=32)
+    return dataclasses.replace(V4_FLASH, **few, moe=moe, fp8_block=None)
+
+
+MODELS: dict[str, tuple[Callable[[], Any], str]] = {
+    "v2_lite": (lambda: _few("v2_lite", n_routed_experts=64, vocab_size=102400), "bf16"),
+    "v3": (lambda: _few("v3"), "bf16"),
+    "v3_e4m3": (lambda: _few("v3"), "fp8_e4m3"),
+    "v3_2": (lambda: _few("v3_2", index_topk=256), "bf16"),
+    "v3_2_records": (lambda: _few("v3_2", index_topk=256), "ds_mla"),
+    "v4": (_few_v4, "bf16"),
+    "v4_records": (_few_v4, "v4"),
+}
+"""Widths of a model, and the format of its caches. Prompts are shorter and longer than top-k."""
+
 LENGTHS = (200, 700)  # tokens of a prompt
 REQUESTS, ALONE, NEW = 24, 6, 24
 MOST, PAGE, CHUNK = 32, 64, 512
@@ -51,19 +86,19 @@ CLOSE = 0.1  # largest difference of log-probabilities in bfloat16 as long as th
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.step_check", description=__doc__)
     parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--one", choices=VARIANTS, help="this variant, in this process")
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=["v2_lite"])
+    parser.add_argument("--here", action="store_true", help="the first of each, in this process")
     parser.add_argument("--jobs", type=int, default=6, help="processes side by side")
     parser.add_argument("--limit", type=float, default=150, help="seconds of a variant")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try this on a CPU")
     given = parser.parse_args()
-    if given.one:
-        print(json.dumps(check(given.one, given.layers, tiny=given.tiny)))
+    if given.here:
+        print(json.dumps(check(given.variants[0], given.models[0], tiny=given.tiny)))
         return
 
-    def apart(name: str) -> str:
-        command = [sys.executable, "-m", "benchmarks.step_check", "--one", name]
-        command += ["--layers", str(given.layers), *(["--tiny"] if given.tiny else [])]
+    def apart(case: tuple[str, str]) -> str:
+        command = [sys.executable, "-m", "benchmarks.step_check", "--here"]
+        command += ["--models", case[0], "--variants", case[1], *(["--tiny"] if given.tiny else [])]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=given.limit)
         except subprocess.TimeoutExpired:
@@ -73,47 +108,50 @@ def main() -> None:
         told = [line for line in done.stderr.splitlines() if "Error: " in line]
         return f"exit {done.returncode}: {told[-1][:160] if told else done.stderr[-160:]}"
 
+    cases = [(model, variant) for model in given.models for variant in given.variants]
     with ThreadPoolExecutor(given.jobs) as pool:
-        for name, found in zip(given.variants, pool.map(apart, given.variants), strict=True):
-            print(f"{name:16} {found}", flush=True)
+        for case, found in zip(cases, pool.map(apart, cases), strict=True):
+            print(f"{' '.join(case):24} {found}", flush=True)
 
 
-def check(name: str, layers: int, *, tiny: bool) -> dict[str, Any]:
+def check(variant: str, model: str, *, tiny: bool = False) -> dict[str, Any]:
     """The variant's answers against those of ``xla`` with the safest options."""
+    from benchmarks.random_model import drawn
+    from mla_jax.model.family import family_of
+
     started = time.perf_counter()
-    model, config = the_model(layers, tiny=tiny)
+    make, cache_format = MODELS[model]
+    config = make()
+    if tiny:
+        assert model == "v2_lite", "V2-Lite has a tiny model"
+        moe = dataclasses.replace(config.moe, experts=8, topk=2, width=64)
+        dims = dataclasses.replace(config.dims, heads=2)
+        config = dataclasses.replace(config, vocab=256, hidden=64, mlp=64, moe=moe, dims=dims)
+    engine = Given(drawn(config, family_of(config.family).module), config, cache_format)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, config.vocab, n).tolist() for n in rng.integers(*LENGTHS, REQUESTS)]
-    found = answers(model, config, prompts, **VARIANTS[name])
+    found = answers(engine, prompts, **VARIANTS[variant])
     row: dict[str, Any] = {"seconds": round(time.perf_counter() - started)}
     row |= {"alone_twice": compared(found["alone"], found["again"])}
     row |= {"alone_in_batch": compared(found["alone"], found["batch"][:ALONE])}
-    safe = answers(model, config, prompts, backend="xla", **VARIANTS["no_graphs"])
+    safe = answers(engine, prompts, backend="xla", **VARIANTS["no_graphs"])
     row |= {"alone_xla": compared(found["alone"], safe["alone"])}
     row |= {"batch_xla": compared(found["batch"], safe["batch"])}
     close = (row["alone_xla"]["off"], row["batch_xla"]["off"])
     return row | {"right": all(x < CLOSE for x in close)}
 
 
-def the_model(layers: int, *, tiny: bool) -> tuple[Any, Any]:
-    """V2-Lite's widths, or very small ones, with random weights."""
-    import dataclasses
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """What both engines of a check have."""
 
-    from benchmarks.random_model import drawn, of_layers
-    from mla_jax.model.presets import V2_LITE
-
-    config = of_layers(V2_LITE, layers)
-    assert config.moe is not None, "V2-Lite has experts"
-    if tiny:
-        moe = dataclasses.replace(config.moe, experts=8, topk=2, width=64)
-        dims = dataclasses.replace(config.dims, heads=2)
-        config = dataclasses.replace(config, vocab=256, hidden=64, mlp=64, moe=moe, dims=dims)
-    return drawn(config), config
+    model: Any
+    config: Any
+    cache_format: str
 
 
 def answers(
-    model: Any,
-    config: Any,
+    given: Given,
     prompts: list[list[int]],
     *,
     options: dict[str, Any] | None = None,
@@ -124,9 +162,9 @@ def answers(
     backend: str | None = None,
 ) -> dict[str, list[tuple[list[int], np.ndarray]]]:
     """Token ids and log-probabilities: some requests alone, the same again, all in one batch."""
-    from mla_jax import Engine, SamplingParams
+    from mla_jax import Engine, ModelConfig, SamplingParams
     from mla_jax.dispatch import REGISTRY
-    from mla_jax.metadata.buckets import Ladder, MLALadder
+    from mla_jax.metadata.buckets import Ladder, MLALadder, StepLadder
     from mla_jax.model import step
 
     kept = step.GPU_OPTIONS, step.UNROLLED, step.sample
@@ -138,19 +176,28 @@ def answers(
     if not history:
         step.sample = lambda logits, batch, _, fed, sample=step.sample: sample(logits, batch)
     try:
-        ladder = MLALadder(
-            decodes=Ladder.of("decode requests", {8, MOST}),
-            prefills=Ladder("prefill requests", (MOST,)),
-            prefill_tokens=Ladder("prefill tokens", (CHUNK,)),
-            pages=Ladder.of("pages of one request", {16}),
-            context_rows=4096,
-            mixed=((MOST, CHUNK), (0, CHUNK)),
-        )
+        rungs = {
+            "decodes": Ladder.of("decode requests", {8, MOST}),
+            "prefills": Ladder("prefill requests", (MOST,)),
+            "prefill_tokens": Ladder("prefill tokens", (CHUNK,)),
+            "pages": Ladder.of("pages of one request", {16}),
+            "mixed": ((MOST, CHUNK), (0, CHUNK)),
+        }
+        dense = isinstance(given.config, ModelConfig) and given.config.indexer is None
         engine = Engine(
-            model, config, num_pages=16 * MOST + 1, page=PAGE, max_requests=MOST,
-            prefill_chunk=CHUNK, max_model_len=16 * PAGE, ladder=ladder, absorb_prefills=False,
-            run_ahead=run_ahead, backend=backend,
-        )  # fmt: skip
+            given.model,
+            given.config,
+            num_pages=16 * MOST + 1,
+            page=PAGE,
+            max_requests=MOST,
+            prefill_chunk=CHUNK,
+            max_model_len=16 * PAGE,
+            cache_format=given.cache_format,
+            ladder=MLALadder(**rungs, context_rows=4096) if dense else StepLadder(**rungs),
+            absorb_prefills=False,
+            run_ahead=run_ahead,
+            backend=backend,
+        )
         engine.warm_up()
         wish = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
 
