@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import torch
 
-__all__ = ["decode", "load", "prefill"]
+__all__ = ["as_torch", "decode", "load", "load_deepgemm", "prefill"]
 
 VLLM = Path("/tmp/b/tree/vllm/_C_stable_libtorch.abi3.so")
 """Where ``go.sh`` of ``shared/peers/vllm`` unpacks vLLM's operators."""
@@ -20,18 +20,23 @@ WORKSPACE = 1 << 20
 
 def load(peers: Path) -> None:
     """Register the operators: DeepGEMM's of ``peers / "dg.tar.xz"``, vLLM's of ``VLLM``."""
+    if not VLLM.exists():
+        raise FileNotFoundError(f"{VLLM}: unpack vLLM's bundle by its go.sh first")
+    torch.ops.load_library(str(VLLM))
+    load_deepgemm(peers)
+
+
+def load_deepgemm(peers: Path) -> None:
+    """Make ``import deep_gemm`` find what ``peers / "dg.tar.xz"`` holds."""
     folder = Path(tempfile.mkdtemp())
     (folder / "deep_gemm").mkdir()
     archive = str(peers / "dg.tar.xz")
     subprocess.run(["tar", "xJf", archive, "-C", str(folder / "deep_gemm")], check=True)
     sys.path.insert(0, str(folder))
-    if not VLLM.exists():
-        raise FileNotFoundError(f"{VLLM}: unpack vLLM's bundle by its go.sh first")
-    torch.ops.load_library(str(VLLM))
     import deep_gemm  # noqa: F401
 
 
-def _torch(x: jax.Array) -> torch.Tensor:
+def as_torch(x: jax.Array) -> torch.Tensor:
     """The same memory; codes arrive as bytes."""
     if x.dtype == "float8_e4m3fn":
         bytes_ = jax.lax.bitcast_convert_type(x, "uint8")
@@ -43,7 +48,7 @@ def decode(q, weights, pages, table, lens, *, page: int, k: int) -> dict[str, Ca
     """Scores, and each selection that vLLM has for them; all return what they made."""
     import deep_gemm
 
-    q, weights, pages, table, lens = map(_torch, (q, weights, pages, table, lens))
+    q, weights, pages, table, lens = map(as_torch, (q, weights, pages, table, lens))
     rows, queries, heads, _ = q.shape
     longest = table.shape[1] * page
     pages = pages.view(-1, page, 1, pages.shape[-1] // page)
@@ -82,7 +87,7 @@ def prefill(q, weights, keys, scales, starts, ends, *, k: int) -> dict[str, Call
     """Scores and their selection."""
     import deep_gemm
 
-    q, weights, keys, scales, starts, ends = map(_torch, (q, weights, keys, scales, starts, ends))
+    q, weights, keys, scales, starts, ends = map(as_torch, (q, weights, keys, scales, starts, ends))
     given = (q, None), (keys, scales), weights, starts, ends, len(keys)
 
     def scores():

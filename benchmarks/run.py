@@ -22,9 +22,9 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 SUITES = (
-    "chunked_prefill", "decode", "gather", "indexer", "layer", "prefill", "serve", "serve_prefill",
-    "sparse_decode", "sparse_prefill", "start", "v32_dense", "v4_context", "v4_decode", "v4_layer",
-    "v4_step",
+    "chunked_prefill", "decode", "fp8_matmul", "gather", "indexer", "layer", "prefill", "serve",
+    "serve_prefill", "sparse_decode", "sparse_prefill", "start", "v32_dense", "v4_context",
+    "v4_decode", "v4_layer", "v4_step",
 )  # fmt: skip
 
 

@@ -71,9 +71,9 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "v3": (lambda: _few("v3"), "bf16"),
     "v3_e4m3": (lambda: _few("v3"), "fp8_e4m3"),
     "v3_2": (lambda: _few("v3_2", index_topk=256), "bf16"),
-    "v3_2_records": (lambda: _few("v3_2", index_topk=256), "ds_mla"),
+    "v3_2_records": (lambda: _few("v3_2", index_topk=256), "fp8_e4m3"),
     "v4": (_few_v4, "bf16"),
-    "v4_records": (_few_v4, "v4"),
+    "v4_records": (_few_v4, "fp8_e4m3"),
 }
 """Widths of a model, and the format of its caches. Prompts are shorter and longer than top-k."""
 
@@ -101,8 +101,9 @@ def main() -> None:
         command += ["--models", case[0], "--variants", case[1], *(["--tiny"] if given.tiny else [])]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=given.limit)
-        except subprocess.TimeoutExpired:
-            return f"no end within {given.limit:.0f} s"
+        except subprocess.TimeoutExpired as late:
+            told = (late.stderr or b"").decode().strip().splitlines() or ["nothing"]
+            return f"no end within {given.limit:.0f} s; reached: {told[-1]}"
         if done.returncode == 0:
             return done.stdout.strip().splitlines()[-1]
         told = [line for line in done.stderr.splitlines() if "Error: " in line]
@@ -198,7 +199,15 @@ def answers(
             run_ahead=run_ahead,
             backend=backend,
         )
+        started = time.perf_counter()
+
+        def reached(what: str) -> None:
+            """On standard error: where a run was that does not end."""
+            seconds = time.perf_counter() - started
+            print(f"{backend or 'kernels'}: {what}, {seconds:.0f} s", file=sys.stderr, flush=True)
+
         engine.warm_up()
+        reached("programs")
         wish = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
 
         def told(given: list[list[int]]) -> list[tuple[list[int], np.ndarray]]:
@@ -206,8 +215,12 @@ def answers(
             return [(list(c.token_ids), np.asarray(c.logprobs, np.float32)) for c in done]
 
         alone = [told([p])[0] for p in prompts[:ALONE]]
+        reached("alone")
         again = [told([p])[0] for p in prompts[:ALONE]]
-        return {"alone": alone, "again": again, "batch": told(prompts)}
+        reached("again")
+        batch = told(prompts)
+        reached("in a batch")
+        return {"alone": alone, "again": again, "batch": batch}
     finally:
         step.GPU_OPTIONS, step.UNROLLED, step.sample = kept
         object.__setattr__(REGISTRY, "backends", backends)

@@ -223,6 +223,19 @@ SUITES = {
         EXPERTS,
     ),
     "metadata": Suite("All metadata of one step, and parts that are derived later.", METADATA),
+    "fp8_matmul": Suite(
+        "Products of many rows with block-scaled e4m3 weights, rows rounded to e4m3, beside "
+        "DeepGEMM's. Case names: rows x channels, columns.",
+        {
+            "µs": ("us", 1),
+            "product µs": ("product_us", 1),
+            "DeepGEMM µs": ("peer_us", 1),
+            "ratio of products": ("ratio", 2),
+            "bf16 µs": ("bf16_us", 1),
+            "floor µs": ("floor_us", 1),
+            "error": ("error", 4),
+        },
+    ),
     "fp8": Suite("Products with block-scaled e4m3 weights beside bf16 weights.", FP8),
     "sparse_decode": Suite(
         "Sparse decode over 2,048 slots a token, beside FlashMLA's. Case names: requests, queries "

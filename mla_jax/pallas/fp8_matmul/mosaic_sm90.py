@@ -27,12 +27,13 @@ from mla_jax.pallas import mosaic_lib as lib
 from mla_jax.pallas.grouped_matmul import mosaic_sm90 as experts
 from mla_jax.pallas.grouped_matmul import tiles as tt
 from mla_jax.pallas.grouped_matmul.mosaic_sm90 import CHUNK, F32, Item, Sizes
-from mla_jax.types import SCALE_BLOCK, Array, BlockScaled
+from mla_jax.types import SCALE_BLOCK, Array, BlockScaled, round_up
 
 __all__ = ["multiply", "scratch"]
 
 REGISTERS = (24, 240)  # of a thread of the loader, and of a multiplier: 504 of three warpgroups
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
+ALIGNED = 32  # float32 numbers: the copy engine writes to multiples of 128 bytes
 
 
 def scratch(sizes: Sizes, out: Any) -> dict:
@@ -40,7 +41,7 @@ def scratch(sizes: Sizes, out: Any) -> dict:
     buffers = experts.scratch(sizes, jnp.float8_e4m3fn, out)
     squares = 2 * experts.GROUPS
     return buffers | {
-        "x_scale": plgpu.SMEM((sizes.stages, sizes.most), F32),
+        "x_scale": plgpu.SMEM((sizes.stages, round_up(sizes.most, ALIGNED)), F32),
         "full": lib.barrier(squares + 2, sizes.stages),  # copy engine -> both
     }
 
