@@ -11,8 +11,8 @@ from benchmarks import step_check
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("model", step_check.MODELS)
-def test_tokens_of_a_batch_are_those_of_the_reference(model):
-    """24 requests alone and together, beside the backend ``xla`` without graphs."""
+def test_tokens_of_a_batch_are_those_of_whole_sequences(model):
+    """24 requests alone and together, beside whole sequences without a cache."""
     row = step_check.check("default", model)
     assert row["alone_twice"]["bits"] == row["alone_twice"]["of"], row
     assert row["right"], row

@@ -166,7 +166,9 @@ def test_a_row_is_its_own_on_the_device(rng):
 @pytest.mark.parametrize("limit", [None, 0.7])
 @pytest.mark.parametrize("tokens", [3, 400])
 def test_experts_on_the_device(tokens, limit, rng):
-    """Padding poisoned; the truth quantises rows and gated products as the kernels do."""
+    """Padding poisoned. As far from the truth as rows and gated products in e4m3 are by themselves;
+    a gated product whose bf16 rounds the other way may get another code, hence three times TIGHT.
+    """
     c, args = experts(rng, tokens, experts=8, topk=3, hidden=512, width=256)
     choices = np.where(c.experts == 5, -1, c.experts)
     choices[tokens // 2] = -1, 8, 1000
@@ -177,8 +179,9 @@ def test_experts_on_the_device(tokens, limit, rng):
     assert not got[tokens // 2].any()
     real = c.valid.any(axis=1)
     honest = dataclasses.replace(c, x=np.where(real[:, None], c.x, 0))
-    assert error(got[real], truth(honest, limit)[real]) < LOOSE
-    assert error(got[real], _as_kernels_do(honest, limit)[real]) < 2 * TIGHT
+    quantised, exact = _as_kernels_do(honest, limit)[real], truth(honest, limit)[real]
+    assert error(got[real], exact) < 1.1 * error(quantised, exact)
+    assert error(got[real], quantised) < 3 * TIGHT
 
 
 def _as_kernels_do(c, limit):
