@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import chain
 from operator import attrgetter
 from struct import pack_into
 from typing import Any
@@ -110,27 +109,29 @@ def _bits(words: Array | np.ndarray, dtype: np.dtype) -> Array | np.ndarray:
 
 def counts_and_rows(
     counts: Sequence[int],
-    plans: Sequence[Sequence[tuple[int, ...]]],
+    plans: Sequence[Sequence[int]],
     size: int,
     filler: tuple[int, ...],
 ) -> tuple[Int[np.ndarray, "counts"], Int[np.ndarray, "plans {size} columns"]]:
     """``counts``, and the rows of each plan with ``filler`` behind them up to ``size`` rows.
 
-    Two views of one array: making another one costs more than filling it.
+    A plan is its rows end to end: a list of tuples takes as long again to read. The results are
+    two views of one array: making another one costs more than filling it.
 
     Raises:
         MetadataError: a plan has more rows.
     """
     n, columns = len(counts), len(filler)
-    words = _blank(n, len(plans), size, filler).copy()
+    room, words = size * columns, _blank(n, len(plans), size, filler).copy()
     # By struct: numpy takes twice as long to read a short list.
     pack_into(f"{n}i", words, 0, *counts)
     start = n
     for plan in plans:
-        if len(plan) > size:
-            raise MetadataError("rows of a plan", len(plan), f"at most {size}, the bucket's")
-        pack_into(f"{len(plan) * columns}i", words, 4 * start, *chain.from_iterable(plan))
-        start += size * columns
+        if len(plan) > room:
+            rows = len(plan) // columns
+            raise MetadataError("rows of a plan", rows, f"at most {size}, the bucket's")
+        pack_into(f"{len(plan)}i", words, 4 * start, *plan)
+        start += room
     return words[:n], words[n:].reshape(len(plans), size, columns)
 
 

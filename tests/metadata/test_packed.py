@@ -62,7 +62,7 @@ def test_only_host_arrays_of_words(leaf, given):
 
 
 def test_counts_and_rows():
-    counts, rows = counts_and_rows((7, 8, 9), [[(1, 2), (3, 4)], [(5, 6)]], 3, (0, 9))
+    counts, rows = counts_and_rows((7, 8, 9), [[1, 2, 3, 4], [5, 6]], 3, (0, 9))
     assert counts.tolist() == [7, 8, 9]
     assert rows.tolist() == [[[1, 2], [3, 4], [0, 9]], [[5, 6], [0, 9], [0, 9]]]
     assert counts.dtype == rows.dtype == np.int32
@@ -71,4 +71,4 @@ def test_counts_and_rows():
 
 def test_a_plan_longer_than_its_bucket():
     with pytest.raises(MetadataError, match="rows of a plan: given 2; allowed: at most 1"):
-        counts_and_rows((0,), [[(1, 2), (3, 4)], []], 1, (0, 0))
+        counts_and_rows((0,), [[1, 2, 3, 4], []], 1, (0, 0))
