@@ -15,7 +15,7 @@ import numpy as np
 from mla_jax.errors import MetadataError
 from mla_jax.metadata.buckets import CommonBucket
 from mla_jax.metadata.context_parallel import WHOLE, ContextShard
-from mla_jax.types import PAD_SLOT, Array, Bool, Int, cdiv
+from mla_jax.types import PAD_SLOT, Array, Bool, Int, cdiv, made
 
 __all__ = [
     "CommonMetadata",
@@ -208,9 +208,8 @@ class HostBatch:
                     raise MetadataError("tokens of a step", total, f"at most {INT32_MAX}")
         starts = np.zeros(n + 1, INT32)
         np.add.accumulate(queries, out=starts[1:])
-        # Not ``cls(...)``: a frozen class sets each field by a call, which takes as long again.
-        host = object.__new__(cls)
-        vars(host).update(
+        return made(
+            cls,
             query_starts=starts,
             seq_lens=lens,
             exact=exact,
@@ -223,7 +222,6 @@ class HostBatch:
             _leading={},
             _lists={},
         )
-        return host
 
     @cached_property
     def query_lens(self) -> Int[np.ndarray, "requests"]:
@@ -278,8 +276,9 @@ class HostBatch:
                 "exact lengths",
                 "Give build_common those that the device has.",
             )
-        bucket.check_holds(requests=self.num_requests, tokens=self.num_tokens)
         n, real = bucket.requests, self.num_requests
+        if real > n or self.num_tokens > bucket.tokens:
+            bucket.check_holds(requests=real, tokens=self.num_tokens)
         starts, lens = np.empty(n + 1, INT32), np.zeros(n, INT32)
         known = self.query_starts[: real + 1]
         starts[: real + 1] = known

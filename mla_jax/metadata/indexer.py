@@ -22,7 +22,7 @@ from mla_jax.metadata.indexer_chunks import (
 )
 from mla_jax.metadata.packed import counts_and_rows
 from mla_jax.metadata.split import DecodePrefillSplit, SplitCounts
-from mla_jax.types import Array, Bool, Int
+from mla_jax.types import Array, Bool, Int, made
 
 __all__ = [
     "Indexer",
@@ -189,7 +189,7 @@ class Indexer:
         """The decision of these parts."""
         given = *split, len(chunks) // len(NO_CHUNK)
         counts, plans = counts_and_rows(given, [chunks], bucket.chunks, NO_CHUNK)
-        return IndexerDecision(bucket=bucket, counts=counts, plan=plans[0])
+        return made(IndexerDecision, bucket=bucket, counts=counts, plan=plans[0])
 
     def build(self, common: CommonMetadata, decision: IndexerDecision) -> IndexerMetadata:
         """Device half, over the tables and slots of ``group`` in ``common``."""

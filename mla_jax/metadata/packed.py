@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from mla_jax.errors import MetadataError
-from mla_jax.types import Array, Int
+from mla_jax.types import Array, Int, made
 
 __all__ = ["Layout", "Packed", "counts_and_rows", "pack"]
 
@@ -77,7 +77,7 @@ def pack(tree: Any) -> Packed:
         layout = _layout(structure, tuple(map(FORM, leaves)))
     except AttributeError as error:
         raise _refused(f"{type(error.obj).__name__} of no dtype") from None
-    return Packed(layout=layout, words=np.frombuffer(_joined(leaves), INT32))
+    return made(Packed, layout=layout, words=np.frombuffer(_joined(leaves), INT32))
 
 
 @cache
@@ -121,17 +121,17 @@ def counts_and_rows(
     Raises:
         MetadataError: a plan has more rows.
     """
-    n, columns = len(counts), len(filler)
-    room, words = size * columns, _blank(n, len(plans), size, filler).copy()
-    # By struct: numpy takes twice as long to read a short list.
-    pack_into(f"{n}i", words, 0, *counts)
-    start = n
+    n, columns, start = len(counts), len(filler), 0
+    words = _blank(n, len(plans), size, filler).copy()
+    live = counts  # each write has a price: the counts go with the first plan
     for plan in plans:
-        if len(plan) > room:
+        if len(plan) > size * columns:
             rows = len(plan) // columns
             raise MetadataError("rows of a plan", rows, f"at most {size}, the bucket's")
-        pack_into(f"{len(plan)}i", words, 4 * start, *plan)
-        start += room
+        # By struct: numpy takes twice as long to read a short list.
+        pack_into(f"{len(live) + len(plan)}i", words, 4 * start, *live, *plan)
+        start += len(live) + size * columns
+        live = ()
     return words[:n], words[n:].reshape(len(plans), size, columns)
 
 
