@@ -241,7 +241,7 @@ class HostBatch:
         """How many requests stand before the first one of more than ``query_len`` tokens."""
         if (found := self._leading.get(query_len)) is None:
             found = self.num_requests
-            if self.max_query_len > query_len:
+            if found and self.max_query_len > query_len:
                 longer = self.query_lens[:found] > query_len
                 first = int(longer.argmax())
                 found = first if longer[first] else found  # the longest may be a bound

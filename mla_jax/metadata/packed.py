@@ -115,8 +115,8 @@ def counts_and_rows(
 ) -> tuple[Int[np.ndarray, "counts"], Int[np.ndarray, "plans {size} columns"]]:
     """``counts``, and the rows of each plan with ``filler`` behind them up to ``size`` rows.
 
-    A plan is its rows end to end: a list of tuples takes as long again to read. The results are
-    two views of one array: making another one costs more than filling it.
+    There is at least one plan. Its rows lie end to end: a list of tuples takes as long again to
+    read. The results are two views of one array: making another costs more than filling it.
 
     Raises:
         MetadataError: a plan has more rows.

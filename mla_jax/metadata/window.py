@@ -164,9 +164,7 @@ def window_plans(
     return plans
 
 
-def _greedy_chunks(
-    seq_lens: list[int], tails: list[int], ratio: int, rows: int
-) -> list[int]:
+def _greedy_chunks(seq_lens: list[int], tails: list[int], ratio: int, rows: int) -> list[int]:
     """Chunks of consecutive requests, end to end, each as long as the next request fits too.
 
     A request longer than those before it in the chunk widens the chunk's ranges; until one does,

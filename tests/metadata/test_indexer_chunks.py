@@ -5,7 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mla_jax.metadata.common import GroupSpec, HostBatch
 from mla_jax.metadata.compat.indexer import plan_indexer_chunks, split_indexer_prefill_chunks
+from mla_jax.metadata.indexer import Indexer
 from mla_jax.metadata.indexer_chunks import indexer_chunks, most_chunks, with_keys
 from tests.metadata.sparse_batches import LARGE, RX, SMALL, chunk, common, host, indexer, run
 
@@ -82,6 +84,15 @@ def test_plan_drops_chunks_without_keys():
     assert only is None
     whole = plan_indexer_chunks(lens, queries, workspace=8, max_logits=99)
     assert [c[:2] for c in whole] == [(2, 3)]
+
+
+def test_a_step_plans_no_chunk_without_keys():
+    """Of compressed keys: two short prompts gather none, and one of nine tokens has two."""
+    step = HostBatch.of(np.array([1, 2, 3, 2]), np.array([50, 2, 3, 9]))
+    keys = Indexer(group=GroupSpec("index_keys", 4, ratio=4))
+    assert keys.chunks(step, 1, workspace=2) == [1, 4, 0, 7, 2, 0]
+    assert keys.chunks(step, 1, workspace=1) == [3, 4, 0, 2, 2, 0]
+    assert keys.chunks(step, 4, workspace=1) == []
 
 
 def prefill_of(queries, lens, table=None, bounds=None, **settings):

@@ -67,6 +67,8 @@ def test_counts_and_rows():
     assert rows.tolist() == [[[1, 2], [3, 4], [0, 9]], [[5, 6], [0, 9], [0, 9]]]
     assert counts.dtype == rows.dtype == np.int32
     assert counts_and_rows((), [[]], 0, (0, 9))[1].shape == (1, 0, 2)
+    counts, rows = counts_and_rows((7,), [[], [5, 6]], 1, (0, 9))  # those before are as they were
+    assert counts.tolist() == [7] and rows.tolist() == [[[0, 9]], [[5, 6]]]
 
 
 def test_a_plan_longer_than_its_bucket():
