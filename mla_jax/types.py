@@ -18,6 +18,7 @@ Axes (one word per thing, used in every signature of the library):
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +39,7 @@ __all__ = [
     "cdiv",
     "full_among",
     "gathered",
+    "made",
     "power_of_two",
     "round_up",
 ]
@@ -85,6 +87,17 @@ class AttnState:
 
     out: Float[Array, "tokens heads dim"]  # normalised over the keys seen so far
     lse: Float[Array, "tokens heads"]  # float32, natural log; -inf when no key was seen
+
+
+def made[T](cls: type[T], **fields: Any) -> T:
+    """``cls(**fields)`` of a frozen dataclass that has no ``__post_init__``, in half the time.
+
+    Such a class sets each field by a call. For objects that are made in every step: nothing is
+    checked, and every field must be given.
+    """
+    new = object.__new__(cls)
+    new.__dict__.update(fields)
+    return new
 
 
 def power_of_two(n: int) -> int:

@@ -19,7 +19,7 @@ from mla_jax.metadata.buckets import CommonBucket, MLABucket, MLALadder, StepBuc
 from mla_jax.metadata.common import CommonMetadata, GroupSpec, HostBatch
 from mla_jax.metadata.mla import MLAMetadata, mla_views
 from mla_jax.metadata.split import DecodePrefillSplit, split_decodes_and_prefills
-from mla_jax.types import Array, Bool, Int
+from mla_jax.types import Array, Bool, Int, made
 
 __all__ = [
     "AttentionMetadataBuilder",
@@ -247,7 +247,8 @@ class MLAMetadataBuilder(AttentionMetadataBuilder[MLADecision, MLAMetadata]):
             pages=self.group.pages_of(host.max_seq_len),
             absorb=self._absorb(host, split.num_decodes),
         )
-        return MLADecision(
+        return made(
+            MLADecision,
             bucket=bucket,
             num_decodes=np.asarray(split.num_decodes, np.int32),
             num_prefills=np.asarray(split.num_prefills, np.int32),

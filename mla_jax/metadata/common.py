@@ -15,7 +15,7 @@ import numpy as np
 from mla_jax.errors import MetadataError
 from mla_jax.metadata.buckets import CommonBucket
 from mla_jax.metadata.context_parallel import WHOLE, ContextShard
-from mla_jax.types import PAD_SLOT, Array, Bool, Int, cdiv
+from mla_jax.types import PAD_SLOT, Array, Bool, Int, cdiv, made
 
 __all__ = [
     "CommonMetadata",
@@ -31,6 +31,7 @@ __all__ = [
 
 
 INT32_MAX = int(np.iinfo(np.int32).max)
+INT32, UINT32 = np.dtype(np.int32), np.dtype(np.uint32)  # numpy looks up ``np.int32`` every time
 
 FEW_PAIRS = 2**24
 """Requests times tokens up to which comparing all is the faster search (H200: 2 µs at 2**22)."""
@@ -192,35 +193,35 @@ class HostBatch:
         n = len(queries)
         if n != len(lens):
             raise MetadataError("seq_lens", f"{len(lens)} entries", f"{n}, one each")
-        # Ufuncs, not numpy's functions around them: those take as long again. Read as unsigned, a
-        # negative number is above INT32_MAX: one maximum finds it.
+        # ``argmax``: a maximum takes numpy twice as long. Read as unsigned, a negative number is
+        # the largest. A length of at least a query's is not negative either.
         longest_query = longest = 0
         if n:
-            most, unsigned = np.maximum.reduce, np.uint32
-            longest_query = int(most(queries.view(unsigned)))
-            longest = int(most(lens.view(unsigned)))
-            if max(longest_query, longest, most((lens - queries).view(unsigned))) > INT32_MAX:
+            longest_query = queries.item(queries.view(UINT32).argmax())
+            longest = lens.item(lens.argmax())
+            wrong = lens < queries
+            if longest_query < 0 or wrong[wrong.argmax()]:
                 raise _bad_length(queries, lens)
             if n * longest_query > INT32_MAX:
                 total = int(queries.sum(dtype=np.int64))
                 if total > INT32_MAX:
                     raise MetadataError("tokens of a step", total, f"at most {INT32_MAX}")
-        starts = np.zeros(n + 1, np.int32)
+        starts = np.zeros(n + 1, INT32)
         np.add.accumulate(queries, out=starts[1:])
-        # Not ``cls(...)``: a frozen class sets each field by a call, which takes as long again.
-        host = object.__new__(cls)
-        vars(host).update(
+        return made(
+            cls,
             query_starts=starts,
             seq_lens=lens,
             exact=exact,
             is_prefilling=is_prefilling,
             num_requests=n,
-            num_tokens=int(starts[-1]),
+            num_tokens=starts.item(n),
             max_query_len=longest_query,
             max_seq_len=longest,
             query_lens=queries,  # known: not to be computed again
+            _leading={},
+            _lists={},
         )
-        return host
 
     @cached_property
     def query_lens(self) -> Int[np.ndarray, "requests"]:
@@ -240,9 +241,10 @@ class HostBatch:
         """How many requests stand before the first one of more than ``query_len`` tokens."""
         if (found := self._leading.get(query_len)) is None:
             found = self.num_requests
-            if self.max_query_len > query_len:
-                (longer,) = (self.query_lens[:found] > query_len).nonzero()
-                found = int(longer[0]) if len(longer) else found  # the longest may be a bound
+            if found and self.max_query_len > query_len:
+                longer = self.query_lens[:found] > query_len
+                first = int(longer.argmax())
+                found = first if longer[first] else found  # the longest may be a bound
             self._leading[query_len] = found
         return found
 
@@ -274,11 +276,13 @@ class HostBatch:
                 "exact lengths",
                 "Give build_common those that the device has.",
             )
-        bucket.check_holds(requests=self.num_requests, tokens=self.num_tokens)
         n, real = bucket.requests, self.num_requests
-        starts, lens = np.zeros(n + 1, np.int32), np.zeros(n, np.int32)
-        starts[: real + 1] = self.query_starts[: real + 1]
-        starts[real + 1 :] = self.query_starts[real]
+        if real > n or self.num_tokens > bucket.tokens:
+            bucket.check_holds(requests=real, tokens=self.num_tokens)
+        starts, lens = np.empty(n + 1, INT32), np.zeros(n, INT32)
+        known = self.query_starts[: real + 1]
+        starts[: real + 1] = known
+        starts[real + 1 :] = known[real]
         lens[:real] = self.seq_lens[:real]
         return starts, lens, np.int32(real)
 
@@ -286,7 +290,7 @@ class HostBatch:
 def _lengths(name: str, given: object) -> Int[np.ndarray, "n"]:
     """As int32, refused where one would wrap; ``of`` refuses negative ones."""
     array = np.asarray(given)
-    if array.dtype == np.int32 and array.ndim == 1:
+    if array.dtype == INT32 and array.ndim == 1:
         return array
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise MetadataError(name, f"{array.dtype} of shape {array.shape}", "a list of integers")

@@ -23,7 +23,7 @@ from mla_jax.metadata.common import CommonMetadata, GroupSpec, HostBatch
 from mla_jax.metadata.indexer import Indexer, IndexerDecision, IndexerMetadata
 from mla_jax.metadata.mla import MLAMetadata, mla_views
 from mla_jax.metadata.split import DecodePrefillSplit
-from mla_jax.types import Array, Int
+from mla_jax.types import Array, Int, made
 
 __all__ = ["V32Decision", "V32Metadata", "V32MetadataBuilder"]
 
@@ -126,8 +126,12 @@ class V32MetadataBuilder(StepBuilder[V32Decision, V32Metadata]):
         else:
             empty = self._empty[step]
             indexer = self.indexer.decide(host, empty.indexer.bucket, split)
-        return V32Decision(  # ``replace`` takes a microsecond more
-            step=step, dense=empty.dense, common_bucket=empty.common_bucket, indexer=indexer
+        return made(
+            V32Decision,
+            step=step,
+            common_bucket=empty.common_bucket,
+            dense=empty.dense,
+            indexer=indexer,
         )
 
     def _dense(self, host: HostBatch, split: DecodePrefillSplit) -> bool:

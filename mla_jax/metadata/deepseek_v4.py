@@ -10,7 +10,7 @@ same however its sequence was cut into steps.
 Tokens carry their absolute index everywhere, so per-token arrays of the parts match.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from mla_jax.metadata.check import check, check_slots, on_host, require
 from mla_jax.metadata.common import CommonMetadata, GroupSpec, HostBatch, slot_mapping
 from mla_jax.metadata.indexer import Indexer, IndexerDecision, IndexerMetadata
 from mla_jax.metadata.window import WindowDecision, WindowMetadata, Windows
-from mla_jax.types import PAD_SLOT, Array, Bool, Int
+from mla_jax.types import PAD_SLOT, Array, Bool, Int, made
 
 __all__ = ["PoolMetadata", "Pools", "V4Decision", "V4Metadata", "V4MetadataBuilder"]
 
@@ -170,11 +170,16 @@ class V4MetadataBuilder(StepBuilder[V4Decision, V4Metadata]):
         """Split, rung, workspace chunks of each layer type, chunks of index keys."""
         split, step = self._rung(host)
         empty = self._empty[step]
-        windows = self.windows.decide(host, empty.windows.bucket, split)
-        if self.indexer is None or empty.indexer is None:
-            return replace(empty, windows=windows)
-        indexer = self.indexer.decide(host, empty.indexer.bucket, split)
-        return replace(empty, windows=windows, indexer=indexer)
+        windows, indexer = self.windows.decide(host, empty.windows.bucket, split), None
+        if self.indexer is not None and empty.indexer is not None:
+            indexer = self.indexer.decide(host, empty.indexer.bucket, split)
+        return made(
+            V4Decision,
+            step=step,
+            common_bucket=empty.common_bucket,
+            windows=windows,
+            indexer=indexer,
+        )
 
     def build(self, common: CommonMetadata, decision: V4Decision) -> V4Metadata:
         self.check_common(common, decision)

@@ -18,10 +18,11 @@ from mla_jax.metadata.indexer_chunks import (
     build_chunk,
     indexer_chunks,
     most_chunks,
+    with_keys,
 )
 from mla_jax.metadata.packed import counts_and_rows
 from mla_jax.metadata.split import DecodePrefillSplit, SplitCounts
-from mla_jax.types import Array, Bool, Int
+from mla_jax.types import Array, Bool, Int, made
 
 __all__ = [
     "Indexer",
@@ -159,22 +160,21 @@ class Indexer:
             chunk_keys=keys,
         )
 
-    def chunks(
-        self, host: HostBatch, decodes: int, *, workspace: int
-    ) -> list[tuple[int, int, int, int, int, int]]:
-        """``IndexerChunk``s of the requests behind the decodes; those without keys left out."""
+    def chunks(self, host: HostBatch, decodes: int, *, workspace: int) -> list[int]:
+        """``IndexerChunk``s of the requests behind the decodes, end to end; none without keys."""
         queries, keys = host.lens_from(decodes)
         if not queries:
             return []
-        ratio = self.group.ratio
+        if (ratio := self.group.ratio) > 1:
+            keys = [k // ratio for k in keys]
         found = indexer_chunks(
-            keys if ratio == 1 else [k // ratio for k in keys],
+            keys,
             queries,
             workspace=workspace,
             max_logits=self.max_logits_bytes // 4,
             offset=decodes,
         )
-        return [c for c in found if c[4]]
+        return with_keys(found) if 0 in keys else found
 
     def decide(
         self, host: HostBatch, bucket: IndexerBucket, split: DecodePrefillSplit
@@ -184,12 +184,12 @@ class Indexer:
         return self.filled(bucket, split, self.chunks(host, split.num_decodes, workspace=workspace))
 
     def filled(
-        self, bucket: IndexerBucket, split: DecodePrefillSplit, chunks: list
+        self, bucket: IndexerBucket, split: DecodePrefillSplit, chunks: list[int]
     ) -> IndexerDecision:
         """The decision of these parts."""
-        given = *split, len(chunks)
+        given = *split, len(chunks) // len(NO_CHUNK)
         counts, plans = counts_and_rows(given, [chunks], bucket.chunks, NO_CHUNK)
-        return IndexerDecision(bucket=bucket, counts=counts, plan=plans[0])
+        return made(IndexerDecision, bucket=bucket, counts=counts, plan=plans[0])
 
     def build(self, common: CommonMetadata, decision: IndexerDecision) -> IndexerMetadata:
         """Device half, over the tables and slots of ``group`` in ``common``."""

@@ -4,8 +4,9 @@ The host packs requests under two limits, gathered rows and logits elements; the
 one chunk from one row of that plan.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import batched
 from typing import NamedTuple
 
 import jax
@@ -22,6 +23,7 @@ __all__ = [
     "build_chunk",
     "indexer_chunks",
     "most_chunks",
+    "with_keys",
 ]
 
 
@@ -47,8 +49,8 @@ def indexer_chunks(
     workspace: int,
     max_logits: int,
     offset: int,
-) -> list[tuple[int, int, int, int, int, int]]:
-    """``IndexerChunk``s as plain tuples, from host integers: those without keys too.
+) -> list[int]:
+    """``IndexerChunk``s end to end, from host integers: those without keys too.
 
     Consecutive requests are taken while their keys sum to at most ``workspace`` rows and
     keys times queries to at most ``max_logits`` elements. A request that fits neither stands
@@ -57,23 +59,36 @@ def indexer_chunks(
     """
     if workspace < 0 or max_logits < 0:
         raise MetadataError("workspace, logits of a chunk", (workspace, max_logits), "0 or more")
-    chunks = []
-    start, n, m = offset, 0, 0
-    sizes = zip(compressed_seq_lens, query_lens, strict=True)
-    end = (workspace + 1, 0)  # overflows: closes the last group
-    for i, (keys, queries) in enumerate(chain(sizes, [end]), offset):
+    chunks: list[int] = []
+    start, i, n, m = offset, offset, 0, 0  # requests [start, i): n keys, m queries
+    for keys, queries in zip(compressed_seq_lens, query_lens, strict=True):
         total, rows = n + keys, m + queries
         if (total > workspace or total * rows > max_logits) and i > start:
             if n * m > max_logits:
-                step = max_logits // n or 1
-                check_chunks(cdiv(m, step), max_logits)
-                pieces = range(0, m, step)
-                chunks += [(start, i, j, min(j + step, m), n, int(j > 0)) for j in pieces]
+                chunks += _pieces(start, i, n, m, max_logits)
             elif m:
-                chunks.append((start, i, 0, m, n, 0))
+                chunks += start, i, 0, m, n, 0
             start, total, rows = i, keys, queries
-        n, m = total, rows
+        i, n, m = i + 1, total, rows
+    if n * m > max_logits:
+        chunks += _pieces(start, i, n, m, max_logits)
+    elif m:
+        chunks += start, i, 0, m, n, 0
     return chunks
+
+
+def _pieces(start: int, stop: int, keys: int, queries: int, max_logits: int) -> Iterator[int]:
+    """A group cut along its queries."""
+    step = max_logits // keys or 1
+    check_chunks(cdiv(queries, step), max_logits)
+    for first in range(0, queries, step):
+        yield from (start, stop, first, min(first + step, queries), keys, int(first > 0))
+
+
+def with_keys(chunks: list[int]) -> list[int]:
+    """Chunks, end to end, without those that gather nothing."""
+    rows = batched(chunks, len(NO_CHUNK))
+    return [x for row in rows if IndexerChunk(*row).total_seq_lens for x in row]
 
 
 def most_chunks(*, requests: int, queries: int, keys: int, max_logits: int) -> int:

@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import chain
 from operator import attrgetter
 from struct import pack_into
 from typing import Any
@@ -16,7 +15,7 @@ import jax
 import numpy as np
 
 from mla_jax.errors import MetadataError
-from mla_jax.types import Array, Int
+from mla_jax.types import Array, Int, made
 
 __all__ = ["Layout", "Packed", "counts_and_rows", "pack"]
 
@@ -78,7 +77,7 @@ def pack(tree: Any) -> Packed:
         layout = _layout(structure, tuple(map(FORM, leaves)))
     except AttributeError as error:
         raise _refused(f"{type(error.obj).__name__} of no dtype") from None
-    return Packed(layout=layout, words=np.frombuffer(_joined(leaves), INT32))
+    return made(Packed, layout=layout, words=np.frombuffer(_joined(leaves), INT32))
 
 
 @cache
@@ -110,27 +109,29 @@ def _bits(words: Array | np.ndarray, dtype: np.dtype) -> Array | np.ndarray:
 
 def counts_and_rows(
     counts: Sequence[int],
-    plans: Sequence[Sequence[tuple[int, ...]]],
+    plans: Sequence[Sequence[int]],
     size: int,
     filler: tuple[int, ...],
 ) -> tuple[Int[np.ndarray, "counts"], Int[np.ndarray, "plans {size} columns"]]:
     """``counts``, and the rows of each plan with ``filler`` behind them up to ``size`` rows.
 
-    Two views of one array: making another one costs more than filling it.
+    There is at least one plan. Its rows lie end to end: a list of tuples takes as long again to
+    read. The results are two views of one array: making another costs more than filling it.
 
     Raises:
         MetadataError: a plan has more rows.
     """
-    n, columns = len(counts), len(filler)
+    n, columns, start = len(counts), len(filler), 0
     words = _blank(n, len(plans), size, filler).copy()
-    # By struct: numpy takes twice as long to read a short list.
-    pack_into(f"{n}i", words, 0, *counts)
-    start = n
+    live = counts  # each write has a price: the counts go with the first plan
     for plan in plans:
-        if len(plan) > size:
-            raise MetadataError("rows of a plan", len(plan), f"at most {size}, the bucket's")
-        pack_into(f"{len(plan) * columns}i", words, 4 * start, *chain.from_iterable(plan))
-        start += size * columns
+        if len(plan) > size * columns:
+            rows = len(plan) // columns
+            raise MetadataError("rows of a plan", rows, f"at most {size}, the bucket's")
+        # By struct: numpy takes twice as long to read a short list.
+        pack_into(f"{len(live) + len(plan)}i", words, 4 * start, *live, *plan)
+        start += len(live) + size * columns
+        live = ()
     return words[:n], words[n:].reshape(len(plans), size, columns)
 
 

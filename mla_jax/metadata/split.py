@@ -73,8 +73,10 @@ def split_decodes_and_prefills(
         return DecodePrefillSplit(0, 0, 0, 0)
     short = treat_short_extends_as_decodes
     first = host.leading_up_to(decode_threshold)
-    alike = decode_threshold == 1 and (host.max_query_len <= 1 or starts[1] > 0)
-    if debug or (0 < first and (not short or (require_uniform and not alike))):
+    uniform = not require_uniform or (
+        decode_threshold == 1 and (host.max_query_len <= 1 or starts[1] > 0)
+    )
+    if debug or (0 < first and not (short and uniform)):
         lens = host.query_lens[:requests]
         prefill = lens > decode_threshold
         if require_uniform:
@@ -87,7 +89,7 @@ def split_decodes_and_prefills(
             first = int(prefill.argmax()) if prefill.any() else requests
     if first == requests:
         return DecodePrefillSplit(requests, 0, tokens, 0)
-    before = int(starts[first])
+    before = starts.item(first)
     return DecodePrefillSplit(first, requests - first, before, tokens - before)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from mla_jax.metadata.packed import Packed
 from mla_jax.placement import Placement
-from mla_jax.types import Array, Int
+from mla_jax.types import Array, Int, made
 
 __all__ = ["StagedFunction", "Staging", "received", "staged"]
 
@@ -100,7 +100,7 @@ class StagedFunction:
             return self._plain(*args, **kwargs)
 
         def program(words: Array) -> tuple[Array, Any]:
-            sent = Packed(layout=packed.layout, words=words)
+            sent = made(Packed, layout=packed.layout, words=words)
             return self._staged(*args[: self._at], sent, *args[self._at + 1 :], **kwargs)
 
         return self._staging.run(program, packed.words)[1]

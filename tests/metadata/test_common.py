@@ -1,5 +1,7 @@
 """Common attention metadata: examples, padding rules, context parallelism, tracing."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -68,6 +70,31 @@ def test_lengths_that_no_step_has(queries, lens, message):
     """None of them wraps into something that looks right (defect 17)."""
     with pytest.raises(MetadataError, match=message):
         HostBatch.of(np.array(queries), np.array(lens))
+
+
+@pytest.mark.parametrize(
+    ("queries", "lens", "message"),
+    [
+        ([1, -2, 9], [5, 5, 9], r"query_lens\[1\]: given -2; allowed: 0 to 2147483647"),
+        ([-(2**31)], [-1], r"query_lens\[0\]: given -2147483648"),
+        ([1, 0, 2], [5, -3, 9], r"seq_lens\[1\]: given -3; allowed: at least the query length, 0"),
+        ([4, 3, 1], [9, 2, 1], r"seq_lens\[1\]: given 2; allowed: at least the query length, 3"),
+    ],
+)
+def test_int32_lengths_that_no_step_has(queries, lens, message):
+    """These are not looked at one by one: the longest is, and whether one is wrong."""
+    with pytest.raises(MetadataError, match=message):
+        HostBatch.of(np.array(queries, np.int32), np.array(lens, np.int32))
+
+
+def test_a_host_batch_says_its_longest_and_its_sums():
+    host = HostBatch.of(np.array([1, 0, 7, 3], np.int32), np.array([9, 0, 8, 2**31 - 1], np.int32))
+    assert (host.max_query_len, host.max_seq_len, host.num_tokens) == (7, 2**31 - 1, 11)
+    assert host.query_starts.tolist() == [0, 1, 1, 8, 11]
+    assert [host.leading_up_to(n) for n in (0, 1, 3, 7)] == [0, 2, 2, 4]
+    none = HostBatch.of(np.array([], np.int32), np.array([], np.int32))
+    assert (none.max_query_len, none.max_seq_len, none.num_tokens) == (0, 0, 0)
+    assert replace(none, max_query_len=5).leading_up_to(1) == 0  # a bound, of no request
 
 
 @pytest.mark.parametrize("sizes", [{"page": 0}, {"page": -4}, {"page": 4, "ratio": 0}])

@@ -14,10 +14,10 @@ from mla_jax.metadata.check import check, check_host
 from mla_jax.metadata.common import GroupSpec, HostBatch, build_common, warmup_common
 from mla_jax.metadata.deepseek_v4 import V4MetadataBuilder
 from mla_jax.metadata.deepseek_v32 import V32MetadataBuilder
-from mla_jax.metadata.indexer import Indexer
+from mla_jax.metadata.indexer import Indexer, IndexerDecision
 from mla_jax.metadata.mla import MLAMetadata
 from mla_jax.metadata.packed import pack
-from mla_jax.metadata.window import Windows
+from mla_jax.metadata.window import WindowDecision, Windows
 from mla_jax.model.sampling import SamplingParams
 from mla_jax.pages import PageGroup, PagePool
 from mla_jax.scheduler import Plan, Scheduler
@@ -136,6 +136,15 @@ def program(builder: AttentionMetadataBuilder, traced: list):
     return jax.jit(step)
 
 
+def check_made(part) -> None:
+    """Its class, called with the same fields, gives the same: it takes no others, and looks."""
+    again = replace(part)  # jaxtyping checks shapes and dtypes
+    assert type(again) is type(part) and vars(again) == vars(part)
+    for inner in vars(part).values():
+        if isinstance(inner, IndexerDecision | WindowDecision):
+            check_made(inner)
+
+
 def check_counts(meta, host: HostBatch) -> None:
     """Every part has the split of the host, and the indexer's chunks every query with keys."""
     decodes = host.leading_up_to(1)
@@ -171,6 +180,7 @@ def test_random_traffic(family):
     for plan in steps(builder, 300, seed=1):
         host = host_of(plan)
         decision = builder.decide(host)
+        check_made(decision)
         tables = tables_of(plan, builder, decision)
         bucket = decision.common_bucket
         check_host(host, bucket=bucket, groups=builder.groups, page_tables=tables)

@@ -5,8 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mla_jax.metadata.common import GroupSpec, HostBatch
 from mla_jax.metadata.compat.indexer import plan_indexer_chunks, split_indexer_prefill_chunks
-from mla_jax.metadata.indexer_chunks import indexer_chunks, most_chunks
+from mla_jax.metadata.indexer import Indexer
+from mla_jax.metadata.indexer_chunks import indexer_chunks, most_chunks, with_keys
 from tests.metadata.sparse_batches import LARGE, RX, SMALL, chunk, common, host, indexer, run
 
 INF = 1 << 60
@@ -82,6 +84,15 @@ def test_plan_drops_chunks_without_keys():
     assert only is None
     whole = plan_indexer_chunks(lens, queries, workspace=8, max_logits=99)
     assert [c[:2] for c in whole] == [(2, 3)]
+
+
+def test_a_step_plans_no_chunk_without_keys():
+    """Of compressed keys: two short prompts gather none, and one of nine tokens has two."""
+    step = HostBatch.of(np.array([1, 2, 3, 2]), np.array([50, 2, 3, 9]))
+    keys = Indexer(group=GroupSpec("index_keys", 4, ratio=4))
+    assert keys.chunks(step, 1, workspace=2) == [1, 4, 0, 7, 2, 0]
+    assert keys.chunks(step, 1, workspace=1) == [3, 4, 0, 2, 2, 0]
+    assert keys.chunks(step, 4, workspace=1) == []
 
 
 def prefill_of(queries, lens, table=None, bounds=None, **settings):
@@ -227,7 +238,7 @@ def test_no_plan_has_more_chunks_than_its_bucket(data):
     rows = [b - a for a, b in zip((0, *cuts), cuts, strict=False) if b > a]
     keys = [data.draw(st.integers(0, longest)) for _ in rows]
     found = indexer_chunks(keys, rows, workspace=workspace, max_logits=max_logits, offset=0)
-    assert len([c for c in found if c[4]]) <= most
+    assert len(with_keys(found)) <= 6 * most
 
 
 @pytest.mark.parametrize(
@@ -238,4 +249,5 @@ def test_the_bound_is_reached_or_nearly(keys, rows, max_logits, count):
     """A chunk for each request that fills the workspace, more for those with many logits."""
     found = indexer_chunks(keys, rows, workspace=40, max_logits=max_logits, offset=0)
     sizes = {"requests": len(keys), "queries": sum(rows), "keys": 40}
-    assert len(found) == count <= most_chunks(**sizes, max_logits=max_logits) <= count + 2
+    assert len(found) == 6 * count
+    assert count <= most_chunks(**sizes, max_logits=max_logits) <= count + 2

@@ -62,13 +62,15 @@ def test_only_host_arrays_of_words(leaf, given):
 
 
 def test_counts_and_rows():
-    counts, rows = counts_and_rows((7, 8, 9), [[(1, 2), (3, 4)], [(5, 6)]], 3, (0, 9))
+    counts, rows = counts_and_rows((7, 8, 9), [[1, 2, 3, 4], [5, 6]], 3, (0, 9))
     assert counts.tolist() == [7, 8, 9]
     assert rows.tolist() == [[[1, 2], [3, 4], [0, 9]], [[5, 6], [0, 9], [0, 9]]]
     assert counts.dtype == rows.dtype == np.int32
     assert counts_and_rows((), [[]], 0, (0, 9))[1].shape == (1, 0, 2)
+    counts, rows = counts_and_rows((7,), [[], [5, 6]], 1, (0, 9))  # those before are as they were
+    assert counts.tolist() == [7] and rows.tolist() == [[[0, 9]], [[5, 6]]]
 
 
 def test_a_plan_longer_than_its_bucket():
     with pytest.raises(MetadataError, match="rows of a plan: given 2; allowed: at most 1"):
-        counts_and_rows((0,), [[(1, 2), (3, 4)], []], 1, (0, 0))
+        counts_and_rows((0,), [[1, 2, 3, 4], []], 1, (0, 0))

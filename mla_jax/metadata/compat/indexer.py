@@ -5,6 +5,7 @@
 
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import batched
 from typing import Literal
 
 import jax
@@ -23,7 +24,7 @@ from mla_jax.metadata.indexer import (
     IndexerMetadata,
     IndexerPrefillMetadata,
 )
-from mla_jax.metadata.indexer_chunks import IndexerChunk, indexer_chunks
+from mla_jax.metadata.indexer_chunks import NO_CHUNK, IndexerChunk, indexer_chunks, with_keys
 from mla_jax.metadata.split import SplitCounts, split_decodes_and_prefills
 from mla_jax.types import Array, Int
 
@@ -73,7 +74,8 @@ def split_indexer_prefill_chunks(
     """
     sizes = compressed_seq_lens.tolist(), query_lens.tolist()
     chunks = indexer_chunks(*sizes, workspace=workspace, max_logits=max_logits, offset=offset)
-    return [((start, stop), (first, last)) for start, stop, first, last, *_ in chunks]
+    rows = batched(chunks, len(NO_CHUNK))
+    return [((start, stop), (first, last)) for start, stop, first, last, *_ in rows]
 
 
 def plan_indexer_chunks(
@@ -87,7 +89,7 @@ def plan_indexer_chunks(
     """The pieces that have keys, with what the host knows of each."""
     sizes = compressed_seq_lens.tolist(), query_lens.tolist()
     chunks = indexer_chunks(*sizes, workspace=workspace, max_logits=max_logits, offset=offset)
-    return [IndexerChunk(*c) for c in chunks if c[4]]
+    return [IndexerChunk(*c) for c in batched(with_keys(chunks), len(NO_CHUNK))]
 
 
 @jax.tree_util.register_dataclass
@@ -174,8 +176,9 @@ class DeepseekV32IndexerMetadataBuilder:
             decode_len = int(np.maximum.reduce(host.query_lens[:d], initial=1))
         return self._decision(split, decode_len, chunks)
 
-    def _decision(self, split, decode_len: int, chunks) -> IndexerDecision:
+    def _decision(self, split, decode_len: int, plan: list[int]) -> IndexerDecision:
         decodes, prefills, decode_tokens, _ = split
+        chunks = [IndexerChunk(*c) for c in batched(plan, len(NO_CHUNK))]
         rows = decode_tokens if self.use_flattening else decodes
         ladder = self.ladder
         bucket = _indexer_bucket(
@@ -186,7 +189,7 @@ class DeepseekV32IndexerMetadataBuilder:
             chunk_queries=ladder.chunk_queries.rung(_most(c[3] - c[2] for c in chunks)),
             chunk_keys=ladder.chunk_keys.rung(_most(c[4] for c in chunks)),
         )
-        return self.native.filled(bucket, split, chunks)
+        return self.native.filled(bucket, split, plan)
 
     def build(
         self, common: CommonMetadata, decision: IndexerDecision

@@ -1,12 +1,13 @@
 """Three regions of an ordered batch, and groups of whole prefills. Host only."""
 
+from itertools import batched
 from typing import NamedTuple
 
 import numpy as np
 
 from mla_jax.errors import MetadataError
 from mla_jax.metadata.common import HostBatch
-from mla_jax.metadata.indexer_chunks import indexer_chunks
+from mla_jax.metadata.indexer_chunks import NO_CHUNK, indexer_chunks
 from mla_jax.metadata.split import split_decodes_and_prefills
 from mla_jax.types import Int
 
@@ -67,4 +68,4 @@ def split_prefill_chunks(
             )
     ones, any_number = [1] * len(lens), (workspace + 1) * len(lens)
     chunks = indexer_chunks(lens, ones, workspace=workspace, max_logits=any_number, offset=offset)
-    return [(start, stop) for start, stop, *_ in chunks]
+    return [(start, stop) for start, stop, *_ in batched(chunks, len(NO_CHUNK))]

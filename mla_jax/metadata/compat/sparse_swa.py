@@ -23,6 +23,7 @@ from mla_jax.metadata.compat.plan import (
 from mla_jax.metadata.sparse import compressed_lens
 from mla_jax.metadata.split import SplitCounts, split_decodes_and_prefills
 from mla_jax.metadata.window import (
+    NO_CHUNK,
     RATIOS,
     WindowBucket,
     WindowDecision,
@@ -179,7 +180,7 @@ class DeepseekSparseSWAMetadataBuilder:
             decode_tokens=self.ladder.decode_tokens.rung(split.num_decode_tokens),
             prefills=self.ladder.prefills.rung(split.num_prefills),
             prefill_tokens=self.ladder.prefill_tokens.rung(split.num_prefill_tokens),
-            chunks=self.ladder.chunks.rung(max(map(len, plans))),
+            chunks=self.ladder.chunks.rung(max(map(len, plans)) // len(NO_CHUNK)),
             c128a_width=self.native.c128a_width(host.max_seq_len),
         )
         return self.native.filled(bucket, split, plans)
