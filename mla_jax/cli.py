@@ -22,14 +22,14 @@ from mla_jax import ops
 from mla_jax.cache import ELEMENT_FORMATS, LatentCache
 from mla_jax.checks import is_real
 from mla_jax.commands import fit, parity
-from mla_jax.commands.models import latent_model_of, model_of
+from mla_jax.commands.models import model_of
 from mla_jax.commands.roofline import roofline
 from mla_jax.commands.show import checked_out, fit_report, parity_report, roofline_report, show
 from mla_jax.config import IndexerConfig, MLADims, ModelConfig
 from mla_jax.config_v4 import AnyConfig, V4Config, read_config
 from mla_jax.demo import main as serve_demo
 from mla_jax.engine import Engine, WarmUp
-from mla_jax.errors import EngineError, MLAError
+from mla_jax.errors import ArgumentError, EngineError, MLAError
 from mla_jax.generation_config import GenerationDefaults
 from mla_jax.hub import folder_of
 from mla_jax.metadata.mla import DecodeMetadata, PrefillMetadata
@@ -581,7 +581,11 @@ def explain(
         "merge_attn_states": ((state, state), {}),
         "apply_sinks": ((state, shape(heads)), {}),
     }
-    args, kwargs = problems.get(op, ((), {}))
+    if op not in problems:
+        allowed = f"{', '.join(problems)}, prefill_crossover"
+        hint = "From Python, mla_jax.explain takes the arguments of any operation."
+        raise ArgumentError("explain", op, allowed, hint)
+    args, kwargs = problems[op]
     print(ops.explain(op, *args, backend=backend, **kwargs))
 
 
@@ -600,7 +604,7 @@ def parity_command(
     Exit code 1 if they do. Needs torch and transformers: pip install 'mla-jax[parity]'.
     """
     keys = ignore_key or ()
-    config = latent_model_of(str(model_dir), what="parity", ignore_keys=keys)
+    config = model_of(str(model_dir), ignore_keys=keys)
     ids = None
     if prompt_ids is not None:
         ids = ids_of(prompt_ids, vocab=config.vocab, where="--prompt-ids")

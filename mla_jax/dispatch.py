@@ -4,6 +4,7 @@ Choice happens while tracing, from shapes, dtypes and the device alone.
 """
 
 import functools
+import inspect
 import numbers
 from collections.abc import Callable
 from typing import Any
@@ -104,7 +105,15 @@ def explain(
         raise ArgumentError("explain: op", repr(op), ", ".join(problems.PROBLEMS))
     for name in ("tuning", "plan"):
         kwargs.pop(name, None)
-    problem = problems.PROBLEMS[op](*args, **kwargs)
+    make = problems.PROBLEMS[op]
+    try:
+        inspect.signature(make).bind(*args, **kwargs)
+    except TypeError as error:
+        allowed = f"{op}{inspect.signature(make)}".replace(
+            " -> mla_jax.pallas.registry.Problem", ""
+        )
+        raise ArgumentError(f"explain: arguments of {op}", error, allowed) from None
+    problem = make(*args, **kwargs)
     return REGISTRY.explain(problem, device or DeviceInfo.current(), backend)
 
 

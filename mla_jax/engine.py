@@ -757,12 +757,15 @@ def _dtype_of(model: nnx.Module) -> jnp.dtype:
     return jnp.dtype(Counter(leaf.dtype for leaf in leaves).most_common(1)[0][0])
 
 
+_PAGES = "2 or more (page 0 is never given), at most 2,147,483,647"
+
+
 def _page_counts(groups: Sequence[CacheGroup], num_pages: int, serving: Serving) -> list[int]:
     """Pages of each group for the tokens that ``num_pages`` of the first hold, and the null page.
 
     Those of a window, of which old pages are given back, are fewer: what all requests see.
     """
-    checked_size("num_pages", num_pages, low=2, allowed="2 or more (page 0 is never given)")
+    checked_size("num_pages", num_pages, low=2, allowed=_PAGES)
     tokens = (num_pages - 1) * groups[0].tokens
     most = {"requests": serving.max_requests, "chunk": serving.prefill_chunk}
     return [1 + group.pages_for(tokens, **most) for group in groups]

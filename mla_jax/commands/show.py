@@ -87,9 +87,10 @@ def parity_report(parity: Parity) -> RenderableType:
         Text(""),
         table(f"tensors of {parity.tokens} tokens, float32", columns, rows),
         Text(""),
-        table("conventions that these tokens tell apart", heads, conventions),
-        Text(""),
     ]
+    if conventions:
+        named = table("conventions that these tokens tell apart", heads, conventions)
+        parts += [named, Text("")]
     if parity.agrees:
         worst = max((r.difference for r in (*parity.rows, *parity.served)), default=0.0)
         parts.append(Text(f"equal: no tensor differs by more than {worst:.1e}", style="green"))
