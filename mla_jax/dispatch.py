@@ -109,9 +109,7 @@ def explain(
     try:
         inspect.signature(make).bind(*args, **kwargs)
     except TypeError as error:
-        allowed = f"{op}{inspect.signature(make)}".replace(
-            " -> mla_jax.pallas.registry.Problem", ""
-        )
+        allowed = ", ".join(map(str, inspect.signature(make).parameters.values()))
         raise ArgumentError(f"explain: arguments of {op}", error, allowed) from None
     problem = make(*args, **kwargs)
     return REGISTRY.explain(problem, device or DeviceInfo.current(), backend)

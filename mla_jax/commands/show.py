@@ -42,10 +42,14 @@ def checked_out(out: Path | None) -> Path | None:
     """Where a report can be written, before it is made.
 
     Raises:
-        ArgumentError: the name's ending is not one that can be written.
+        ArgumentError: the name's ending is not one that can be written, or its folder is missing.
     """
     if out is not None and out.suffix not in _FORMATS:
         raise ArgumentError("--out", out, f"a file whose name ends in {' or '.join(_FORMATS)}")
+    if out is not None and not out.parent.is_dir():
+        raise ArgumentError(
+            "--out", out, "a file in a folder that exists", "Make the folder first."
+        )
     return out
 
 

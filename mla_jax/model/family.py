@@ -185,7 +185,7 @@ class Serving:
         most = config.max_positions
         length = most
         if max_model_len is not None:
-            allowed = f"at most {most} positions"
+            allowed = f"1 or more, at most {most} positions"
             length = checked_size("max_model_len", max_model_len, high=most, allowed=allowed)
         if context_rows is not None:
             checked_size("context_rows", context_rows)

@@ -7,7 +7,7 @@ import torch
 from mla_jax import cli
 from mla_jax.commands import parity, trace_v4, transformers_trace
 from mla_jax.commands.trace_v4 import trace_model_v4
-from mla_jax.config_v4 import read_config
+from mla_jax.config_v4 import V4Config, read_config
 from mla_jax.errors import ArgumentError, ConfigError
 from mla_jax.model.reading import Tensors
 from tests.parity import checkpoint, reference
@@ -48,6 +48,7 @@ FAULTS = {
 @pytest.fixture(scope="module")
 def sides(folder):
     config, tensors = read_config(folder), Tensors(folder)
+    assert isinstance(config, V4Config)
     ids = parity.prompt_ids(config, TOKENS)
     model = transformers_trace.load(tensors, config)
     theirs = transformers_trace.trace_v4(model, config, ids)
