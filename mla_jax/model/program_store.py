@@ -51,6 +51,8 @@ class ProgramStore:
     """
 
     def __init__(self, folder: str | Path, placement: Placement):
+        if not isinstance(folder, str | Path):
+            raise EngineError("programs", type(folder).__name__, "a folder, as a text or a Path")
         self.folder, self.placement = Path(folder), placement
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
