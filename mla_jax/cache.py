@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 
+from mla_jax.checks import is_int, is_real
 from mla_jax.errors import MetadataError
 from mla_jax.formats import (
     CACHE_SCALE,
@@ -99,7 +100,8 @@ class LatentCache:
         """
         fmt = _format(format)
         stack = () if layers is None else (layers,)
-        if min(num_pages, page, rank, *stack) < 1 or rope < 0:
+        counts = num_pages, page, rank, *stack
+        if not all(map(is_int, (*counts, rope))) or min(counts) < 1 or rope < 0:
             sizes = f"num_pages={num_pages}, page={page}, rank={rank}, rope={rope}"
             sizes += f", layers={layers}" if stack else ""
             raise MetadataError("LatentCache.alloc", sizes, "positive sizes (rope may be 0)")
@@ -111,7 +113,7 @@ class LatentCache:
                 "below 2**31 slots (slots are int32)",
                 "Use fewer pages.",
             )
-        if not (math.isfinite(scale) and scale > 0) or (scale != 1 and not fmt.quantised):
+        if not (is_real(scale) and scale > 0) or (scale != 1 and not fmt.quantised):
             allowed = "a positive finite number" if fmt.quantised else "1 (nothing is scaled)"
             raise MetadataError(f"LatentCache.alloc: scale of {fmt.name}", scale, allowed)
         return cls(
@@ -125,8 +127,9 @@ class LatentCache:
 def _format(name: str | CacheFormat) -> CacheFormat:
     if isinstance(name, CacheFormat):
         return name
-    if name not in ELEMENT_FORMATS:
-        hint = f"RecordCache holds {name}." if name in RECORD_FORMATS else ""
+    if not isinstance(name, str) or name not in ELEMENT_FORMATS:
+        known = isinstance(name, str) and name in RECORD_FORMATS
+        hint = f"RecordCache holds {name}." if known else ""
         raise MetadataError("cache format", repr(name), ", ".join(sorted(ELEMENT_FORMATS)), hint)
     return ELEMENT_FORMATS[name]
 
@@ -170,7 +173,8 @@ class RecordCache:
                 of it, sizes that are not positive, or ``layers * num_pages * page >= 2**31``.
         """
         stack = () if layers is None else (layers,)
-        if min(num_pages, page, *stack) < 1:
+        counts = num_pages, page, *stack
+        if not all(map(is_int, counts)) or min(counts) < 1:
             sizes = f"num_pages={num_pages}, page={page}, layers={layers}"
             raise MetadataError("RecordCache.alloc", sizes, "positive sizes (layers may be None)")
         if (rows := math.prod(stack) * num_pages * page) >= 2**31:
@@ -207,6 +211,8 @@ class StatePool:
 
 def _record_format(name: str | RecordFormat) -> RecordFormat:
     fmt = RECORD_FORMATS.get(name) if isinstance(name, str) else name
+    if not isinstance(fmt, RecordFormat | None):
+        raise MetadataError("record format", repr(name), ", ".join(sorted(RECORD_FORMATS)))
     if fmt is None or any(f.scale == CACHE_SCALE for f in fmt.fields):
         hint = "LatentCache holds elements of one dtype." if fmt or name in FORMATS else ""
         raise MetadataError("record format", repr(name), ", ".join(sorted(RECORD_FORMATS)), hint)

@@ -20,16 +20,16 @@ import jax.numpy as jnp
 
 from mla_jax import ops
 from mla_jax.cache import ELEMENT_FORMATS, LatentCache
-from mla_jax.checks import is_real
+from mla_jax.checks import checked_size, is_real
 from mla_jax.commands import fit, parity
-from mla_jax.commands.models import latent_model_of, model_of
+from mla_jax.commands.models import model_of
 from mla_jax.commands.roofline import roofline
 from mla_jax.commands.show import checked_out, fit_report, parity_report, roofline_report, show
 from mla_jax.config import IndexerConfig, MLADims, ModelConfig
 from mla_jax.config_v4 import AnyConfig, V4Config, read_config
 from mla_jax.demo import main as serve_demo
 from mla_jax.engine import Engine, WarmUp
-from mla_jax.errors import EngineError, MLAError
+from mla_jax.errors import ArgumentError, EngineError, MLAError
 from mla_jax.generation_config import GenerationDefaults
 from mla_jax.hub import folder_of
 from mla_jax.metadata.mla import DecodeMetadata, PrefillMetadata
@@ -235,7 +235,7 @@ def generate(
         raise EngineError("--stop", stop, allowed, "--stop-ids needs none.")
     read = Reader(vocab=config.vocab, text=text, chat=chat, system=system)
     prompts = read.prompts(ids=prompt_ids, text=prompt, file=prompts_file)
-    limit = config.max_positions if max_model_len is None else max_model_len
+    limit = _limit(config, max_model_len)
     rows = [_rows(p, params.max_new_tokens, limit) for p in prompts]
     if programs is None:  # else the settings as they are, for other runs to find its programs
         max_requests = min(max_requests, len(prompts))
@@ -286,7 +286,7 @@ def warm(
     model_dir = folder_of(model)
     config = read_config(model_dir, ignore_keys=ignore_key or ())
     _keep_compilations(cache)
-    limit = config.max_positions if max_model_len is None else max_model_len
+    limit = _limit(config, max_model_len)
     if num_pages is None:
         num_pages = 1 + max_requests * cdiv(limit, max(page_size, 1))
     engine = _load(
@@ -319,11 +319,22 @@ def warm(
     print(f"{count} programs ready in {time.perf_counter() - start:.1f} s: {programs}")
 
 
+def _limit(config: AnyConfig, max_model_len: int | None) -> int:
+    """Tokens of a request, prompt and answer together."""
+    if max_model_len is None:
+        return config.max_positions
+    return checked_size("--max-model-len", max_model_len, low=2, high=config.max_positions)
+
+
 def _keep_compilations(folder: Path | None) -> None:
     """Let JAX keep what XLA compiles, however short it took."""
     if folder is None:
         return
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        allowed = "a folder that is there or can be made"
+        raise EngineError("--cache", f"{folder} ({error.strerror})", allowed) from None
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
@@ -581,7 +592,11 @@ def explain(
         "merge_attn_states": ((state, state), {}),
         "apply_sinks": ((state, shape(heads)), {}),
     }
-    args, kwargs = problems.get(op, ((), {}))
+    if op not in problems:
+        allowed = f"{', '.join(problems)}, prefill_crossover"
+        hint = "From Python, mla_jax.explain takes the arguments of any operation."
+        raise ArgumentError("explain", op, allowed, hint)
+    args, kwargs = problems[op]
     print(ops.explain(op, *args, backend=backend, **kwargs))
 
 
@@ -600,7 +615,7 @@ def parity_command(
     Exit code 1 if they do. Needs torch and transformers: pip install 'mla-jax[parity]'.
     """
     keys = ignore_key or ()
-    config = latent_model_of(str(model_dir), what="parity", ignore_keys=keys)
+    config = model_of(str(model_dir), ignore_keys=keys)
     ids = None
     if prompt_ids is not None:
         ids = ids_of(prompt_ids, vocab=config.vocab, where="--prompt-ids")

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mla_jax.checks import is_int, is_real
 from mla_jax.errors import ConfigError
 from mla_jax.hf_config import read, write
 from mla_jax.hf_keys import config_object
@@ -42,7 +43,7 @@ class MLADims:
         _positive(self, "heads", "rank", "nope", "v")
         if self.q_rank is not None:
             _positive(self, "q_rank")
-        if self.rope < 0 or self.rope % 2:
+        if not is_int(self.rope) or self.rope < 0 or self.rope % 2:
             raise ConfigError("MLADims.rope", self.rope, "an even number >= 0")
 
     @property
@@ -58,14 +59,15 @@ class MLADims:
 
 def _positive(config: object, *names: str) -> None:
     for name in names:
-        if (value := getattr(config, name)) < 1:
+        value = getattr(config, name)
+        if not is_int(value) or value < 1:
             raise ConfigError(f"{type(config).__name__}.{name}", value, "a positive integer")
 
 
 def _within(config: object, low: float, high: float, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
-        if not low <= value <= high:
+        if not (is_real(value) and low <= value <= high):
             allowed = f"a number >= {low:g}, at most {high:g}"
             raise ConfigError(f"{type(config).__name__}.{name}", value, allowed)
 
@@ -108,7 +110,7 @@ class RopeConfig:
     yarn: YarnConfig | None = None
 
     def __post_init__(self) -> None:
-        if not self.theta > 1:
+        if not (is_real(self.theta) and self.theta > 1):
             raise ConfigError("RopeConfig.theta", self.theta, "a number > 1")
         _within(self, 1 + 1e-6, 1e30, "theta")
 
@@ -177,6 +179,12 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         _positive(self, "experts", "topk", "width", "groups", "topk_groups")
+        if not is_int(self.shared) or self.shared < 0:
+            raise ConfigError("MoEConfig.shared", self.shared, "an integer, 0 or more")
+        if not isinstance(self.method, str):
+            raise ConfigError("MoEConfig.method", self.method, "a name, such as noaux_tc")
+        if not is_real(self.scale):
+            raise ConfigError("MoEConfig.scale", self.scale, "a finite number")
         if self.experts % self.groups:
             raise ConfigError(
                 "MoEConfig.groups", self.groups, f"a divisor of {self.experts} experts"
@@ -210,7 +218,7 @@ class IndexerConfig:
 
     def __post_init__(self) -> None:
         _positive(self, "heads", "dim", "topk")
-        if not (self.full and self.full[0]):
+        if not (isinstance(self.full, tuple) and self.full and self.full[0]):
             allowed = "the first layer true: it has no selection before it to take"
             raise ConfigError("IndexerConfig.full", self.full, allowed)
         if self.hadamard and self.dim & (self.dim - 1):

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from mla_jax.checks import is_int, is_real
 from mla_jax.config import ModelConfig, MoEConfig, RopeConfig, YarnConfig
 from mla_jax.errors import ConfigError
 from mla_jax.hf_config_v4 import MODEL_TYPE, read, write
@@ -20,6 +21,13 @@ class StreamConfig:
     count: int = 4
     rounds: int = 20  # of Sinkhorn's normalisation
     eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        for name in ("count", "rounds"):
+            if not is_int(size := getattr(self, name)) or not 1 <= size <= 1000:
+                raise ConfigError(f"StreamConfig.{name}", size, "an integer from 1 to 1000")
+        if not (is_real(self.eps) and 0 <= self.eps <= 1):
+            raise ConfigError("StreamConfig.eps", self.eps, "a number from 0 to 1")
 
 
 class V4Kind(NamedTuple):
@@ -79,21 +87,31 @@ class V4Config:
         sizes = ("vocab", "hidden", "heads", "dim", "q_rank", "out_groups", "out_rank", "window")
         sizes += ("index_heads", "index_dim", "index_topk", "max_positions")
         for name in sizes:
-            if getattr(self, name) < 1:
+            if not is_int(size := getattr(self, name)) or size < 1:
                 raise ConfigError(f"V4Config.{name}", getattr(self, name), "a positive integer")
-        if not 0 < self.rope_dim <= min(self.dim, self.index_dim) or self.rope_dim % 2:
+        if (
+            not is_int(self.rope_dim)
+            or not 0 < self.rope_dim <= min(self.dim, self.index_dim)
+            or self.rope_dim % 2
+        ):
             allowed = f"even, from 2 to {min(self.dim, self.index_dim)}"
             raise ConfigError("V4Config.rope_dim", self.rope_dim, allowed)
         if self.heads % self.out_groups:
             raise ConfigError(
                 "V4Config.out_groups", self.out_groups, f"a divisor of {self.heads} heads"
             )
-        if not 1 < self.overlapping < self.disjoint:
+        ratios = self.overlapping, self.disjoint
+        if not all(map(is_int, ratios)) or not 1 < self.overlapping < self.disjoint:
             given = f"{self.overlapping} and {self.disjoint}"
             raise ConfigError("overlapping and disjoint ratio", given, "1 < overlapping < disjoint")
         known = {0, self.overlapping, self.disjoint}
-        if not (self.compress_ratios and set(self.compress_ratios) <= known):
-            given = sorted(set(self.compress_ratios))
+        given = self.compress_ratios
+        if not (isinstance(given, tuple) and given and all(ratio in known for ratio in given)):
+            given = (
+                sorted(set(given))
+                if isinstance(given, tuple) and all(map(is_int, given))
+                else given
+            )
             raise ConfigError("compress_ratios", given, f"one of {sorted(known)} for each layer")
 
     @property

@@ -4,6 +4,7 @@ Choice happens while tracing, from shapes, dtypes and the device alone.
 """
 
 import functools
+import inspect
 import numbers
 from collections.abc import Callable
 from typing import Any
@@ -71,7 +72,8 @@ REGISTRY = Registry(
 
 def named(op: str, backend: str | None) -> str | None:
     """``backend`` where the operation has one of that name, else None: its best."""
-    return backend if any(b.op == op and b.name == backend for b in REGISTRY.backends) else None
+    known = isinstance(backend, str) and any(b.name == backend for b in REGISTRY.of(op))
+    return backend if known else None
 
 
 def in_one_kernel(op: str, *args: Any, backend: str | None = None, **kwargs: Any) -> bool:
@@ -99,11 +101,17 @@ def explain(
     Arguments are those of the operation; arrays may be ``jax.ShapeDtypeStruct``. ``device`` is
     the current one unless stated.
     """
-    if op not in problems.PROBLEMS:
+    if not isinstance(op, str) or op not in problems.PROBLEMS:
         raise ArgumentError("explain: op", repr(op), ", ".join(problems.PROBLEMS))
     for name in ("tuning", "plan"):
         kwargs.pop(name, None)
-    problem = problems.PROBLEMS[op](*args, **kwargs)
+    make = problems.PROBLEMS[op]
+    try:
+        inspect.signature(make).bind(*args, **kwargs)
+    except TypeError as error:
+        allowed = ", ".join(map(str, inspect.signature(make).parameters.values()))
+        raise ArgumentError(f"explain: arguments of {op}", error, allowed) from None
+    problem = make(*args, **kwargs)
     return REGISTRY.explain(problem, device or DeviceInfo.current(), backend)
 
 

@@ -35,6 +35,7 @@ from mla_jax.history_rows import HistoryRows
 from mla_jax.hub import folder_of
 from mla_jax.inputs import (
     check_cache_fits,
+    check_parts,
     checked_params,
     checked_prompt,
     checked_prompts,
@@ -199,6 +200,7 @@ class Engine:
         defaults: GenerationDefaults | None = None,
     ):
         defaults = GenerationDefaults() if defaults is None else defaults
+        check_parts(model, config, family=family, text=text, defaults=defaults)
         self.text, self.default_params = text, defaults.params
         self.config, self.want_logits = config, want_logits
         self.family = family_of(config.family) if family is None else family
@@ -310,6 +312,8 @@ class Engine:
         Running requests go on with what they have in the caches. Tokens that were drawn before
         are told with the next step's.
         """
+        if not isinstance(model, nnx.Module):
+            raise EngineError("take: model", type(model).__name__, "a Flax NNX module")
         with self._whole():
             while self._flights:
                 self._land()
@@ -402,6 +406,8 @@ class Engine:
             EngineError: it could never be served. The engine is as it was.
         """
         params = checked_params(params, self.default_params)
+        if not isinstance(id, str | None):
+            raise EngineError("request id", f"{shown(id)} ({type(id).__name__})", "a text, or None")
         name = "request" if id is None else f"request {id}"
         ids = checked_prompt(prompt, f"{name}: prompt", self.text and self.text.ids)
         if params.stop and self.text is None:
@@ -419,6 +425,8 @@ class Engine:
 
     def cancel(self, id: str) -> bool:
         """End a request now; its last event is delivered with the next step's. False if unknown."""
+        if not isinstance(id, str):
+            return False
         with self._whole():
             outcome = self.scheduler.cancellation(id)
             if outcome is not None:
@@ -757,12 +765,15 @@ def _dtype_of(model: nnx.Module) -> jnp.dtype:
     return jnp.dtype(Counter(leaf.dtype for leaf in leaves).most_common(1)[0][0])
 
 
+_PAGES = "2 or more (page 0 is never given), at most 2,147,483,647"
+
+
 def _page_counts(groups: Sequence[CacheGroup], num_pages: int, serving: Serving) -> list[int]:
     """Pages of each group for the tokens that ``num_pages`` of the first hold, and the null page.
 
     Those of a window, of which old pages are given back, are fewer: what all requests see.
     """
-    checked_size("num_pages", num_pages, low=2, allowed="2 or more (page 0 is never given)")
+    checked_size("num_pages", num_pages, low=2, allowed=_PAGES)
     tokens = (num_pages - 1) * groups[0].tokens
     most = {"requests": serving.max_requests, "chunk": serving.prefill_chunk}
     return [1 + group.pages_for(tokens, **most) for group in groups]

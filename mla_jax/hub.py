@@ -22,6 +22,9 @@ def folder_of(model: str | Path, *, weights: bool = True) -> Path:
     Raises:
         EngineError: an id that cannot be downloaded, with what would work.
     """
+    if not isinstance(model, str | Path):
+        given = f"{shown(model)} ({type(model).__name__})"
+        raise EngineError("model", given, "a folder, or a hub id, as a text or a Path")
     path = Path(model)
     if path.exists() or not _ID.fullmatch(str(model)):
         return path

@@ -11,6 +11,7 @@ from mla_jax.model.sampling import SamplingParams
 
 __all__ = [
     "check_cache_fits",
+    "check_parts",
     "checked_params",
     "checked_prompt",
     "checked_prompts",
@@ -41,6 +42,25 @@ def check_cache_fits(groups: Sequence[Any], num_pages: Sequence[int], device: An
     most = memory * first // size
     hint = f"{most:,} such pages are as large as all of it." if most > 1 else "Use smaller pages."
     raise EngineError("cache", given, f"at most {memory:,} bytes, the device's memory", hint)
+
+
+def check_parts(model: Any, config: Any, *, family: Any, text: Any, defaults: Any) -> None:
+    """Refuse what cannot be a part of an engine.
+
+    Raises:
+        EngineError: one of them, with what it should be.
+    """
+    facts = "family", "vocab", "max_positions", "eos"
+    parts = (
+        ("model", callable(model), model, "a Flax NNX module, or a function that makes it"),
+        ("config", all(hasattr(config, n) for n in facts), config, f"an object with {facts}"),
+        ("family", family is None or hasattr(family, "builder"), family, "a Family, or None"),
+        ("text", text is None or hasattr(text, "begin"), text, "a TextProcessor, or None"),
+        ("defaults", hasattr(defaults, "params"), defaults, "a GenerationDefaults, or None"),
+    )
+    for name, good, given, allowed in parts:
+        if not good:
+            raise EngineError(f"Engine: {name}", _kind(given), allowed)
 
 
 def _memory_of(device: Any) -> int | None:

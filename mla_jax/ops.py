@@ -10,6 +10,7 @@ raise an ``ArgumentError``.
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from mla_jax.cache import LatentCache, RecordCache
@@ -37,6 +38,7 @@ from mla_jax.pallas.axes import (
     Mixed,
     StreamRows,
 )
+from mla_jax.pallas.registry import Problem
 from mla_jax.sparse_ops import (
     append_window,
     indexer_logits,
@@ -175,7 +177,7 @@ def gather_latent(
         cache.scale,
         *map(int32, (page_table, first, row_starts)),
         layer=number(layer),
-        rows=rows,
+        rows=int(rows),
         dtype=dtype,
         format=cache.format,
     )
@@ -239,9 +241,8 @@ def mla_decode(
     ``plan`` is ``plan_decode`` of the same arguments; without it one is made for this call.
     ``layer`` is the one of a stacked cache; an array is clamped to its layers.
     """
-    out = q_latent.dtype if out_dtype is None else out_dtype
     problem = problems.decode(
-        q_latent, q_rope, cache, meta, scale=scale, out_dtype=out, layer=layer
+        q_latent, q_rope, cache, meta, scale=scale, out_dtype=out_dtype, layer=layer
     )
     return choose(problem, backend, tuning, plan)(
         gathered(q_latent, 1),
@@ -253,7 +254,7 @@ def mla_decode(
         max_query_len=meta.max_query_len,
         scale=float(scale),
         format=cache.format,
-        out_dtype=out,
+        out_dtype=_out_dtype(problem),
     )
 
 
@@ -281,8 +282,8 @@ def plan_decode(
         return None
     return chosen.plan(
         *map(int32, (meta.seq_lens, meta.query_starts)),
-        tokens=tokens,
-        heads=heads,
+        tokens=int(tokens),
+        heads=int(heads),
         max_query_len=meta.max_query_len,
         page=cache.page,
         width=meta.page_table.shape[1],
@@ -310,8 +311,8 @@ def mla_prefill(
     merged. Queries without keys give ``(0, -inf)``. ``out`` has the dtype of ``q`` unless stated.
     ``plan`` is ``plan_prefill`` of the same arguments; without it one is made for this call.
     """
-    out = q.dtype if out_dtype is None else out_dtype
-    problem = problems.prefill(q, kv, k_rope, meta, scale=scale, causal=causal, out_dtype=out)
+    facts: dict[str, Any] = {"scale": scale, "causal": causal, "out_dtype": out_dtype}
+    problem = problems.prefill(q, kv, k_rope, meta, **facts)
     return choose(problem, backend, tuning, plan)(
         gathered(q, 1),
         gathered(kv, 1),
@@ -319,7 +320,7 @@ def mla_prefill(
         *map(int32, (meta.query_starts, meta.key_starts)),
         scale=float(scale),
         causal=causal,
-        out_dtype=out,
+        out_dtype=_out_dtype(problem),
     )
 
 
@@ -349,7 +350,8 @@ def plan_prefill(
     if chosen.plan is None:
         return None
     starts = map(int32, (meta.query_starts, meta.key_starts))
-    return chosen.plan(*starts, tokens=tokens, keys=keys, causal=causal, tuning=tuning)
+    sizes = {"tokens": int(tokens), "keys": int(keys)}
+    return chosen.plan(*starts, **sizes, causal=causal, tuning=tuning)
 
 
 def merge_attn_states(
@@ -361,7 +363,11 @@ def merge_attn_states(
     Float32 inside; ``out`` has the dtype of the first state unless stated.
     """
     problem = problems.merge(*states, out_dtype=out_dtype)
-    return choose(problem, backend)(*states, out_dtype=out_dtype or states[0].out.dtype)
+    return choose(problem, backend)(*states, out_dtype=_out_dtype(problem))
+
+
+def _out_dtype(problem: Problem) -> jnp.dtype:
+    return jnp.dtype(str(problem["out"]))
 
 
 def apply_sinks(
@@ -477,7 +483,8 @@ def write_rows(
     problem = problems.write_rows(cache, values, slots, layer=layer)
     if isinstance(cache, LatentCache):
         latent, rope = values[0], values[1] if cache.rope else values[0][:, :0]
-        naming = named("write_latent", backend)
+        other = named("write_rows", backend) and not named("write_latent", backend)
+        naming = None if other else backend
         return write_latent(cache, latent, rope, slots, layer=layer, backend=naming)
     run = choose(problem, backend)
     return run(cache, tuple(map(gathered, values)), int32(slots), layer=number(layer))

@@ -53,6 +53,9 @@ class Placement:
             devices = [default_device()]
         elif not isinstance(devices, Sequence):
             devices = [devices]
+        if not all(hasattr(d, "device_kind") for d in devices):
+            allowed = "None, a jax.Device or several, a mesh of one axis, or a Placement"
+            raise ArgumentError("Placement: devices", devices, allowed)
         kinds = sorted({d.device_kind for d in devices})
         if len(kinds) != 1:
             raise ArgumentError("Placement: devices", kinds or "none", "devices of one kind")

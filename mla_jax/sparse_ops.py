@@ -70,6 +70,7 @@ def select_topk(
     Where a key stands for several tokens, positions count keys. Padding selects nothing. The
     workspace does not grow with queries times context. ``meta`` says which keys a token sees.
     """
+    k = problems.check_selection(q, weights, cache, meta, k)
     if isinstance(cache, RecordCache):
         q, weights = quantise_queries(q, weights)
     found = jnp.full((q.shape[0], k), -1, jnp.int32)
@@ -241,8 +242,8 @@ def append_window(
     and sin of the pairs ``(2i, 2i + 1)``. Slot -1 stores nothing. Norms and rotation in float32.
     Source: DeepSeek-V4.
     """
-    given = gathered(q, 1), *map(gathered, (kv, gain, *angles)), int32(slots)
     problem = problems.append_window(cache, q, kv, gain, angles, slots, eps=eps, layer=layer)
+    given = gathered(q, 1), *map(gathered, (kv, gain, *angles)), int32(slots)
     return choose(problem, backend)(cache, *given, eps=float(eps), layer=number(layer))
 
 

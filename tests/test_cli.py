@@ -325,7 +325,7 @@ def test_more_devices_than_there_are_are_refused(run, folder):
         (("--prompt-ids", "1", "--max-new-tokens", "x"), "x"),
         (("--prompt-ids", "1", "--max-new-tokens", "512"), "1 tokens and 512 new ones"),
         (("--prompt-ids", "1,2", "--max-model-len", "17"), "allowed: at most 17 together"),
-        (("--prompt-ids", "1", "--max-model-len", "513"), "max_model_len: given 513"),
+        (("--prompt-ids", "1", "--max-model-len", "513"), "--max-model-len: given 513"),
         (("--prompt-ids", "1", "--num-pages", "1"), "num_pages: given 1; allowed: 2 or more"),
         (("--prompt-ids", "1", "--page-size", "0"), "page: given 0"),
         (("--prompt-ids", "1", "--max-requests", "0"), "max_requests: given 0"),
@@ -593,9 +593,25 @@ def test_explain_names_a_backend_for_every_operation(run, op):
 
 
 def test_explain_refuses_what_does_not_exist(run):
-    code, _, err = run("explain", "mla_decod")
+    for op in ("mla_decod", "route_tokens"):  # no operation; one whose sizes are no options
+        code, _, err = run("explain", op)
+        assert code == 2
+        assert "mla_decode" in err
+    assert "mla_jax.explain takes the arguments of any operation" in err
+
+
+@pytest.mark.parametrize("option", ["--cache", "--programs"])
+def test_a_folder_that_cannot_be_made_is_refused(run, folder, tmp_path, option):
+    (tmp_path / "file").write_text("")
+    code, _, err = run("generate", folder, "--prompt-ids", "1", option, tmp_path / "file" / "x")
     assert code == 2
-    assert "mla_decode" in err
+    assert "allowed: a folder that is there or can be made" in err
+
+
+def test_a_length_that_holds_no_request_is_refused_by_its_name(run, folder):
+    code, _, err = run("generate", folder, "--prompt-ids", "1", "--max-model-len", 0)
+    assert code == 2
+    assert "--max-model-len: given 0; allowed: 2 or more" in err
 
 
 def test_the_support_matrix_is_a_table(run):

@@ -314,7 +314,9 @@ def test_what_is_no_memory(run, memory):
         (("fit", "V3", "--share", "1.5"), "share: given 1.5; allowed: above 0, at most 1"),
         (("fit", "V3", "--cards", "2", "--fp8-weights"), "allowed: 1 card"),
         (("fit", "V2_LITE", "--cards", "4096", "--compile"), "those of this machine"),
-        (("parity", "V4_FLASH"), "parity: model_type: given deepseek_v4; allowed: a model of"),
+        (("parity", "V4_FLASH"), "model: given V4_FLASH, which is not here"),
+        (("roofline", "V3", "--out", "no-such-folder/x.html"), "a file in a folder that exists"),
+        (("roofline", "V3", "--results", "no-such-folder"), "results: given no-such-folder"),
         (("parity", "nothing"), "nothing"),
     ],
 )

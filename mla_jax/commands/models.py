@@ -3,12 +3,11 @@
 from collections.abc import Collection
 from pathlib import Path
 
-from mla_jax.config import ModelConfig
 from mla_jax.config_v4 import AnyConfig, read_config
 from mla_jax.errors import ConfigError
 from mla_jax.model.presets import PRESETS
 
-__all__ = ["latent_model_of", "model_of"]
+__all__ = ["model_of"]
 
 
 def model_of(name: str, *, ignore_keys: Collection[str] = ()) -> AnyConfig:
@@ -24,16 +23,3 @@ def model_of(name: str, *, ignore_keys: Collection[str] = ()) -> AnyConfig:
         presets = ", ".join(PRESETS)
         raise ConfigError("model", name, f"a folder with config.json, or one of {presets}")
     return read_config(name, ignore_keys=ignore_keys)
-
-
-def latent_model_of(name: str, *, what: str, ignore_keys: Collection[str] = ()) -> ModelConfig:
-    """``model_of``, of a model with latent attention; others are refused in the name of ``what``.
-
-    Raises:
-        ConfigError: as ``model_of``, and for DeepSeek V4.
-    """
-    config = model_of(name, ignore_keys=ignore_keys)
-    if not isinstance(config, ModelConfig):
-        allowed = "a model of multi-head latent attention: V2, V3, V3.2, Kimi-K2, GLM, Youtu"
-        raise ConfigError(f"{what}: model_type", config.family, allowed)
-    return config

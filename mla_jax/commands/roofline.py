@@ -46,6 +46,7 @@ from mla_jax.commands.step_kernels import (
 from mla_jax.commands.step_kernels_v4 import layers_v4
 from mla_jax.config import ModelConfig
 from mla_jax.config_v4 import AnyConfig, V4Config
+from mla_jax.errors import ArgumentError
 from mla_jax.pallas.device import DeviceInfo, Peaks, peaks_of
 from mla_jax.pallas.registry import Problem
 from mla_jax.pallas.tuning import folder_name, lookup
@@ -96,11 +97,15 @@ def roofline(
         results: a folder of measured tables, ``benchmarks/results`` of a checkout.
 
     Raises:
-        ArgumentError: no such device, or a size below 1.
-        EngineError: no such cache format, or one that cannot hold the model's widths.
+        ArgumentError: no such device, or no folder of results.
+        EngineError: a size below 1, or a cache format that is none or cannot hold the widths.
     """
     checked_size("batch", batch)
     checked_size("context", context)
+    if results is not None and not results.is_dir():
+        raise ArgumentError(
+            "results", results, "a folder, such as benchmarks/results of a checkout"
+        )
     step = Step(
         config=config, phase=phase, batch=batch, context=context, weights=weights, cache=cache
     )

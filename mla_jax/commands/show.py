@@ -42,10 +42,14 @@ def checked_out(out: Path | None) -> Path | None:
     """Where a report can be written, before it is made.
 
     Raises:
-        ArgumentError: the name's ending is not one that can be written.
+        ArgumentError: the name's ending is not one that can be written, or its folder is missing.
     """
     if out is not None and out.suffix not in _FORMATS:
         raise ArgumentError("--out", out, f"a file whose name ends in {' or '.join(_FORMATS)}")
+    if out is not None and not out.parent.is_dir():
+        raise ArgumentError(
+            "--out", out, "a file in a folder that exists", "Make the folder first."
+        )
     return out
 
 
@@ -87,9 +91,10 @@ def parity_report(parity: Parity) -> RenderableType:
         Text(""),
         table(f"tensors of {parity.tokens} tokens, float32", columns, rows),
         Text(""),
-        table("conventions that these tokens tell apart", heads, conventions),
-        Text(""),
     ]
+    if conventions:
+        named = table("conventions that these tokens tell apart", heads, conventions)
+        parts += [named, Text("")]
     if parity.agrees:
         worst = max((r.difference for r in (*parity.rows, *parity.served)), default=0.0)
         parts.append(Text(f"equal: no tensor differs by more than {worst:.1e}", style="green"))

@@ -56,6 +56,12 @@ class Trace:
         """Write one down, in float32."""
         self.tensors[name] = np.asarray(value, dtype=np.float32)
 
+    def put_router(self, at: str, weights: Any, experts: Any, count: int) -> None:
+        """Which of ``count`` experts each token chose, and their weights."""
+        router = dense_router(np.asarray(weights), np.asarray(experts), count)
+        self.put(f"{at}.router_choice", router != 0)
+        self.put(f"{at}.router", router)
+
     def __getitem__(self, name: str) -> np.ndarray:
         return self.tensors[name]
 
@@ -108,9 +114,7 @@ def _layer(
     trace.put(f"{at}.mlp_norm", x)
     if block.sparse:
         weights, experts = block.moe.router(x)
-        router = dense_router(weights, experts, block.moe.router.moe.experts)
-        trace.put(f"{at}.router_choice", router != 0)
-        trace.put(f"{at}.router", router)
+        trace.put_router(at, weights, experts, block.moe.router.moe.experts)
         y = block.moe(x, jnp.ones(x.shape[:1], jnp.bool_), backend="xla")
     else:
         y = block.mlp(x, backend="xla")

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from mla_jax.commands.trace import Trace, dense_router
+from mla_jax.commands.trace import Trace
 from mla_jax.config import ModelConfig
+from mla_jax.config_v4 import AnyConfig, V4Config
 from mla_jax.errors import ConfigError, WeightsError
 from mla_jax.hf_keys import load_json
 from mla_jax.model.reading import Tensors
@@ -27,13 +28,13 @@ except ModuleNotFoundError as missing:
         "pip install 'mla-jax[parity]'",
     ) from None
 
-__all__ = ["load", "logits_of", "trace"]
+__all__ = ["load", "logits_of", "trace", "trace_v4"]
 
 _TYPES = {"kimi_k2": "deepseek_v3"}
 """``model_type`` of released folders that transformers knows by another name."""
 
 
-def load(tensors: Tensors, config: ModelConfig) -> torch.nn.Module:
+def load(tensors: Tensors, config: AnyConfig) -> torch.nn.Module:
     """The folder's model with ``config.layers`` layers, float32, eager attention.
 
     Weights go through transformers' own reader; block-scaled e4m3 ones, which the reader of
@@ -43,6 +44,9 @@ def load(tensors: Tensors, config: ModelConfig) -> torch.nn.Module:
         ConfigError: transformers has no such model.
         WeightsError: transformers misses weights.
     """
+    if isinstance(config, V4Config) and config.fp8_block:
+        allowed = "16 or 32 bits: this command does not widen the block-scaled weights of V4"
+        raise ConfigError("parity: weights of a DeepSeek V4", "e4m3", allowed)
     data: Any = load_json(tensors.folder / "config.json")
     data.pop("quantization_config", None)
     data["num_hidden_layers"] = config.layers
@@ -58,7 +62,7 @@ def load(tensors: Tensors, config: ModelConfig) -> torch.nn.Module:
     facts._attn_implementation = "eager"
     facts.dtype = torch.float32
     cls: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(facts)]
-    if config.fp8_block:
+    if not isinstance(config, V4Config) and config.fp8_block:
         model = cls(facts).float()
         _fill(model, tensors, config)
     else:
@@ -68,7 +72,8 @@ def load(tensors: Tensors, config: ModelConfig) -> torch.nn.Module:
             tensors.folder, config=facts, dtype=torch.float32, output_loading_info=True
         )
         transformers.logging.set_verbosity(before)
-        absent = [n for n in info["missing_keys"] if not (config.tied and "lm_head" in n)]
+        tied = not isinstance(config, V4Config) and config.tied
+        absent = [n for n in info["missing_keys"] if not (tied and "lm_head" in n)]
         if absent:
             problems = [f"missing for transformers: {name}" for name in sorted(absent)]
             raise WeightsError(str(tensors.folder), problems)
@@ -128,12 +133,64 @@ def trace(model: Any, config: ModelConfig, token_ids: Sequence[int]) -> Trace:
         if f"{at}.gate" in rough:
             assert config.moe is not None  # a layer that routes
             _, weights, experts = rough[f"{at}.gate"]
-            router = dense_router(weights.numpy(), experts.numpy(), config.moe.experts)
-            found.put(f"{at}.router_choice", router != 0)
-            found.put(f"{at}.router", router)
+            found.put_router(at, weights, experts, config.moe.experts)
         found.put(f"{at}.mlp", rough[f"{at}.mlp"])
         found.put(f"{at}.residual", rough[after])
     found.put("final_norm", rough["final_norm"])
+    found.put("logits", logits)
+    return found
+
+
+@torch.no_grad()
+def trace_v4(model: Any, config: V4Config, token_ids: Sequence[int]) -> Trace:
+    """One sequence through a DeepSeek V4, every tensor of ``trace_v4.trace_model_v4``."""
+    found = Trace(side="transformers")
+
+    def flat(x: torch.Tensor) -> np.ndarray:
+        return x.detach().float().reshape(len(token_ids), -1).numpy().copy()
+
+    def write(name: str, read: Callable[[Any, Any], Any]) -> Callable[..., None]:
+        return lambda module, given, out: found.put(name, flat(read(given, out)))
+
+    def states(at: str) -> Callable[..., None]:
+        def hook(module: Any, given: Any, out: Any) -> None:
+            rows, bias = out
+            found.put(f"{at}.states", rows[0, 0].float().numpy().copy())
+            found.put(f"{at}.selected", flat(bias[0, 0] == 0))
+
+        return hook
+
+    def router(at: str) -> Callable[..., None]:
+        return lambda module, given, out: found.put_router(at, out[1], out[2], config.moe.experts)
+
+    def result(given: Any, out: Any) -> Any:
+        return out[0] if isinstance(out, tuple) else out
+
+    inner = model.model
+    hooks = [(inner.embed_tokens, write("embedding", result))]
+    for i, layer in enumerate(inner.layers):
+        at, attn = f"layers.{i}", layer.self_attn
+        hooks += [
+            (layer.attn_hc, write(f"{at}.attn_input", lambda given, out: out[2])),
+            (layer.input_layernorm, write(f"{at}.attn_norm", result)),
+            (attn.q_a_norm, write(f"{at}.query_latent", result)),
+            (attn.q_b_proj, write(f"{at}.query", result)),
+            (attn.kv_proj, write(f"{at}.row", result)),
+            (attn.kv_norm, write(f"{at}.normed_row", result)),
+            *([] if attn.compressor is None else [(attn.compressor, states(at))]),
+            (attn, write(f"{at}.attention", result)),
+            (layer.ffn_hc, write(f"{at}.after_attn", lambda given, out: given[0])),
+            (layer.ffn_hc, write(f"{at}.mlp_input", lambda given, out: out[2])),
+            (layer.post_attention_layernorm, write(f"{at}.mlp_norm", result)),
+            (layer.mlp.gate, router(at)),
+            (layer.mlp, write(f"{at}.mlp", result)),
+            (layer, write(f"{at}.residual", result)),
+        ]
+    hooks.append((inner.norm, write("final_norm", result)))
+    with contextlib.ExitStack() as stack:
+        for module, hook in hooks:
+            stack.callback(module.register_forward_hook(hook).remove)
+        logits = logits_of(model, token_ids)
     found.put("logits", logits)
     return found
 

@@ -5,7 +5,7 @@ module computes it. Serving, loading and inspecting a model ask its family alone
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, Protocol
 
 import jax
@@ -185,21 +185,28 @@ class Serving:
         most = config.max_positions
         length = most
         if max_model_len is not None:
-            allowed = f"at most {most} positions"
+            allowed = f"1 or more, at most {most} positions"
             length = checked_size("max_model_len", max_model_len, high=most, allowed=allowed)
         if context_rows is not None:
             checked_size("context_rows", context_rows)
         names = ops.REGISTRY.names
-        if backend is not None and backend not in names:
+        if backend is not None and not (isinstance(backend, str) and backend in names):
             raise EngineError("backend", backend, f"{' or '.join(names)}, or None: the best")
+        if ladder is not None and not is_dataclass(ladder):
+            allowed = "a ladder, such as MLALadder.default makes, or None: the family's own"
+            raise EngineError("ladder", type(ladder).__name__, allowed)
+        try:
+            dtype = jnp.dtype(dtype)
+        except (TypeError, ValueError):
+            raise EngineError("dtype", dtype, "float32, bfloat16 or float16") from None
         return cls(
             page=checked_size("page", page),
             max_requests=checked_size("max_requests", max_requests),
             prefill_chunk=checked_size("prefill_chunk", prefill_chunk),
             max_model_len=length,
             context_rows=min(length, CONTEXT_ROWS) if context_rows is None else context_rows,
-            cache_format=_checked_format(cache_format, jnp.dtype(dtype)),
-            dtype=jnp.dtype(dtype),
+            cache_format=_checked_format(cache_format, dtype),
+            dtype=dtype,
             backend=backend,
             absorb_prefills=absorb_prefills,
             ladder=ladder,
@@ -212,7 +219,7 @@ def _checked_format(name: str | None, dtype: jnp.dtype) -> str:
     plain = {f.dtype: f.name for f in ELEMENT_FORMATS.values() if not f.quantised}
     if name is None:
         name = plain.get(dtype.name, "bf16")
-    if name not in ELEMENT_FORMATS:
+    if not isinstance(name, str) or name not in ELEMENT_FORMATS:
         raise EngineError("cache_format", repr(name), ", ".join(ELEMENT_FORMATS))
     return name
 

@@ -14,14 +14,26 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from mla_jax.cache import LatentCache, RecordCache
+from mla_jax.checks import is_int, is_real
 from mla_jax.errors import ArgumentError
+from mla_jax.pallas.arguments import (
+    check_array,
+    check_cache,
+    check_eps,
+    check_fields,
+    check_flag,
+    check_number,
+    checked_count,
+    checked_pair,
+    checked_parts,
+    dtype_name,
+)
 from mla_jax.pallas.registry import Problem
 from mla_jax.types import SCALE_BLOCK, BlockScaled, cdiv
 
-__all__ = ["ACTIVATIONS", "PROBLEMS"]
+__all__ = ["PROBLEMS", "check_selection"]
 
-ACTIVATIONS = ("bfloat16", "float16", "float32")
-"""Dtypes of queries, keys, values and outputs."""
+_MOST_ROUNDS = 1000  # of Sinkhorn's iteration, which is written out; models take 20
 
 
 def write(cache, kv_latent, k_rope, slots, *, layer=None) -> Problem:
@@ -47,7 +59,9 @@ def write(cache, kv_latent, k_rope, slots, *, layer=None) -> Problem:
 
 def append(cache, q, kv, gain, angles, slots, *, eps, interleaved, layer=None) -> Problem:
     op = "append_latent"
-    del eps, interleaved
+    check_eps(f"{op}: eps", eps)
+    check_flag(f"{op}: interleaved", interleaved)
+    cos, sin = checked_pair(f"{op}: angles", angles)
     _layer(op, cache, layer)
     size = _bind(
         op,
@@ -55,8 +69,8 @@ def append(cache, q, kv, gain, angles, slots, *, eps, interleaved, layer=None) -
         q=(q, "float", "tokens heads qk"),
         kv=(kv, "float", "tokens row"),
         gain=(gain, "float", "rank"),
-        cos=(angles[0], "float", "tokens pairs"),
-        sin=(angles[1], "float", "tokens pairs"),
+        cos=(cos, "float", "tokens pairs"),
+        sin=(sin, "float", "tokens pairs"),
         slots=(slots, "int", "tokens"),
     )
     _same_dtype(op, q=q, kv=kv)
@@ -74,8 +88,9 @@ def append(cache, q, kv, gain, angles, slots, *, eps, interleaved, layer=None) -
 
 def append_window(cache, q, kv, gain, angles, slots, *, eps, layer=None) -> Problem:
     op = "append_window"
-    del eps
-    _layer(op, cache, layer)
+    check_eps(f"{op}: eps", eps)
+    cos, sin = checked_pair(f"{op}: angles", angles)
+    _layer(op, cache, layer, records=True)
     row = sum(_values(op, cache).values())
     size = _bind(
         op,
@@ -83,8 +98,8 @@ def append_window(cache, q, kv, gain, angles, slots, *, eps, layer=None) -> Prob
         q=(q, "float", "tokens heads dim"),
         kv=(kv, "float", "tokens dim"),
         gain=(gain, "float", "dim"),
-        cos=(angles[0], "float", "tokens pairs"),
-        sin=(angles[1], "float", "tokens pairs"),
+        cos=(cos, "float", "tokens pairs"),
+        sin=(sin, "float", "tokens pairs"),
         slots=(slots, "int", "tokens"),
     )
     _same_dtype(op, q=q, kv=kv)
@@ -99,7 +114,10 @@ def append_window(cache, q, kv, gain, angles, slots, *, eps, layer=None) -> Prob
 
 def pool_states(ring, pools, groups, positions, angles, *, eps, layer=None) -> Problem:
     op = "pool_states"
-    del eps
+    check_eps(f"{op}: eps", eps)
+    cos, sin = checked_pair(f"{op}: angles", angles)
+    pools = checked_parts(f"{op}: pools", pools, allowed="a tuple of StatePool, one or more")
+    check_fields(f"{op}: groups", groups, "a PoolMetadata", "ends", "tokens", "kept", "keep")
     _layer(f"{op}: ring", ring, layer)
     size, dims, columns = {}, [], 0
     groups = {
@@ -108,12 +126,14 @@ def pool_states(ring, pools, groups, positions, angles, *, eps, layer=None) -> P
         "kept": (groups.kept, "int", "groups span"),
         "keep": (groups.keep, "int", "tokens"),
         "positions": (positions, "int", "tokens"),
-        "cos": (angles[0], "float", "groups pairs"),
-        "sin": (angles[1], "float", "groups pairs"),
+        "cos": (cos, "float", "groups pairs"),
+        "sin": (sin, "float", "groups pairs"),
     }
     for i, pool in enumerate(pools):
         what = f"{op}: pools[{i}]"
-        _layer(f"{what}.cache", pool.cache, layer)
+        parts = "cache", "values", "gates", "bias", "gain", "slots"
+        check_fields(what, pool, "a StatePool", *parts)
+        _layer(f"{what}.cache", pool.cache, layer, records=True)
         shared = {k: v for k, v in size.items() if k != "dim"}
         size = _bind(
             what,
@@ -161,11 +181,10 @@ def gather(cache, page_table, first, row_starts, *, rows, dtype, layer=None) -> 
         first=(first, "int", "requests"),
         row_starts=(row_starts, "int", "requests+1"),
     )
-    if not isinstance(rows, int) or rows < 0:
-        raise ArgumentError("gather_latent: rows", rows, "a static int, 0 or more")
+    checked_count("gather_latent: rows", rows)
     return Problem.of(
         "gather_latent",
-        out=_activation("gather_latent: dtype", dtype),
+        out=dtype_name("gather_latent: dtype", dtype),
         **_cache_features(cache),
         rows=rows,
         requests=size["requests"],
@@ -181,6 +200,7 @@ def copy(cache, pairs, *, layer=None) -> Problem:
 
 
 def swap(src, dst, pairs, *, layer=None) -> Problem:
+    check_cache("swap_blocks: src", src)
     _layer("swap_blocks", dst, layer, optional=True)
     size = _cache_sizes("swap_blocks", dst) | {"2": 2}
     size = _bind("swap_blocks", size, pairs=(pairs, "int", "pairs 2"))
@@ -193,19 +213,24 @@ def swap(src, dst, pairs, *, layer=None) -> Problem:
 
 def decode(q_latent, q_rope, cache, meta, *, scale, out_dtype=None, layer=None) -> Problem:
     op = "mla_decode"
+    check_array(f"{op}: q_latent", q_latent)
     _layer(op, cache, layer)
     return _decode(op, q_latent, q_rope, cache, meta, scale, out_dtype)
 
 
 def plan_decode(cache, meta, *, tokens, heads, dtype, out_dtype=None) -> Problem:
     """Of ``mla_decode`` in any layer of the cache; dtypes and sizes are those of the queries."""
-    q_latent, q_rope = (
-        jax.ShapeDtypeStruct((tokens, heads, n), dtype) for n in (cache.rank, cache.rope)
-    )
-    return _decode("plan_decode", q_latent, q_rope, cache, meta, 1.0, out_dtype)
+    op = "plan_decode"
+    check_cache(f"{op}: cache", cache)
+    dtype = dtype_name(f"{op}: dtype", dtype)
+    shape = checked_count(f"{op}: tokens", tokens), checked_count(f"{op}: heads", heads, low=1)
+    q_latent, q_rope = (jax.ShapeDtypeStruct((*shape, n), dtype) for n in (cache.rank, cache.rope))
+    return _decode(op, q_latent, q_rope, cache, meta, 1.0, out_dtype)
 
 
 def _decode(op, q_latent, q_rope, cache, meta, scale, out_dtype) -> Problem:
+    parts = "max_query_len", "page_table", "seq_lens", "query_starts"
+    check_fields(f"{op}: meta", meta, "a DecodeMetadata", *parts)
     size = _bind(
         op,
         _cache_sizes(op, cache),
@@ -216,9 +241,8 @@ def _decode(op, q_latent, q_rope, cache, meta, scale, out_dtype) -> Problem:
         query_starts=(meta.query_starts, "int", "requests+1"),
     )
     _same_dtype(op, q_latent=q_latent, q_rope=q_rope)
-    _number(op, scale)
-    if meta.max_query_len < 1:
-        raise ArgumentError(f"{op}: max_query_len", meta.max_query_len, "1 or more")
+    check_number(f"{op}: scale", scale)
+    checked_count(f"{op}: max_query_len", meta.max_query_len, low=1)
     return Problem.of(
         "mla_decode",
         dtype=str(q_latent.dtype),
@@ -240,12 +264,19 @@ def plan_prefill(
     meta, *, tokens, keys, heads, nope, rope, v, dtype, causal=True, out_dtype=None
 ) -> Problem:
     """Of ``mla_prefill`` in any layer."""
+    op = "plan_prefill"
+    for name, n in (("tokens", tokens), ("keys", keys), ("nope", nope), ("rope", rope)):
+        checked_count(f"{op}: {name}", n)
+    for name, n in (("heads", heads), ("v", v)):
+        checked_count(f"{op}: {name}", n, low=1)
+    dtype = dtype_name(f"{op}: dtype", dtype)
     shapes = (tokens, heads, nope + rope), (keys, heads, nope + v), (keys, rope)
     q, kv, k_rope = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
-    return _prefill("plan_prefill", q, kv, k_rope, meta, 1.0, causal, out_dtype)
+    return _prefill(op, q, kv, k_rope, meta, 1.0, causal, out_dtype)
 
 
 def _prefill(op, q, kv, k_rope, meta, scale, causal, out_dtype) -> Problem:
+    check_fields(f"{op}: meta", meta, "a PrefillMetadata", "query_starts", "key_starts")
     size = _bind(
         op,
         {},
@@ -265,9 +296,8 @@ def _prefill(op, q, kv, k_rope, meta, scale, causal, out_dtype) -> Problem:
             "Pass kv as the up-projection leaves it, [k_nope | v] per head.",
         )
     _same_dtype(op, q=q, kv=kv, k_rope=k_rope)
-    _number(op, scale)
-    if not isinstance(causal, bool):
-        raise ArgumentError(f"{op}: causal", causal, "True or False, static")
+    check_number(f"{op}: scale", scale)
+    check_flag(f"{op}: causal", causal)
     return Problem.of(
         "mla_prefill",
         dtype=str(q.dtype),
@@ -289,6 +319,7 @@ def merge(*states, out_dtype=None) -> Problem:
         raise ArgumentError(f"{op}: states", "none", "one or more")
     size: dict[str, int] = {}
     for i, s in enumerate(states):
+        check_fields(f"{op}: states[{i}]", s, "an AttnState", "out", "lse")
         arrays = {
             f"states[{i}].out": (s.out, "float", "tokens heads dim"),
             f"states[{i}].lse": (s.lse, "float", "tokens heads"),
@@ -297,13 +328,14 @@ def merge(*states, out_dtype=None) -> Problem:
     return Problem.of(
         op,
         dtype=str(states[0].out.dtype),
-        out=_activation(f"{op}: out_dtype", out_dtype or states[0].out.dtype),
+        out=_out(op, out_dtype, states[0].out),
         states=len(states),
         **size,
     )
 
 
 def sinks(state, sinks) -> Problem:
+    check_fields("apply_sinks: state", state, "an AttnState", "out", "lse")
     size = _bind(
         "apply_sinks",
         {},
@@ -334,7 +366,8 @@ def routed(x, gate, up, down, weights, experts, *, limit=None) -> Problem:
 def _check_experts(op: str, weights: Any, limit: Any) -> None:
     if weights.dtype != jnp.float32:
         raise ArgumentError(f"{op}: weights", f"dtype {weights.dtype}", "float32")
-    if limit is not None and not (isinstance(limit, numbers.Real) and 0 < float(limit) < math.inf):
+    good = isinstance(limit, numbers.Real) and is_real(limit) and float(limit) > 0
+    if limit is not None and not good:
         hint = "It is static, not an array."
         raise ArgumentError(f"{op}: limit", limit, "None or a finite Python number above 0", hint)
 
@@ -370,6 +403,7 @@ def _routed(op: str, x: Any, size: dict[str, int]) -> Problem:
 
 def route(x, kernel, choice_bias, real, *, moe) -> Problem:
     op = "route_tokens"
+    check_fields(f"{op}: moe", moe, "a MoEConfig", "experts", "topk", "groups", "method", "biased")
     biased = {} if choice_bias is None else {"choice_bias": (choice_bias, "float", "experts")}
     size = _bind(
         op,
@@ -395,7 +429,9 @@ def matmul_float32(x, kernel) -> Problem:
 
 def mix_streams(streams, proj, scale, bias, *, rounds, eps, norm_eps) -> Problem:
     op = "mix_streams"
-    del rounds, eps, norm_eps
+    checked_count(f"{op}: rounds", rounds, low=1, high=_MOST_ROUNDS)
+    check_eps(f"{op}: eps", eps)
+    check_eps(f"{op}: norm_eps", norm_eps)
     size = _bind(
         op,
         {"three": 3},
@@ -412,8 +448,9 @@ def mix_streams(streams, proj, scale, bias, *, rounds, eps, norm_eps) -> Problem
 
 def write_rows(cache, values, slots, *, layer=None) -> Problem:
     op = "write_rows"
-    _layer(op, cache, layer)
+    _layer(op, cache, layer, records=True)
     wanted = _values(op, cache)
+    values = checked_parts(f"{op}: values", values, allowed=f"a tuple ({', '.join(wanted)})")
     if len(values) != len(wanted):
         allowed = f"{len(wanted)}: {', '.join(wanted)}"
         raise ArgumentError(f"{op}: values", len(values), allowed)
@@ -428,17 +465,19 @@ def write_rows(cache, values, slots, *, layer=None) -> Problem:
 
 def gather_rows(cache, slots, *, dtype, layer=None) -> Problem:
     op = "gather_rows"
-    _layer(op, cache, layer)
+    _layer(op, cache, layer, records=True)
     _values(op, cache)
+    check_array(f"{op}: slots", slots)
     if not jnp.issubdtype(slots.dtype, jnp.integer):
         raise ArgumentError(f"{op}: slots", f"dtype {slots.dtype}", "an integer dtype")
-    out = _activation(f"{op}: dtype", dtype)
+    out = dtype_name(f"{op}: dtype", dtype)
     return Problem.of(op, out=out, **_any_cache(cache), rows=math.prod(slots.shape))
 
 
 def gather_codes(cache, slots, *, layer=None) -> Problem:
     op = "gather_codes"
-    _layer(op, cache, layer)
+    _layer(op, cache, layer, records=True)
+    check_array(f"{op}: slots", slots)
     if not isinstance(cache, RecordCache) or cache.format.name != "index_key":
         hint = "gather_rows reads the values of any cache."
         raise ArgumentError(f"{op}: format of the cache", cache.format.name, "index_key", hint)
@@ -447,9 +486,18 @@ def gather_codes(cache, slots, *, layer=None) -> Problem:
     return Problem.of(op, **_any_cache(cache), rows=math.prod(slots.shape))
 
 
+def check_selection(q, weights, cache, meta, k) -> int:
+    """``k``, if these can be arguments of ``select_topk``; its parts compare axes."""
+    op = "select_topk"
+    check_cache(f"{op}: cache", cache, records=True)
+    check_fields(f"{op}: meta", meta, "an IndexerMetadata", "decode", "prefill")
+    _bind(op, {}, q=(q, "float", "tokens heads dim"), weights=(weights, "float", "tokens heads"))
+    return _best(op, k)
+
+
 def select_decode(q, weights, cache, page_table, lens, *, k, layer=None) -> Problem:
     op = "select_topk_decode"
-    _layer(op, cache, layer)
+    _layer(op, cache, layer, records=True)
     dim = sum(_values(op, cache).values())
     size = _bind(
         op,
@@ -486,9 +534,7 @@ def select_prefill(q, weights, keys, starts, ends, *, k, scales=None) -> Problem
 
 
 def _best(op: str, k: Any) -> int:
-    if not isinstance(k, int) or isinstance(k, bool) or k < 1:
-        raise ArgumentError(f"{op}: k", k, "a static int, 1 or more")
-    return k
+    return checked_count(f"{op}: k", k, low=1)
 
 
 def logits(q, weights, keys) -> Problem:
@@ -508,12 +554,14 @@ def sparse_decode(
     value=None, out_dtype=None,
 ) -> Problem:  # fmt: skip
     op = "mla_sparse_decode"
-    _layer(op, cache, layer)
+    _layer(op, cache, layer, records=True)
     row = sum(_values(op, cache).values())
     size = _sparse(op, q_latent, q_rope, row, slots, "slots", lengths, sinks, scale)
     more = {}
     if extra is not None:
-        _layer(f"{op}: extra", extra.cache, extra.layer)
+        parts = "cache", "slots", "lengths", "layer"
+        check_fields(f"{op}: extra", extra, "a SparseScope", *parts)
+        _layer(f"{op}: extra", extra.cache, extra.layer, records=True)
         if sum(_values(op, extra.cache).values()) != row:
             given = sum(_values(op, extra.cache).values())
             raise ArgumentError(f"{op}: row of the extra cache", given, f"{row}, as the first's")
@@ -573,7 +621,7 @@ def _sparse(op, q_latent, q_rope, row, lists, name, lengths, sinks, scale) -> di
         **more,
     )
     _same_dtype(op, q_latent=q_latent, q_rope=q_rope)
-    _number(op, scale)
+    check_number(f"{op}: scale", scale)
     if size["rank"] + size["rope"] != row:
         given = f"q_latent {size['rank']} and q_rope {size['rope']}"
         raise ArgumentError(f"{op}: widths", given, f"together {row}, as a cached row")
@@ -583,9 +631,9 @@ def _sparse(op, q_latent, q_rope, row, lists, name, lengths, sinks, scale) -> di
 def _value(op: str, value: Any, rank: int, row: int) -> int:
     """Columns of a row that are its value: the latent's by default."""
     columns = rank if value is None else value
-    if not isinstance(columns, int) or not 1 <= columns <= row:
+    if not is_int(columns) or not 1 <= int(columns) <= row:
         raise ArgumentError(f"{op}: value", value, f"None, or 1 to {row} leading columns of a row")
-    return columns
+    return int(columns)
 
 
 def _values(op: str, cache: LatentCache | RecordCache) -> dict[str, int]:
@@ -613,6 +661,8 @@ def _bind(op: str, sizes: dict[str, int], **arrays: tuple[Any, str, str]) -> dic
         names = axes.split()
         if kind == "e4m3":
             _check_blocks(what, x)
+        else:
+            check_array(what, x)
         if len(x.shape) != len(names):
             raise ArgumentError(what, f"shape {tuple(x.shape)}", f"[{', '.join(names)}]")
         if kind == "int" and not jnp.issubdtype(x.dtype, jnp.integer):
@@ -620,7 +670,7 @@ def _bind(op: str, sizes: dict[str, int], **arrays: tuple[Any, str, str]) -> dic
         if kind == "bool" and x.dtype != jnp.bool_:
             raise ArgumentError(what, f"dtype {x.dtype}", "bool")
         if kind == "float" or (kind == "codes" and x.dtype != jnp.float8_e4m3fn):
-            _activation(what, x.dtype)
+            dtype_name(what, x.dtype)
         for axis, n in zip(names, x.shape, strict=True):
             base, _, more = axis.partition("+")
             n -= int(more or 0)
@@ -670,9 +720,13 @@ def _cache_sizes(op: str, cache: LatentCache) -> dict[str, int]:
 
 
 def _layer(
-    op: str, cache: LatentCache | RecordCache, layer: Any, *, optional: bool = False
+    op: str, cache: Any, layer: Any, *, optional: bool = False, records: bool = False
 ) -> None:
-    """A stack of layers needs one of them, the cache of one layer has none to choose from."""
+    """A stack of layers needs one of them, the cache of one layer has none to choose from.
+
+    Whether ``cache`` is one at all is checked first; with ``records`` it may hold byte records.
+    """
+    check_cache(f"{op}: cache", cache, records=records)
     what, layers = f"{op}: layer", cache.layers
     if layers is None:
         if layer is not None:
@@ -701,16 +755,9 @@ def _cache_features(cache: LatentCache) -> dict[str, Any]:
     }
 
 
-def _activation(what: str, dtype: DTypeLike) -> str:
-    name = jnp.dtype(dtype).name
-    if name not in ACTIVATIONS:
-        raise ArgumentError(what, f"dtype {name}", ", ".join(ACTIVATIONS))
-    return name
-
-
 def _out(op: str, dtype: DTypeLike | None, like: Any) -> str:
     """The dtype of the result: that of ``like`` unless stated."""
-    return _activation(f"{op}: out_dtype", dtype or like.dtype)
+    return dtype_name(f"{op}: out_dtype", like.dtype if dtype is None else dtype)
 
 
 def _same_dtype(op: str, **arrays: Any) -> None:
@@ -718,16 +765,6 @@ def _same_dtype(op: str, **arrays: Any) -> None:
     if len(set(given.values())) > 1:
         text = ", ".join(f"{name} {dtype}" for name, dtype in given.items())
         raise ArgumentError(f"{op}: dtypes", text, "one dtype", "Cast before the call.")
-
-
-def _number(op: str, scale: Any) -> None:
-    if not isinstance(scale, numbers.Real) or not math.isfinite(scale):
-        raise ArgumentError(
-            f"{op}: scale",
-            scale,
-            "a finite Python number",
-            "It is static, not an array.",
-        )
 
 
 PROBLEMS: dict[str, Callable[..., Problem]] = {

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-from mla_jax.errors import ArgumentError, UnsupportedError
+from mla_jax.errors import ArgumentError, UnsupportedError, shown
 from mla_jax.pallas.device import DeviceInfo
 
 __all__ = ["Backend", "OneOf", "Problem", "Registry", "Requirement", "Tuned", "Within", "differing"]
@@ -192,10 +192,10 @@ class Registry:
                 return qualified[0]
             reasons = [f"{name}: {', '.join(why)}" for name, why in lacks.items()]
             raise UnsupportedError(problem.op, None, reasons or ["no such operation"])
-        if backend not in lacks:
+        if not isinstance(backend, str) or backend not in lacks:
             names = ", ".join(lacks) or "none"
             why = f"no backend of this name (registered: {names})"
-            raise UnsupportedError(problem.op, backend, [why], accept)
+            raise UnsupportedError(problem.op, shown(backend), [why], accept)
         if lacks[backend]:
             raise UnsupportedError(problem.op, backend, lacks[backend], accept)
         return next(b for b in known if b.name == backend)

@@ -21,8 +21,8 @@ from mla_jax.metadata.compat.prefill_backend import (
 )
 from mla_jax.metadata.compat.prefill_selection import PrefillRegistry, Priority
 from mla_jax.metadata.mla import PrefillMetadata
+from mla_jax.pallas.arguments import ACTIVATIONS
 from mla_jax.pallas.device import DeviceInfo
-from mla_jax.pallas.problems import ACTIVATIONS
 from mla_jax.pallas.registry import Backend, Problem
 from mla_jax.types import Array, AttnState, Float
 
