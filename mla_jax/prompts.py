@@ -66,11 +66,16 @@ class Reader:
         """The prompts of the one source that is given.
 
         Raises:
-            EngineError: no source or several, or a prompt that is none, with its line.
+            EngineError: no source or several, ids that are to be a chat, or a prompt that is none,
+                with its line.
         """
         match ids, text, file:
             case str(), None, None:
                 where = "--prompt-ids"
+                if self.chat or self.system is not None:
+                    option = "--chat" if self.system is None else "--system"
+                    allowed = "with --prompt or --prompts-file, whose texts become a chat"
+                    raise EngineError(option, "--prompt-ids", allowed, "Ids are taken as they are.")
                 return [Prompt(where=where, ids=ids_of(ids, vocab=self.vocab, where=where))]
             case None, str(), None:
                 return [Prompt(where="--prompt", ids=self._encoded(text, "--prompt"))]

@@ -176,6 +176,13 @@ def test_chats_of_options_and_files(folder, tmp_path, monkeypatch):
     assert prompts("--prompts-file", file, "--chat") == [[1, 5, 1, 6, 2], [1, 7, 2]]
 
 
+@pytest.mark.parametrize("option", [("--chat",), ("--system", "w8")])
+def test_ids_are_no_chat(run, folder, option):
+    code, _, err = run("generate", folder, "--prompt-ids", "1,2", *option)
+    assert code == 2
+    assert f"{option[0]}: given --prompt-ids; allowed: with --prompt or --prompts-file" in err
+
+
 def test_options_of_sampling(run, folder):
     ask = ("generate", folder, "--prompt-ids", "1", *QUICK, "--max-new-tokens", 6)
     bias = ("--logit-bias", "5:100,6:99.5", "--frequency-penalty", "1", "--logprobs", "2")

@@ -61,7 +61,8 @@ class SamplingParams:
         t, p = self.temperature, self.top_p
         _require(is_real(t) and (t == 0 or t >= _COLDEST), "temperature", t,
                  f"0 (greedy) or at least {_COLDEST}")  # fmt: skip
-        _require(is_int(self.top_k) and 0 <= self.top_k < 2**31, "top_k", self.top_k, "0 or more")
+        _require(is_int(self.top_k) and 0 <= self.top_k < 2**31, "top_k", self.top_k,
+                 "0 to 2**31 - 1")  # fmt: skip
         _require(is_real(p) and 0 < p <= 1, "top_p", p, "above 0, at most 1")
         _require(is_int(self.seed) and 0 <= self.seed < 2**32, "seed", self.seed, "0 to 2**32 - 1")
         n = self.max_new_tokens

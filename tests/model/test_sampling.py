@@ -142,6 +142,7 @@ def test_nan_logits_are_seen_in_the_logprob_of_their_row_only():
         ({"temperature": float("inf")}, "temperature: given inf"),
         ({"temperature": 1e-9}, "temperature: given 1e-09"),
         ({"top_k": -1}, "top_k: given -1"),
+        ({"top_k": 2**70}, f"top_k: given {2**70}; allowed: 0 to 2"),
         ({"top_k": 1.5}, "top_k: given 1.5"),
         ({"top_p": 0.0}, "top_p: given 0.0"),
         ({"top_p": 1.1}, "top_p: given 1.1"),
