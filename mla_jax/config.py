@@ -7,6 +7,7 @@ be inert, or refused by name.
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -321,7 +322,7 @@ class ModelConfig:
         """The released key dialect: ``ModelConfig.from_hf(config.to_hf()) == config``."""
         return write(asdict(self))
 
-    @property
+    @cached_property
     def kinds(self) -> tuple[LayerKind, ...]:
         """What each layer is made of."""
         full = self.indexer.full if self.indexer else (False,) * self.layers
