@@ -8,6 +8,7 @@ E experts, I expert width, S width of the shared experts, N index heads of width
 
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 
 from mla_jax.config import ModelConfig
 from mla_jax.config_v4 import AnyConfig, V4Config
@@ -77,6 +78,7 @@ _FUSED = (
 )
 
 
+@lru_cache(maxsize=1)  # commands ask for one model's several times
 def weight_table(config: AnyConfig) -> tuple[Weight, ...]:
     """Every tensor of the released layout that the model reads, layer by layer."""
     if isinstance(config, V4Config):
