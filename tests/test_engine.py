@@ -355,7 +355,9 @@ def test_an_interrupted_generate_leaves_none_behind(make):
 
 
 def test_a_length_beyond_the_model_is_refused(make):
-    with pytest.raises(EngineError, match="max_model_len: given 129; allowed: 1 or more, at most 128"):
+    with pytest.raises(
+        EngineError, match="max_model_len: given 129; allowed: 1 or more, at most 128"
+    ):
         make(max_model_len=129)
 
 
