@@ -68,12 +68,11 @@ that do not need each other's results run at the same time.
 UNROLLED: dict[str, bool | int | str] = {"xla_gpu_command_buffer_unroll_loops": True}
 """And of one that has decodes only: its CUDA graph holds the kernels of all layers one by one.
 
-Not where a layer has a loop of its own, as decode by the backend ``xla`` does.
-
 A loop inside of a graph costs a turn's start and end for each layer. Of 27 layers one request's
 step took 3.95 ms with neither option, 3.32 unrolled, 2.87 with both (H200, steps behind each
 other). XLA of JAX 0.11 fails at the second run of a graph that was unrolled around another loop,
-such as that over chunks of cached context.
+such as that over chunks of cached context. So a step whose layers have a loop of their own is not
+unrolled; decode by the backend ``xla`` has one.
 """
 
 
@@ -268,7 +267,7 @@ class Step:
             self._backend,
             self.want_logits,
             jax.tree.map(str, arguments),
-            self._options(layout),  # wished for; what is taken of them follows from the rest
+            self._options(layout),  # ``_compiled`` may leave one out, by what it traces
         )
         program = None
         if self._store is not None:

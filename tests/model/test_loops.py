@@ -84,9 +84,9 @@ def programs_of(room, config):
     return [engine._step.trace(layout, engine._caches) for layout in layouts]
 
 
-def programs_of_v3(config, **settings):
+def programs_of_v3(config):
     """Decodes alone; decodes and prefills."""
-    step = tiny.step(tiny.model(config), page=PAGE, vocab=config.vocab, **settings)
+    step = tiny.step(tiny.model(config), page=PAGE, vocab=config.vocab)
     caches = tiny.caches(config, num_pages=8, page=PAGE)
     return [step.trace(pack(tiny.batch(b, [], [])).layout, caches) for b in (DECODE, MIXED)]
 
