@@ -2,10 +2,11 @@
 
 import math
 import operator
+from pathlib import Path
 
 from mla_jax.errors import EngineError
 
-__all__ = ["checked_size", "is_int", "is_real"]
+__all__ = ["checked_size", "made_folder", "is_int", "is_real"]
 
 
 def is_int(value: object) -> bool:
@@ -44,3 +45,17 @@ def checked_size(
         return size
     text = allowed or f"{low} or more, at most {high:,}, as an integer"
     raise EngineError(what, value if is_int(value) else repr(value), text, hint)
+
+
+def made_folder(what: str, folder: Path) -> Path:
+    """``folder``, made if it is not there.
+
+    Raises:
+        EngineError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        allowed = "a folder that is there or can be made"
+        raise EngineError(what, f"{folder} ({error.strerror})", allowed) from None
+    return folder

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from mla_jax import ops
 from mla_jax.cache import ELEMENT_FORMATS, LatentCache
-from mla_jax.checks import checked_size, is_real
+from mla_jax.checks import checked_size, is_real, made_folder
 from mla_jax.commands import fit, parity
 from mla_jax.commands.models import model_of
 from mla_jax.commands.roofline import roofline
@@ -330,11 +330,7 @@ def _keep_compilations(folder: Path | None) -> None:
     """Let JAX keep what XLA compiles, however short it took."""
     if folder is None:
         return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        allowed = "a folder that is there or can be made"
-        raise EngineError("--cache", f"{folder} ({error.strerror})", allowed) from None
+    made_folder("--cache", folder)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 

@@ -41,9 +41,9 @@ class MLADims:
     q_rank: int | None  # query latent width; None = queries straight from the input
 
     def __post_init__(self) -> None:
-        _positive(self, "heads", "rank", "nope", "v")
+        check_positive(self, "heads", "rank", "nope", "v")
         if self.q_rank is not None:
-            _positive(self, "q_rank")
+            check_positive(self, "q_rank")
         if not is_int(self.rope) or self.rope < 0 or self.rope % 2:
             raise ConfigError("MLADims.rope", self.rope, "an even number >= 0")
 
@@ -58,7 +58,7 @@ class MLADims:
         return self.rank + self.rope
 
 
-def _positive(config: object, *names: str) -> None:
+def check_positive(config: object, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         if not is_int(value) or value < 1:
@@ -179,7 +179,7 @@ class MoEConfig:
     scale: float = 1.0  # routed_scaling_factor
 
     def __post_init__(self) -> None:
-        _positive(self, "experts", "topk", "width", "groups", "topk_groups")
+        check_positive(self, "experts", "topk", "width", "groups", "topk_groups")
         if not is_int(self.shared) or self.shared < 0:
             raise ConfigError("MoEConfig.shared", self.shared, "an integer, 0 or more")
         if not isinstance(self.method, str):
@@ -218,7 +218,7 @@ class IndexerConfig:
     hadamard: bool = False  # queries and keys times the Walsh-Hadamard matrix: spreads outliers
 
     def __post_init__(self) -> None:
-        _positive(self, "heads", "dim", "topk")
+        check_positive(self, "heads", "dim", "topk")
         if not (isinstance(self.full, tuple) and self.full and self.full[0]):
             allowed = "the first layer true: it has no selection before it to take"
             raise ConfigError("IndexerConfig.full", self.full, allowed)
@@ -259,7 +259,7 @@ class ModelConfig:
     indexer: IndexerConfig | None = None  # None = dense attention
 
     def __post_init__(self) -> None:
-        _positive(self, "vocab", "hidden", "layers", "mlp", "max_positions")
+        check_positive(self, "vocab", "hidden", "layers", "mlp", "max_positions")
         if len(self.sparse_layers) != self.layers:
             given = f"{len(self.sparse_layers)} entries"
             raise ConfigError("ModelConfig.sparse_layers", given, f"{self.layers}, one per layer")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mla_jax.checks import is_int, is_real
-from mla_jax.config import ModelConfig, MoEConfig, RopeConfig, YarnConfig
+from mla_jax.config import ModelConfig, MoEConfig, RopeConfig, YarnConfig, check_positive
 from mla_jax.errors import ConfigError
 from mla_jax.hf_config_v4 import MODEL_TYPE, read, write
 from mla_jax.hf_keys import config_object
@@ -86,9 +86,7 @@ class V4Config:
     def __post_init__(self) -> None:
         sizes = ("vocab", "hidden", "heads", "dim", "q_rank", "out_groups", "out_rank", "window")
         sizes += ("index_heads", "index_dim", "index_topk", "max_positions")
-        for name in sizes:
-            if not is_int(size := getattr(self, name)) or size < 1:
-                raise ConfigError(f"V4Config.{name}", getattr(self, name), "a positive integer")
+        check_positive(self, *sizes)
         if (
             not is_int(self.rope_dim)
             or not 0 < self.rope_dim <= min(self.dim, self.index_dim)

@@ -29,7 +29,7 @@ from jax.typing import DTypeLike
 
 from mla_jax.chat_template import is_chat
 from mla_jax.checks import checked_size
-from mla_jax.errors import EngineError, shown
+from mla_jax.errors import EngineError, described
 from mla_jax.generation_config import GenerationDefaults
 from mla_jax.history_rows import HistoryRows
 from mla_jax.hub import folder_of
@@ -385,8 +385,7 @@ class Engine:
         if text is None:
             checked_prompt(prompt, "encode")
         if text is None or not (isinstance(prompt, str) or is_chat(prompt)):
-            given = f"{shown(prompt)} ({type(prompt).__name__})"
-            raise EngineError("encode", given, "a text, or a list of messages")
+            raise EngineError("encode", described(prompt), "a text, or a list of messages")
         if isinstance(prompt, str):
             if chat:
                 raise EngineError("encode: a text", f"with {', '.join(chat)}", "these for a chat")
@@ -407,7 +406,7 @@ class Engine:
         """
         params = checked_params(params, self.default_params)
         if not isinstance(id, str | None):
-            raise EngineError("request id", f"{shown(id)} ({type(id).__name__})", "a text, or None")
+            raise EngineError("request id", described(id), "a text, or None")
         name = "request" if id is None else f"request {id}"
         ids = checked_prompt(prompt, f"{name}: prompt", self.text and self.text.ids)
         if params.stop and self.text is None:

@@ -40,6 +40,11 @@ def shown(value: object) -> str:
     return f"{text[:half]} … {text[-half:]} ({len(text):,} characters)"
 
 
+def described(value: object) -> str:
+    """``[1, 2] (list)``: a value and its type."""
+    return f"{shown(value)} ({type(value).__name__})"
+
+
 def listed(names: Sequence[object]) -> str:
     """The first ten names and how many more there are."""
     more = len(names) - _MOST

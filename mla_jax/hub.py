@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from mla_jax.errors import EngineError, shown
+from mla_jax.errors import EngineError, described, shown
 
 __all__ = ["folder_of"]
 
@@ -23,8 +23,7 @@ def folder_of(model: str | Path, *, weights: bool = True) -> Path:
         EngineError: an id that cannot be downloaded, with what would work.
     """
     if not isinstance(model, str | Path):
-        given = f"{shown(model)} ({type(model).__name__})"
-        raise EngineError("model", given, "a folder, or a hub id, as a text or a Path")
+        raise EngineError("model", described(model), "a folder, or a hub id, as a text or a Path")
     path = Path(model)
     if path.exists() or not _ID.fullmatch(str(model)):
         return path

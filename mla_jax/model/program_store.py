@@ -19,6 +19,7 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 
+from mla_jax.checks import made_folder
 from mla_jax.errors import EngineError
 from mla_jax.placement import Placement
 
@@ -54,11 +55,7 @@ class ProgramStore:
         if not isinstance(folder, str | Path):
             raise EngineError("programs", type(folder).__name__, "a folder, as a text or a Path")
         self.folder, self.placement = Path(folder), placement
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            given = f"{self.folder} ({error.strerror})"
-            raise EngineError("programs", given, "a folder that is there or can be made") from None
+        made_folder("programs", self.folder)
         if placement.on_gpu:
             # Says where the runtime of Mosaic kernels is: without it they are assembled again.
             importlib.import_module("jax.experimental.mosaic.gpu")

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from mla_jax.cache import LatentCache, RecordCache
 from mla_jax.checks import is_int, is_real
-from mla_jax.errors import ArgumentError, shown
+from mla_jax.errors import ArgumentError, described, shown
 
 __all__ = [
     "ACTIVATIONS",
@@ -27,6 +27,7 @@ __all__ = [
     "checked_pair",
     "checked_parts",
     "dtype_name",
+    "is_static_number",
 ]
 
 ACTIVATIONS = ("bfloat16", "float16", "float32")
@@ -35,14 +36,9 @@ ACTIVATIONS = ("bfloat16", "float16", "float32")
 _MOST = 2**31 - 1  # kernels count in int32
 
 
-def _described(x: object) -> str:
-    """``[1, 2] (list)``: a value and its type."""
-    return f"{shown(x)} ({type(x).__name__})"
-
-
 def check_array(what: str, x: Any) -> None:
     if not (hasattr(x, "shape") and hasattr(x, "dtype")):
-        raise ArgumentError(what, _described(x), "an array", "jnp.asarray makes one of numbers.")
+        raise ArgumentError(what, described(x), "an array", "jnp.asarray makes one of numbers.")
 
 
 def check_cache(what: str, cache: Any, *, records: bool = False) -> None:
@@ -50,26 +46,26 @@ def check_cache(what: str, cache: Any, *, records: bool = False) -> None:
     kinds = (LatentCache, RecordCache) if records else (LatentCache,)
     if not isinstance(cache, kinds):
         allowed = " or a ".join(kind.__name__ for kind in kinds)
-        raise ArgumentError(what, _described(cache), f"a {allowed}", "LatentCache.alloc makes one.")
+        raise ArgumentError(what, described(cache), f"a {allowed}", "LatentCache.alloc makes one.")
 
 
 def check_fields(what: str, x: Any, kind: str, *names: str) -> None:
     """Refuse what lacks an attribute that a ``kind`` has."""
     if not all(hasattr(x, name) for name in names):
-        raise ArgumentError(what, _described(x), f"{kind}, with {', '.join(names)}")
+        raise ArgumentError(what, described(x), f"{kind}, with {', '.join(names)}")
 
 
 def checked_pair(what: str, x: Any) -> tuple[Any, Any]:
     """Cos and sin."""
     if not isinstance(x, tuple | list) or len(x) != 2:
-        raise ArgumentError(what, _described(x), "a pair of arrays: (cos, sin)")
+        raise ArgumentError(what, described(x), "a pair of arrays: (cos, sin)")
     return x[0], x[1]
 
 
 def checked_parts(what: str, x: Any, *, allowed: str) -> tuple[Any, ...]:
     """A tuple or list with at least one entry."""
     if not isinstance(x, tuple | list) or not x:
-        raise ArgumentError(what, _described(x), allowed)
+        raise ArgumentError(what, described(x), allowed)
     return tuple(x)
 
 
@@ -77,24 +73,29 @@ def checked_count(what: str, n: Any, *, low: int = 0, high: int = _MOST) -> int:
     """A static integer from ``low`` to ``high``."""
     if not is_int(n) or not low <= int(n) <= high:
         allowed = f"a static int, {low} or more, at most {high:,}"
-        raise ArgumentError(what, n if is_int(n) else _described(n), allowed)
+        raise ArgumentError(what, n if is_int(n) else described(n), allowed)
     return int(n)
 
 
 def check_flag(what: str, x: Any) -> None:
     if not isinstance(x, bool | np.bool_):
-        raise ArgumentError(what, _described(x), "True or False, static")
+        raise ArgumentError(what, described(x), "True or False, static")
+
+
+def is_static_number(x: Any) -> bool:
+    """Whether ``x`` is a finite Python or numpy number, and no array."""
+    return isinstance(x, numbers.Real) and is_real(x)
 
 
 def check_number(what: str, x: Any) -> None:
     """A finite Python or numpy number."""
-    if not (isinstance(x, numbers.Real) and is_real(x)):
+    if not is_static_number(x):
         raise ArgumentError(what, shown(x), "a finite Python number", "It is static, not an array.")
 
 
 def check_eps(what: str, x: Any) -> None:
     """What is added to a mean of squares before its root is taken, or to a weight."""
-    if not (isinstance(x, numbers.Real) and is_real(x) and 0 <= float(x) <= 1):
+    if not (is_static_number(x) and 0 <= float(x) <= 1):
         allowed = "a Python number from 0 to 1"
         raise ArgumentError(what, shown(x), allowed, "It is static, not an array.")
 
@@ -106,6 +107,6 @@ def dtype_name(what: str, dtype: DTypeLike) -> str:
     except (TypeError, ValueError):
         name = None
     if name not in ACTIVATIONS:
-        given = _described(dtype) if name is None else f"dtype {name}"
+        given = described(dtype) if name is None else f"dtype {name}"
         raise ArgumentError(what, given, ", ".join(ACTIVATIONS))
     return name

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from mla_jax.cache import LatentCache, RecordCache
-from mla_jax.checks import is_int, is_real
+from mla_jax.checks import is_int
 from mla_jax.errors import ArgumentError
 from mla_jax.pallas.arguments import (
     check_array,
@@ -27,6 +27,7 @@ from mla_jax.pallas.arguments import (
     checked_pair,
     checked_parts,
     dtype_name,
+    is_static_number,
 )
 from mla_jax.pallas.registry import Problem
 from mla_jax.types import SCALE_BLOCK, BlockScaled, cdiv
@@ -366,8 +367,7 @@ def routed(x, gate, up, down, weights, experts, *, limit=None) -> Problem:
 def _check_experts(op: str, weights: Any, limit: Any) -> None:
     if weights.dtype != jnp.float32:
         raise ArgumentError(f"{op}: weights", f"dtype {weights.dtype}", "float32")
-    good = isinstance(limit, numbers.Real) and is_real(limit) and float(limit) > 0
-    if limit is not None and not good:
+    if limit is not None and not (is_static_number(limit) and float(limit) > 0):
         hint = "It is static, not an array."
         raise ArgumentError(f"{op}: limit", limit, "None or a finite Python number above 0", hint)
 
