@@ -30,6 +30,7 @@ from benchmarks.experts import (
     seconds,
 )  # fmt: skip
 from benchmarks.machine import clocks
+from benchmarks.random_model import block_scaled
 from benchmarks.run import versions
 from mla_jax import ops
 from mla_jax.pallas.tuning import folder_name
@@ -46,16 +47,7 @@ NAMES = ("v3_t1", "v3_t32", "v3_t128")
 @jax.jit
 def quantised(w: jax.Array) -> BlockScaled:
     """[experts, in, out] in blocks of 128 x 128, rows outputs; expert by expert."""
-
-    def one(w):
-        t = w.T.astype(jnp.float32)
-        blocks = t.reshape(t.shape[0] // 128, 128, t.shape[1] // 128, 128)
-        scale = jnp.abs(blocks).max(axis=(1, 3)) / 448
-        values = blocks / scale[:, None, :, None]
-        return values.reshape(t.shape).astype(jnp.float8_e4m3fn), scale
-
-    values, scale = lax.map(one, w)
-    return BlockScaled(values=values, scale=scale)
+    return lax.map(lambda w: block_scaled(w.T), w)
 
 
 def main() -> None:

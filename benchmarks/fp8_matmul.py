@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.timing import isolated_us
+from benchmarks.random_model import block_scaled
+from benchmarks.timing import isolated_us, once, waited
 from mla_jax.pallas.fp8_matmul import mosaic
-from mla_jax.types import SCALE_BLOCK, BlockScaled, round_up
+from mla_jax.types import BlockScaled, round_up
 
 __all__ = ["CASES", "METHOD", "Case", "run"]
 
@@ -65,8 +66,8 @@ def run(peers: Path | None, chosen: list[str], turn: AbstractContextManager) -> 
         plain = jax.jit(jnp.dot).lower(x, wide).compile()
         with turn:
             found = compiled(x, weight)
-            runs = {"ours": partial(_once, compiled, (x, weight))}
-            runs |= {"bf16": partial(_once, plain, (x, wide))}
+            runs = {"ours": partial(once, compiled, (x, weight))}
+            runs |= {"bf16": partial(once, plain, (x, wide))}
             if peers:
                 call, theirs = _deepgemm(case, x, weight)
                 runs |= {"peer": call}
@@ -98,11 +99,7 @@ def _drawn(case: Case) -> tuple[jax.Array, BlockScaled]:
     keys = jax.random.split(jax.random.key(0), 2)
     x = jax.random.normal(keys[0], (case.tokens, case.into), jnp.bfloat16)
     w = jax.random.normal(keys[1], (case.out, case.into), jnp.float32)
-    padded = jnp.pad(w, ((0, -case.out % SCALE_BLOCK), (0, 0)))
-    blocks = padded.reshape(-1, SCALE_BLOCK, case.into // SCALE_BLOCK, SCALE_BLOCK)
-    scale = jnp.abs(blocks).max(axis=(1, 3)) / 448
-    values = (blocks / scale[:, None, :, None]).reshape(padded.shape)[: case.out]
-    return x, BlockScaled(values=values.astype(jnp.float8_e4m3fn), scale=scale)
+    return x, block_scaled(w)
 
 
 def _deepgemm(case: Case, x: jax.Array, weight: BlockScaled):
@@ -118,13 +115,6 @@ def _deepgemm(case: Case, x: jax.Array, weight: BlockScaled):
     weights = as_torch(weight.values), as_torch(weight.scale)
     out = torch.empty(case.tokens, case.out, dtype=torch.bfloat16, device="cuda")
 
-    def call() -> None:
-        deep_gemm.fp8_gemm_nt(given, weights, out)
-        torch.cuda.synchronize()
-
+    call = partial(waited, partial(deep_gemm.fp8_gemm_nt, given, weights, out))
     call()
     return call, out
-
-
-def _once(compiled, arguments) -> None:
-    jax.block_until_ready(compiled(*arguments))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.timing import isolated_us
+from benchmarks.timing import isolated_us, once, waited
 from mla_jax.cache import RecordCache
 from mla_jax.pallas.cache_io.records import write_records
 from mla_jax.pallas.indexer.ref import indexer_logits, quantise_queries
@@ -70,8 +70,8 @@ def run(peers: Path | None, chosen: list[str], turn: AbstractContextManager) -> 
             found = np.asarray(compiled(*arguments)).reshape(case.rows, TOPK)
             recall = _recall(found, exact)
             theirs = peer() if peers else {}
-            runs = {"ours": partial(_once, compiled, arguments)}
-            runs |= {name: partial(_waited, call) for name, call in theirs.items()}
+            runs = {"ours": partial(once, compiled, arguments)}
+            runs |= {name: partial(waited, call) for name, call in theirs.items()}
             times = isolated_us(runs)
             agree = _agree(found, [theirs[n]() for n in theirs if n != "scores"])
         ours = times.pop("ours")
@@ -98,17 +98,6 @@ def run(peers: Path | None, chosen: list[str], turn: AbstractContextManager) -> 
             }
         print(row, flush=True)
         yield row
-
-
-def _once(compiled, arguments) -> None:
-    jax.block_until_ready(compiled(*arguments))
-
-
-def _waited(call) -> None:
-    import torch
-
-    call()
-    torch.cuda.synchronize()
 
 
 def _agree(found: np.ndarray, chosen: list) -> list[float]:

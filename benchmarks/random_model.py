@@ -16,8 +16,9 @@ from flax import nnx
 from mla_jax.config import ModelConfig
 from mla_jax.config_v4 import AnyConfig, V4Config
 from mla_jax.model.deepseek_v3 import DeepseekV3
+from mla_jax.types import SCALE_BLOCK, BlockScaled
 
-__all__ = ["drawn", "of_layers", "of_ratios"]
+__all__ = ["block_scaled", "drawn", "of_layers", "of_ratios"]
 
 LARGE = 2**28
 """Elements of a leaf that is drawn row by row."""
@@ -36,6 +37,16 @@ def of_ratios(config: V4Config, *ratios: int) -> V4Config:
     return dataclasses.replace(
         config, vocab=1024, compress_ratios=ratios, hash_layers=0, fp8_block=None
     )
+
+
+def block_scaled(w: jax.Array) -> BlockScaled:
+    """Weights [outputs, inputs] in e4m3, a scale for each block of 128 x 128."""
+    rows = w.astype(jnp.float32)
+    padded = jnp.pad(rows, ((0, -len(rows) % SCALE_BLOCK), (0, 0)))
+    blocks = padded.reshape(len(padded) // SCALE_BLOCK, SCALE_BLOCK, -1, SCALE_BLOCK)
+    scale = jnp.abs(blocks).max(axis=(1, 3)) / 448
+    values = (blocks / scale[:, None, :, None]).reshape(padded.shape)[: len(rows)]
+    return BlockScaled(values=values.astype(jnp.float8_e4m3fn), scale=scale)
 
 
 def drawn(config: AnyConfig, module: Any = DeepseekV3) -> Any:

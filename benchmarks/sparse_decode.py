@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.flashmla import library
-from benchmarks.timing import Isolated, isolated_us
+from benchmarks.timing import Isolated, isolated_us, once
 from mla_jax.cache import LatentCache, RecordCache
 from mla_jax.ops import mla_sparse_decode, write_rows
 from mla_jax.pallas.sparse_attention import xla
@@ -117,7 +117,7 @@ def measured(
         errors = {k: error_of(run(*given).out, want) for k, run in compiled.items()}
         right = {k: run for k, run in compiled.items() if errors[k] < ALLOWED}
         sides: dict[str, Callable[[], Any]] = {
-            k: functools.partial(_once, run, given) for k, run in right.items()
+            k: functools.partial(once, run, given) for k, run in right.items()
         }
         if peer is not None:
             sides["peer"] = peer()
@@ -126,10 +126,6 @@ def measured(
     row |= {"wrong": [k for k in compiled if k not in right]} if len(right) < len(compiled) else {}
     print({"case": name, "errors": errors}, flush=True)
     return row | _times(found)
-
-
-def _once(run: Callable[..., Any], given: tuple[Any, ...]) -> None:
-    jax.block_until_ready(run(*given))
 
 
 def _times(found: dict[str, Isolated]) -> dict[str, Any]:

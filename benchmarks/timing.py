@@ -18,10 +18,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import jax
+import torch
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["Isolated", "back_to_back_us", "device_events", "isolated_us"]
+__all__ = ["Isolated", "back_to_back_us", "device_events", "isolated_us", "once", "waited"]
 
 ROUNDS = 2
 CALLS = 12  # of one traced stretch
@@ -39,6 +42,18 @@ class Isolated:
     span: float
     kernels: dict[str, float]
     totals: dict[str, float]
+
+
+def once(run: Callable[..., Any], given: tuple[Any, ...]) -> None:
+    """A call of ours, and the wait for its end."""
+    jax.block_until_ready(run(*given))
+
+
+def waited(call: Callable[[], Any]) -> Any:
+    """A call of a peer in torch, and the wait for its end; what it made."""
+    out = call()
+    torch.cuda.synchronize()
+    return out
 
 
 def isolated_us(runs: dict[str, Callable[[], None]], rounds: int = ROUNDS) -> dict[str, Isolated]:

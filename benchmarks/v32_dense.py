@@ -27,7 +27,7 @@ from benchmarks.sparse_decode import (
     error_of,
     floor_us,
 )
-from benchmarks.timing import isolated_us
+from benchmarks.timing import isolated_us, once
 from mla_jax import ops
 from mla_jax.cache import LatentCache, RecordCache
 from mla_jax.metadata.buckets import Ladder, StepLadder
@@ -136,10 +136,10 @@ def _row(case: Case, meta: V32Metadata, dense: V32Metadata, turn: AbstractContex
     with turn:
         error = _error(q_latent, q_rope, latent, slots, attend(*attending))
         sides = {
-            "sparse": functools.partial(_once, whole, (*selecting, q_latent, q_rope, latent)),
-            "dense": functools.partial(_once, other, given),
-            "select": functools.partial(_once, select, selecting),
-            "attend": functools.partial(_once, attend, attending),
+            "sparse": functools.partial(once, whole, (*selecting, q_latent, q_rope, latent)),
+            "dense": functools.partial(once, other, given),
+            "select": functools.partial(once, select, selecting),
+            "attend": functools.partial(once, attend, attending),
         }
         found = isolated_us(sides)
     row: dict[str, Any] = {"error": error}
@@ -155,10 +155,6 @@ def _row(case: Case, meta: V32Metadata, dense: V32Metadata, turn: AbstractContex
 def _compiled(function: Callable[..., Any], *given: Any) -> Any:
     options = LOOPS_IN_GRAPHS if jax.default_backend() == "gpu" else None
     return jax.jit(function, compiler_options=options).lower(*given).compile()
-
-
-def _once(run: Any, given: tuple[Any, ...]) -> None:
-    jax.block_until_ready(run(*given))
 
 
 def _selected(q, weights, keys: RecordCache, meta: V32Metadata) -> jax.Array:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.sparse_decode import BYTES_PER_S
-from benchmarks.timing import Isolated, isolated_us
+from benchmarks.timing import Isolated, isolated_us, waited
 from mla_jax.cache import LatentCache, RecordCache, StatePool
 from mla_jax.metadata.buckets import CommonBucket
 from mla_jax.metadata.common import GroupSpec, build_common
@@ -146,9 +146,9 @@ def _checked(case: Case, peers: Path | None) -> tuple[dict, dict[str, Callable[[
     assert row["error"] < ALLOWED, f"{case.name}: off by {row['error']}"
     if peers is not None:
         name, call, read = both.peer(peers)
-        row |= {"peer": name, "peer_error": _error(read(_waited(call)), results["xla"])}
+        row |= {"peer": name, "peer_error": _error(read(waited(call)), results["xla"])}
         if row["peer_error"] < ALLOWED:
-            sides["peer"] = functools.partial(_waited, call)
+            sides["peer"] = functools.partial(waited, call)
         else:
             print(f"{case.name}: {name} is off by {row['peer_error']}", flush=True)
     return row, sides
@@ -161,14 +161,6 @@ def _times(found: dict[str, Isolated]) -> dict[str, Any]:
     if peer is not None:
         row |= {"peer_us": peer.sum, "peer_kernels": peer.kernels, "ratio": peer.sum / ours.sum}
     return row
-
-
-def _waited(call: Callable[[], Any]) -> Any:
-    import torch
-
-    out = call()
-    torch.cuda.synchronize()
-    return out
 
 
 def _error(got: list, want: list) -> float:
