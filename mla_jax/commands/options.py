@@ -1,8 +1,8 @@
-"""Options that commands of ``mla-jax`` share, in groups: a command takes a group as one parameter."""
+"""Options of commands in groups: a command takes each group as one parameter."""
 
 import inspect
 from collections.abc import Callable
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
@@ -19,6 +19,7 @@ from mla_jax.prompts import bias_of, ids_of
 __all__ = [
     "MOST",
     "CacheOption",
+    "Dtype",
     "DtypeOption",
     "EngineOptions",
     "IgnoreKey",
@@ -57,12 +58,9 @@ def grouped[T](command: Callable[..., T]) -> Callable[..., T]:
     """The command, each parameter that is a dataclass replaced by options of its fields."""
     given = inspect.signature(command).parameters.values()
     groups = {p.name: p.annotation for p in given if is_dataclass(p.annotation)}
-    options: list[inspect.Parameter] = []
-    for p in given:
-        group = groups.get(p.name)
-        options += [p] if group is None else map(_option, fields(group), _hints(group))
-    # An argument that must be given comes before options, wherever its group stands.
-    options.sort(key=lambda p: p.default is not inspect.Parameter.empty)
+    parts = [_options(p.annotation) if p.name in groups else [p] for p in given]
+    # By keyword, so that an option that has a default may come before one that has none.
+    options = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for part in parts for p in part]
 
     @wraps(command)
     def run(**values: Any) -> T:
@@ -75,15 +73,11 @@ def grouped[T](command: Callable[..., T]) -> Callable[..., T]:
     return run
 
 
-def _hints(group: type) -> list[Any]:
-    hints = get_type_hints(group, include_extras=True)
-    return [hints[f.name] for f in fields(group)]
-
-
-def _option(field: Field, annotation: Any) -> inspect.Parameter:
-    default = inspect.Parameter.empty if field.default is MISSING else field.default
-    kind = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(field.name, kind, default=default, annotation=annotation)
+def _options(group: Any) -> list[inspect.Parameter]:
+    types = get_type_hints(group, include_extras=True)
+    return [
+        p.replace(annotation=types[p.name]) for p in inspect.signature(group).parameters.values()
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,9 +155,7 @@ class EngineOptions:
     page_size: int = 64
     prefill_chunk: Annotated[int, typer.Option(help="Prompt tokens of one step.")] = 512
     max_requests: Annotated[int, typer.Option(help="Requests running at once.")] = 32
-    num_pages: Annotated[
-        int | None, typer.Option(help="Default: enough for all at once.")
-    ] = None
+    num_pages: Annotated[int | None, typer.Option(help="Default: enough for all at once.")] = None
     max_model_len: Annotated[int | None, typer.Option(help="Default: the model's limit.")] = None
     backend: Annotated[str | None, typer.Option(help="Of every operation that has it.")] = None
     devices: Annotated[
