@@ -1,5 +1,8 @@
 """Strictness for every test: shapes checked at run time, no implicit dtype promotion, seeds."""
 
+import os
+import shutil
+import tempfile
 import zlib
 
 import hypothesis
@@ -21,6 +24,23 @@ hypothesis.settings.load_profile("suite")
 
 # Shapes and dtypes in signatures are checked in every module imported from here on.
 _hook = jaxtyping.install_import_hook("mla_jax", f"{tests.typecheck.__name__}.check_shapes")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """On a CPU what XLA compiled is kept for the other workers and the processes of tests.
+
+    Where kernels are compiled for a GPU it is not: the assembler's report would be missing.
+    """
+    from tests import aot  # imports the package, after the hook above
+
+    name = "JAX_COMPILATION_CACHE_DIR"
+    if jax.default_backend() != "cpu" or not aot.available() or os.environ.get(name):
+        return
+    folder = tempfile.mkdtemp(prefix="mla_jax_tests_")
+    os.environ |= {name: folder, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

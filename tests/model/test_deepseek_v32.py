@@ -44,7 +44,8 @@ def served(request):
     """A model, its configuration and an engine of it."""
     cfg = sparse.config(request.param)
     module = sparse.model(cfg)
-    return module, cfg, sparse.engine(module, cfg, want_logits=True, num_pages=12)
+    more = {"ladder": sparse.ladder(), "want_logits": True, "num_pages": 12}
+    return module, cfg, sparse.engine(module, cfg, **more)
 
 
 def test_steps_equal_whole_sequences(served, rng):

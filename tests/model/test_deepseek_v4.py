@@ -47,7 +47,7 @@ def served():
     """A model, its configuration and an engine whose pools are too small for all requests."""
     cfg = v4.config()
     module = v4.model(cfg)
-    return module, cfg, v4.engine(module, cfg, want_logits=True, num_pages=28)
+    return module, cfg, v4.engine(module, cfg, ladder=v4.ladder(), want_logits=True, num_pages=28)
 
 
 def test_steps_equal_whole_sequences(served, rng):
