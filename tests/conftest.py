@@ -26,6 +26,11 @@ hypothesis.settings.load_profile("suite")
 _hook = jaxtyping.install_import_hook("mla_jax", f"{tests.typecheck.__name__}.check_shapes")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    halves = "all, none, or a number: an even and an odd one take half of them each"
+    parser.addoption("--slow", default="all", help=f"which tests marked slow are run: {halves}")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """On a CPU what XLA compiled is kept for the other workers and the processes of tests.
 
@@ -43,8 +48,23 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked ``gpu`` are skipped, with the reason, where there is no GPU."""
+def runs(item: pytest.Item, slow: str) -> bool:
+    """Whether ``--slow`` leaves a test in."""
+    if slow == "all" or item.get_closest_marker("slow") is None:
+        return True
+    return slow != "none" and zlib.crc32(item.nodeid.encode()) % 2 == int(slow) % 2
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked ``gpu`` are skipped, with the reason, where there is no GPU.
+
+    Of those marked ``slow`` the option ``--slow`` takes some; pytest counts the others.
+    """
+    slow = config.getoption("slow")
+    if slow not in ("all", "none") and not slow.isdecimal():
+        raise pytest.UsageError(f"--slow: given {slow}; allowed: all, none or a number")
+    config.hook.pytest_deselected(items=[item for item in items if not runs(item, slow)])
+    items[:] = [item for item in items if runs(item, slow)]
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and jax.default_backend() != "gpu":
         reason = f"needs an NVIDIA GPU; the backend here is {jax.default_backend()}"

@@ -61,6 +61,6 @@ def engine(module: nnx.Module, cfg: ModelConfig, **more) -> Engine:
         "max_requests": 4,
         "prefill_chunk": CHUNK,
         "max_model_len": LONGEST,
-        "ladder": replace(ladder(), mixed=((4, CHUNK),)),
+        "ladder": replace(ladder(), mixed=((8, CHUNK),)),
     }
     return Engine(module, cfg, **(settings | more))

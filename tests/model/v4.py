@@ -75,6 +75,6 @@ def engine(module: nnx.Module, cfg: V4Config, **more) -> Engine:
         "prefill_chunk": CHUNK,
         "max_model_len": LONGEST,
         "cache_format": "fp32",
-        "ladder": replace(ladder(), mixed=((4, CHUNK),)),
+        "ladder": replace(ladder(), mixed=((8, CHUNK),)),
     }
     return Engine(module, cfg, **(settings | more))
