@@ -1,4 +1,4 @@
-# make demo: serve a small trained model.   make test: the test suite.
+# make demo: serve a small trained model.   make test: the tests but the slow ones.
 # Both create .venv on first use from any Python >= 3.12 (or PYTHON=...).
 
 VENV := .venv
@@ -32,9 +32,11 @@ $(CLI) $(DEV) $(PARITY) $(NOTEBOOKS): $(INPUTS)
 demo: $(CLI)
 	@$(BIN)/mla-jax demo
 
+# Of the tests marked slow: all, none, or a number, whose parity takes one half or the other.
+SLOW ?= none
 # Hundreds of tiny programs compile here, each runs once: optimising them costs, and shows nothing.
 test: $(DEV)
-	@JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(BIN)/python -m pytest -q -n $(WORKERS) $(PYTEST_ARGS)
+	@JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --slow $(SLOW) $(PYTEST_ARGS)
 
 # The code broken on purpose, a few times: each time a test must fail. The draw changes with every
 # commit; make faults SAMPLE=1000 takes all. Triton's interpreter needs what parity needs.
