@@ -29,7 +29,7 @@ from jax.typing import DTypeLike
 
 from mla_jax.chat_template import is_chat
 from mla_jax.checks import checked_size
-from mla_jax.errors import EngineError, described, listed
+from mla_jax.errors import EngineError, described
 from mla_jax.generation_config import GenerationDefaults
 from mla_jax.history_rows import HistoryRows
 from mla_jax.hub import folder_of
@@ -189,7 +189,6 @@ class Engine:
         defaults: GenerationDefaults | None = None,
         **settings: Unpack[Settings],
     ):
-        _check_names(settings)
         defaults = GenerationDefaults() if defaults is None else defaults
         check_parts(model, config, family=family, text=text, defaults=defaults)
         self.text, self.default_params = text, defaults.params
@@ -741,16 +740,6 @@ def _dtype_of(model: nnx.Module) -> jnp.dtype:
     if any(leaf.dtype == jnp.float8_e4m3fn for leaf in leaves):
         leaves = [leaf for leaf in leaves if leaf.dtype.itemsize == 2]
     return jnp.dtype(Counter(leaf.dtype for leaf in leaves).most_common(1)[0][0])
-
-
-def _check_names(settings: Mapping[str, Any]) -> None:
-    """Python's own error would name ``Serving.of``, which nobody called."""
-    unknown = [name for name in settings if name not in Settings.__annotations__]
-    if unknown:
-        known = ", ".join(Settings.__annotations__)
-        raise TypeError(
-            f"Engine: unknown setting {listed(unknown)}; settings of a step are {known}"
-        )
 
 
 _PAGES = "2 or more (page 0 is never given), at most 2,147,483,647"

@@ -120,6 +120,7 @@ def same(got, want):
         np.testing.assert_allclose(a.logits, b.logits, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_tokens_are_the_same_without_running_ahead(make, alone):
     engine = make(max_requests=6, run_ahead=False)
     same(engine.generate(PROMPTS, PARAMS), alone)
@@ -183,6 +184,7 @@ def test_greedy_tokens_are_those_of_a_full_recompute(model, alone):
         np.testing.assert_allclose(completion.logprobs, logprobs, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -458,6 +460,7 @@ def test_five_hundred_requests_with_cancellations_and_a_pool_too_small(model):
     assert stats.steps == sum(stats.buckets.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stored", [False, True])
 def test_caches_stay_where_they_are(model, tmp_path, stored):
     """A step writes its rows into the memory that it was given, also by a stored program."""

@@ -93,6 +93,7 @@ def visible(plan, *, block, causal):
     return found
 
 
+@pytest.mark.slow
 @given(
     lens=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300)), min_size=1, max_size=5),
     pad=st.integers(0, 140),

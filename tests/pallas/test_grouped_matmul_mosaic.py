@@ -62,6 +62,7 @@ def test_a_tuning_refuses_what_no_kernel_can_be(change):
         replace(SMALL, **change)
 
 
+@pytest.mark.slow
 @given(
     sizes=st.lists(st.integers(0, 150), min_size=1, max_size=6),
     step=st.sampled_from([16, 32, 48]),
