@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import astuple
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,12 +20,12 @@ import jax.numpy as jnp
 
 from mla_jax import ops
 from mla_jax.cache import ELEMENT_FORMATS, LatentCache
-from mla_jax.checks import checked_size, is_real, made_folder
+from mla_jax.checks import is_real, made_folder
 from mla_jax.commands import fit, parity
 from mla_jax.commands.models import model_of
 from mla_jax.commands.roofline import roofline
 from mla_jax.commands.show import checked_out, fit_report, parity_report, roofline_report, show
-from mla_jax.config import IndexerConfig, MLADims, ModelConfig
+from mla_jax.config import IndexerConfig, ModelConfig
 from mla_jax.config_v4 import AnyConfig, V4Config, read_config
 from mla_jax.demo import main as serve_demo
 from mla_jax.engine import Engine, WarmUp
@@ -40,7 +40,7 @@ from mla_jax.model.presets import PRESETS
 from mla_jax.model.sampling import SamplingParams
 from mla_jax.model.weight_table import num_params
 from mla_jax.pallas.device import PEAKS, DeviceInfo, peaks_of
-from mla_jax.prompts import Prompt, Reader, bias_of, ids_of
+from mla_jax.prompts import Prompt, Reader, ids_of
 from mla_jax.scheduler import Completion
 from mla_jax.text import TextProcessor
 from mla_jax.types import cdiv
@@ -58,6 +58,22 @@ try:
         TimeElapsedColumn,
         TransferSpeedColumn,
     )
+
+    from mla_jax.commands.options import (
+        MOST,
+        CacheOption,
+        Dtype,
+        DtypeOption,
+        EngineOptions,
+        IgnoreKey,
+        Model,
+        PromptOptions,
+        SamplingOptions,
+        Size,
+        WidthOptions,
+        cache_format,
+        grouped,
+    )
 except ModuleNotFoundError as missing:
     raise SystemExit(f"mla-jax needs {missing.name}: pip install 'mla-jax[cli]'") from None
 
@@ -73,36 +89,11 @@ app = typer.Typer(
 
 _BAD_INPUT = (MLAError, OSError)
 _USAGE: type[Exception] = typer.BadParameter.__bases__[0]
-_CACHE_OF_DTYPE = {"float32": "fp32", "bfloat16": "bf16"}
-
-# Not ``type`` statements: the help of an option shows the choices of a plain Literal only.
-Model = Annotated[str, typer.Argument(help="A folder, or a hub id (owner/name).")]
-Dtype = Literal["float32", "bfloat16"]
-CacheDtype = Literal["auto", "bf16", "fp16", "fp32", "fp8_e4m3"]
-IgnoreKey = Annotated[
-    list[str] | None,
-    typer.Option(help="Unknown key of config.json to pass over; may be given again."),
-]
 _MOST_GIB = 1e9  # an exbibyte
-_MOST = 2**31 - 1  # of a size: kernels count in int32
-Size = Annotated[int, typer.Option(min=1, max=_MOST)]
-DtypeOption = Annotated[Dtype, typer.Option(help="Of weights and activations.")]
-CacheOption = Annotated[CacheDtype, typer.Option(help="auto: as --dtype.")]
-Chunk = Annotated[int, typer.Option(help="Prompt tokens of one step.")]
-Requests = Annotated[int, typer.Option(help="Requests running at once.")]
-Pages = Annotated[int | None, typer.Option(help="Default: enough for all at once.")]
-Length = Annotated[int | None, typer.Option(help="Default: the model's limit.")]
-Backend = Annotated[str | None, typer.Option(help="Of every operation that has it.")]
-Devices = Annotated[int, typer.Option(min=0, help="How many to divide weights over; 0: all.")]
 Folder = Annotated[
     Path | None,
     typer.Option(help="Compiled programs, kept for later runs. Yours alone: they are run."),
 ]
-CacheFolder = Annotated[
-    Path | None,
-    typer.Option("--cache", help="JAX's persistent compilation cache."),
-]
-
 ModelName = Annotated[str, typer.Argument(help=f"A folder, or one of {', '.join(PRESETS)}.")]
 Out = Annotated[
     Path | None,
@@ -153,52 +144,14 @@ def options(
     """Multi-head latent attention for JAX."""
 
 
-_ADVISED = "Default: as generation_config.json advises, or else"
-
-
 @app.command()
+@grouped
 def generate(
     model: Model,
-    prompt_ids: Annotated[str | None, typer.Option(help="Token ids, as 1,2,3.")] = None,
-    prompt: Annotated[str | None, typer.Option(help="Text; needs tokenizer.json.")] = None,
-    prompts_file: Annotated[
-        Path | None,
-        typer.Option(
-            help='One {"prompt_ids": [...]}, {"prompt": "..."} or {"messages": [...]} a line.'
-        ),
-    ] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Texts are what a user says, by the chat template.")
-    ] = False,
-    system: Annotated[str | None, typer.Option(help="System message; implies --chat.")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(help=f"{_ADVISED} 16.")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos")] = False,
-    stop_ids: Annotated[str, typer.Option(help="More tokens that end a request.")] = "",
-    stop: Annotated[
-        list[str] | None, typer.Option(help="Text that ends a request; may be given again.")
-    ] = None,
-    temperature: Annotated[float | None, typer.Option(help=f"{_ADVISED} 0, the likeliest.")] = None,
-    top_k: Annotated[int | None, typer.Option(help=f"{_ADVISED} 0, all.")] = None,
-    top_p: Annotated[float | None, typer.Option(help=f"{_ADVISED} 1, all.")] = None,
-    min_p: Annotated[float | None, typer.Option(help=f"{_ADVISED} 0, all.")] = None,
-    repetition_penalty: Annotated[float | None, typer.Option(help=f"{_ADVISED} 1, none.")] = None,
-    presence_penalty: Annotated[float, typer.Option(help="-2 to 2.")] = 0.0,
-    frequency_penalty: Annotated[float, typer.Option(help="-2 to 2.")] = 0.0,
-    logit_bias: Annotated[str, typer.Option(help="TOKEN:BIAS, as 12:1.5,7:-100.")] = "",
-    logprobs: Annotated[int, typer.Option(help="Print so many likeliest tokens at each.")] = 0,
-    seed: int = 0,
-    dtype: DtypeOption = "bfloat16",
-    cache_dtype: CacheOption = "auto",
-    page_size: int = 64,
-    prefill_chunk: Chunk = 512,
-    max_requests: Requests = 32,
-    num_pages: Pages = None,
-    max_model_len: Length = None,
-    backend: Backend = None,
-    devices: Devices = 1,
+    prompts: PromptOptions,
+    sampling: SamplingOptions,
+    serving: EngineOptions,
     programs: Folder = None,
-    cache: CacheFolder = None,
-    ignore_key: IgnoreKey = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a request.")] = False,
 ) -> None:
     """Serve prompts together and print each answer when it is finished, by the prompt's number.
@@ -206,103 +159,50 @@ def generate(
     After Ctrl-C what the others have so far is printed too.
     """
     model_dir = folder_of(model)
-    config = read_config(model_dir, ignore_keys=ignore_key or ())
+    config = read_config(model_dir, ignore_keys=serving.ignore_key or ())
     defaults = GenerationDefaults.open(model_dir)
-    advised = {
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "max_new_tokens": max_new_tokens,
-    }
-    params = replace(
-        defaults.params,
-        **{name: value for name, value in advised.items() if value is not None},
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        logit_bias=bias_of(logit_bias, vocab=config.vocab, where="--logit-bias"),
-        logprobs=logprobs,
-        seed=seed,
-        stop=stop or (),
-        stop_token_ids=tuple(ids_of(stop_ids, vocab=config.vocab, where="--stop-ids")),
-        ignore_eos=ignore_eos,
-    )
-    _keep_compilations(cache)
+    params = sampling.params(defaults, vocab=config.vocab)
+    _keep_compilations(serving.cache)
     text = TextProcessor.open(model_dir, vocab=config.vocab, family=config.family)
-    if stop and text is None:
+    if sampling.stop and text is None:
         allowed = "none, because the model has no tokenizer"
-        raise EngineError("--stop", stop, allowed, "--stop-ids needs none.")
-    read = Reader(vocab=config.vocab, text=text, chat=chat, system=system)
-    prompts = read.prompts(ids=prompt_ids, text=prompt, file=prompts_file)
-    limit = _limit(config, max_model_len)
-    rows = [_rows(p, params.max_new_tokens, limit) for p in prompts]
-    if programs is None:  # else the settings as they are, for other runs to find its programs
-        max_requests = min(max_requests, len(prompts))
-    if num_pages is None and programs is not None:
-        num_pages = 1 + max_requests * cdiv(limit, max(page_size, 1))
-    elif num_pages is None:
+        raise EngineError("--stop", sampling.stop, allowed, "--stop-ids needs none.")
+    read = Reader(vocab=config.vocab, text=text, chat=prompts.chat, system=prompts.system)
+    asked = read.prompts(ids=prompts.prompt_ids, text=prompts.prompt, file=prompts.prompts_file)
+    limit = serving.limit(config)
+    rows = [_rows(p, params.max_new_tokens, limit) for p in asked]
+    if programs is not None:  # the settings as they are, for other runs to find its programs
+        sizes = _sizes(serving, limit)
+    else:
+        requests = min(serving.max_requests, len(asked))
         # Sizes below 1 are refused by the engine.
-        needs = sorted((cdiv(n, max(page_size, 1)) for n in rows), reverse=True)
-        num_pages = 1 + sum(needs[: max(max_requests, 1)])
-    engine = _load(
-        model_dir,
-        dtype=dtype,
-        cache_format=_CACHE_OF_DTYPE[dtype] if cache_dtype == "auto" else cache_dtype,
-        num_pages=num_pages,
-        page=page_size,
-        max_requests=max_requests,
-        prefill_chunk=prefill_chunk,
-        max_model_len=limit if max_model_len is not None or programs else max(rows) + 1,
-        backend=backend,
-        ignore_keys=ignore_key or (),
-        devices=_devices(devices),
-        programs=programs,
-        text=text,
-        defaults=defaults,
-    )
-    _serve(engine, [p.ids for p in prompts], params, as_json=as_json)
+        needs = sorted((cdiv(n, max(serving.page_size, 1)) for n in rows), reverse=True)
+        sizes = {
+            "max_requests": requests,
+            "num_pages": 1 + sum(needs[: max(requests, 1)]),
+            "max_model_len": max(rows) + 1 if serving.max_model_len is None else limit,
+        }
+        if serving.num_pages is not None:
+            sizes["num_pages"] = serving.num_pages
+    facts = {"programs": programs, "text": text, "defaults": defaults}
+    engine = _load(model_dir, serving, **sizes, **facts)
+    _serve(engine, [p.ids for p in asked], params, as_json=as_json)
 
 
 @app.command()
+@grouped
 def warm(
     model: Model,
     programs: Annotated[
         Path, typer.Option(help="Where programs go: a folder of your own, for reading one runs it.")
     ],
-    dtype: DtypeOption = "bfloat16",
-    cache_dtype: CacheOption = "auto",
-    page_size: int = 64,
-    prefill_chunk: Chunk = 512,
-    max_requests: Requests = 32,
-    num_pages: Pages = None,
-    max_model_len: Length = None,
-    backend: Backend = None,
-    devices: Devices = 1,
-    cache: CacheFolder = None,
-    ignore_key: IgnoreKey = None,
+    serving: EngineOptions,
 ) -> None:
     """Compile every program of these settings; ``generate --programs`` with the same finds them."""
     model_dir = folder_of(model)
-    config = read_config(model_dir, ignore_keys=ignore_key or ())
-    _keep_compilations(cache)
-    limit = _limit(config, max_model_len)
-    if num_pages is None:
-        num_pages = 1 + max_requests * cdiv(limit, max(page_size, 1))
-    engine = _load(
-        model_dir,
-        dtype=dtype,
-        cache_format=_CACHE_OF_DTYPE[dtype] if cache_dtype == "auto" else cache_dtype,
-        num_pages=num_pages,
-        page=page_size,
-        max_requests=max_requests,
-        prefill_chunk=prefill_chunk,
-        max_model_len=limit,
-        backend=backend,
-        ignore_keys=ignore_key or (),
-        devices=_devices(devices),
-        programs=programs,
-    )
+    config = read_config(model_dir, ignore_keys=serving.ignore_key or ())
+    _keep_compilations(serving.cache)
+    engine = _load(model_dir, serving, **_sizes(serving, serving.limit(config)), programs=programs)
     print(engine.explain())
     start = time.perf_counter()
     left = TextColumn("{task.fields[left]}")
@@ -319,11 +219,12 @@ def warm(
     print(f"{count} programs ready in {time.perf_counter() - start:.1f} s: {programs}")
 
 
-def _limit(config: AnyConfig, max_model_len: int | None) -> int:
-    """Tokens of a request, prompt and answer together."""
-    if max_model_len is None:
-        return config.max_positions
-    return checked_size("--max-model-len", max_model_len, low=2, high=config.max_positions)
+def _sizes(serving: EngineOptions, limit: int) -> dict[str, int]:
+    """Of an engine whose requests may all be as long as ``limit`` at once."""
+    pages = serving.num_pages
+    if pages is None:
+        pages = 1 + serving.max_requests * cdiv(limit, max(serving.page_size, 1))
+    return {"max_requests": serving.max_requests, "num_pages": pages, "max_model_len": limit}
 
 
 def _keep_compilations(folder: Path | None) -> None:
@@ -354,7 +255,7 @@ def _rows(prompt: Prompt, new: int, limit: int) -> int:
     return n + new - 1
 
 
-def _load(folder: Path, *, dtype: str, **settings: Any) -> Engine:
+def _load(folder: Path, serving: EngineOptions, **settings: Any) -> Engine:
     columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("weights", total=None)
@@ -362,7 +263,18 @@ def _load(folder: Path, *, dtype: str, **settings: Any) -> Engine:
         def report(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total)
 
-        return Engine.from_pretrained(folder, dtype=jnp.dtype(dtype), progress=report, **settings)
+        return Engine.from_pretrained(
+            folder,
+            dtype=jnp.dtype(serving.dtype),
+            progress=report,
+            ignore_keys=serving.ignore_key or (),
+            cache_format=cache_format(serving.dtype, serving.cache_dtype),
+            page=serving.page_size,
+            prefill_chunk=serving.prefill_chunk,
+            backend=serving.backend,
+            devices=_devices(serving.devices),
+            **settings,
+        )
 
 
 def _serve(
@@ -511,20 +423,17 @@ def _indexer_facts(indexer: IndexerConfig) -> dict[str, int]:
 
 
 @app.command()
+@grouped
 def explain(
     op: Annotated[
         str, typer.Argument(help="mla_decode, mla_prefill, write_latent, …; prefill_crossover")
     ],
+    widths: WidthOptions,
     requests: Size = 8,
-    tokens: Annotated[int, typer.Option(min=1, max=_MOST, help="Query tokens.")] = 8,
-    keys: Annotated[int, typer.Option(min=1, max=_MOST, help="Key tokens of mla_prefill.")] = 8,
-    heads: Size = 128,
-    rank: Size = 512,
-    rope: Annotated[int, typer.Option(min=0, max=_MOST)] = 64,
-    nope: Size = 128,
-    v: Size = 128,
+    tokens: Annotated[int, typer.Option(min=1, max=MOST, help="Query tokens.")] = 8,
+    keys: Annotated[int, typer.Option(min=1, max=MOST, help="Key tokens of mla_prefill.")] = 8,
     page_size: Size = 64,
-    pages: Annotated[int, typer.Option(min=1, max=_MOST, help="Page-table width.")] = 64,
+    pages: Annotated[int, typer.Option(min=1, max=MOST, help="Page-table width.")] = 64,
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16",
     cache_dtype: Literal["bf16", "fp16", "fp32", "fp8_e4m3"] = "bf16",
     causal: bool = True,
@@ -535,9 +444,8 @@ def explain(
     ``prefill_crossover``: whether ``tokens`` new tokens on ``keys`` cached ones are expanded.
     """
     if op == "prefill_crossover":
-        dims = MLADims(heads=heads, rank=rank, nope=nope, rope=rope, v=v, q_rank=None)
         device = DeviceInfo.current()
-        found = PrefillCrossover.of(dims, device)
+        found = PrefillCrossover.of(widths.dims, device)
         none = f"no measured rates for {device.kind} and these widths: every prefill is expanded"
         print(none if found is None else found.explain([tokens], [keys]))
         return
@@ -548,6 +456,7 @@ def explain(
     def ints(*sizes: int) -> Any:
         return shape(*sizes, of="int32")
 
+    heads, rank, rope, nope, v = astuple(widths)
     starts, table = ints(requests + 1), ints(requests, pages)
     cache = LatentCache(
         pages=shape(2, page_size, rank + rope, of=ELEMENT_FORMATS[cache_dtype].dtype),  # pyright: ignore
@@ -685,7 +594,7 @@ def fit_command(
         cards=cards,
         dtype=dtype,
         fp8=fp8_weights,
-        cache_format=_CACHE_OF_DTYPE[dtype] if cache_dtype == "auto" else cache_dtype,
+        cache_format=cache_format(dtype, cache_dtype),
         page=page_size,
     )
     room = peaks_of(device).memory if memory is None else memory * 2**30

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -41,10 +41,9 @@ from mla_jax.inputs import (
     checked_prompts,
     checked_wishes,
 )
-from mla_jax.metadata.buckets import MLALadder
 from mla_jax.metadata.common import HostBatch
 from mla_jax.metadata.packed import pack
-from mla_jax.model.family import CacheGroup, Family, Serving, family_of
+from mla_jax.model.family import CacheGroup, Family, Serving, Settings, family_of
 from mla_jax.model.sampling import SamplingParams
 from mla_jax.model.sharding import sharding_of
 from mla_jax.model.step import Step, StepBatch, StepOutput, drawn_by, empty_batch
@@ -181,16 +180,6 @@ class Engine:
         config: Any,
         *,
         num_pages: int,
-        page: int = 64,
-        max_requests: int = 32,
-        prefill_chunk: int = 512,
-        max_model_len: int | None = None,
-        dtype: DTypeLike | None = None,
-        cache_format: str | None = None,
-        ladder: MLALadder | None = None,
-        context_rows: int | None = None,
-        backend: str | None = None,
-        absorb_prefills: bool = True,
         run_ahead: bool = True,
         want_logits: bool = False,
         family: Family | None = None,
@@ -198,6 +187,7 @@ class Engine:
         programs: str | Path | None = None,
         text: TextProcessor | None = None,
         defaults: GenerationDefaults | None = None,
+        **settings: Unpack[Settings],
     ):
         defaults = GenerationDefaults() if defaults is None else defaults
         check_parts(model, config, family=family, text=text, defaults=defaults)
@@ -205,23 +195,11 @@ class Engine:
         self.config, self.want_logits = config, want_logits
         self.family = family_of(config.family) if family is None else family
         self.placement = Placement.of(devices)
+        dtype = settings.pop("dtype", None)
         if dtype is None:
             loaded = isinstance(model, nnx.Module)
             dtype = _dtype_of(model) if loaded else jnp.dtype(jnp.bfloat16)
-        serving = Serving.of(
-            config,
-            page=page,
-            max_requests=max_requests,
-            prefill_chunk=prefill_chunk,
-            max_model_len=max_model_len,
-            dtype=dtype,
-            cache_format=cache_format,
-            ladder=ladder,
-            context_rows=context_rows,
-            backend=backend,
-            absorb_prefills=absorb_prefills,
-            placement=self.placement,
-        )
+        serving = Serving.of(config, dtype=dtype, placement=self.placement, **settings)
         self.builder = self.family.builder(config, serving)
         self.groups = self.family.groups(config, serving)
         self._pages = _page_counts(self.groups, num_pages, serving)
@@ -230,8 +208,8 @@ class Engine:
                 PageGroup(name=g.name, pool=PagePool(n), tokens=g.tokens, window=g.window)
                 for g, n in zip(self.groups, self._pages, strict=True)
             ],
-            max_requests=max_requests,
-            max_prefill_tokens=prefill_chunk,
+            max_requests=serving.max_requests,
+            max_prefill_tokens=serving.prefill_chunk,
             max_model_len=serving.max_model_len,
             vocab=config.vocab,
             eos=config.eos if defaults.eos is None else defaults.eos,
@@ -244,7 +222,7 @@ class Engine:
             model if isinstance(model, nnx.Module) else model(),
             self.builder,
             placement=self.placement,
-            backend=backend,
+            backend=serving.backend,
             want_logits=want_logits,
             store=None if programs is None else (programs, (self.family.name, config, serving)),
             vocab=config.vocab,

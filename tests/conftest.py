@@ -1,5 +1,8 @@
 """Strictness for every test: shapes checked at run time, no implicit dtype promotion, seeds."""
 
+import os
+import shutil
+import tempfile
 import zlib
 
 import hypothesis
@@ -23,8 +26,45 @@ hypothesis.settings.load_profile("suite")
 _hook = jaxtyping.install_import_hook("mla_jax", f"{tests.typecheck.__name__}.check_shapes")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked ``gpu`` are skipped, with the reason, where there is no GPU."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    halves = "all, none, or a number: an even and an odd one take half of them each"
+    parser.addoption("--slow", default="all", help=f"which tests marked slow are run: {halves}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """On a CPU what XLA compiled is kept for the other workers and the processes of tests.
+
+    Where kernels are compiled for a GPU it is not: the assembler's report would be missing.
+    """
+    from tests import aot  # imports the package, after the hook above
+
+    name = "JAX_COMPILATION_CACHE_DIR"
+    if jax.default_backend() != "cpu" or not aot.available() or os.environ.get(name):
+        return
+    folder = tempfile.mkdtemp(prefix="mla_jax_tests_")
+    os.environ |= {name: folder, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+def runs(item: pytest.Item, slow: str) -> bool:
+    """Whether ``--slow`` leaves a test in."""
+    if slow == "all" or item.get_closest_marker("slow") is None:
+        return True
+    return slow != "none" and zlib.crc32(item.nodeid.encode()) % 2 == int(slow) % 2
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked ``gpu`` are skipped, with the reason, where there is no GPU.
+
+    Of those marked ``slow`` the option ``--slow`` takes some; pytest counts the others.
+    """
+    slow = config.getoption("slow")
+    if slow not in ("all", "none") and not slow.isdecimal():
+        raise pytest.UsageError(f"--slow: given {slow}; allowed: all, none or a number")
+    config.hook.pytest_deselected(items=[item for item in items if not runs(item, slow)])
+    items[:] = [item for item in items if runs(item, slow)]
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and jax.default_backend() != "gpu":
         reason = f"needs an NVIDIA GPU; the backend here is {jax.default_backend()}"

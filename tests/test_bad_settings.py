@@ -23,6 +23,7 @@ from mla_jax import (
 )
 from mla_jax.demo import FOLDER
 from mla_jax.engine import load_model
+from mla_jax.model.family import Settings
 
 WRONG = (
     None, "x", -1, 1.5, float("nan"), [1, 2], (), {}, object(), np.zeros((0,)),
@@ -83,11 +84,13 @@ def test_an_engine_refuses_wrong_settings(loaded, our_errors):
     model, config = loaded
     facts = {"model": model, "config": config, **SETTINGS}
     free = {"self", "absorb_prefills", "run_ahead", "want_logits"}  # whatever counts as true
-    names = [n for n in inspect.signature(Engine.__init__).parameters if n not in free]
+    named = {*inspect.signature(Engine.__init__).parameters, *Settings.__annotations__}
+    names = sorted(named - free - {"settings"})
     assert not strangers(Engine, facts, names)
     assert not strangers(Engine.from_pretrained, {"folder": FOLDER, **SETTINGS}, ["folder"])
 
 
+@pytest.mark.slow
 def test_an_engine_that_was_abused_goes_on(loaded, our_errors):
     engine = Engine(*loaded, **SETTINGS)
     two = SamplingParams(max_new_tokens=2)

@@ -78,6 +78,7 @@ def settings(monkeypatch):
     return ask
 
 
+@pytest.mark.slow
 def test_generate_prints_one_json_line_per_request(run, folder, tmp_path):
     file = tmp_path / "prompts.jsonl"
     given = [{"prompt_ids": list(range(1, 20))}, {"prompt": "w7 w8"}, {"prompt_ids": [3]}]
@@ -259,6 +260,7 @@ SMALL = ("--dtype", "float32", "--page-size", 8, "--max-requests", 2, "--max-mod
 SMALL += ("--prefill-chunk", 8)
 
 
+@pytest.mark.slow
 def test_programs_made_by_warm_serve_generate(run, folder, tmp_path, monkeypatch):
     """With the same settings nothing is compiled; how many prompts there are does not matter."""
     programs = tmp_path / "programs"
@@ -284,6 +286,7 @@ def test_programs_made_by_warm_serve_generate(run, folder, tmp_path, monkeypatch
         cli.main(["generate", *map(str, (folder, *ask, *SMALL, "--programs", tmp_path / "other"))])
 
 
+@pytest.mark.slow
 def test_what_xla_compiles_is_kept_where_asked(run, folder, tmp_path):
     """In a process of its own: JAX opens its cache once."""
     command = [sys.executable, "-m", "mla_jax", "generate", folder, "--prompt-ids", "1,2"]

@@ -45,6 +45,7 @@ def kernel(found: Roofline, name: str):
 # ------------------------------------------------------------------------------------- page
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", [1, 2], ids=["roofline", "fit"])
 def test_the_page_shows_what_is_printed(run, index):
     """Each console example, with ``...`` for any text; V2-Lite's program is compiled whole."""
@@ -215,6 +216,7 @@ def test_the_picture(run, tmp_path):
 # -------------------------------------------------------------------------------------- fit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config, facts",
     [
@@ -234,6 +236,7 @@ def test_the_program_needs_what_was_predicted(config, facts):
     assert abs(found.error) < 0.02, found
 
 
+@pytest.mark.slow
 def test_weights_divided_over_cards():
     """Of two devices each program holds what is predicted of one card."""
     source = """

@@ -60,6 +60,7 @@ def test_the_readme_has_its_examples():
     assert len(README) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", README, ids=["jit", "flax", "engine"])
 def test_readme_examples_run(source, tmp_path, monkeypatch, capsys):
     """Each block on its own; a tiny folder stands in for the checkpoint that it names."""

@@ -124,6 +124,7 @@ def test_write_and_gather(format, layer, spec, put, rng):
     )
 
 
+@pytest.mark.slow
 def test_an_xla_operation_starts_no_kernel(rng, monkeypatch):
     """``backend="xla"`` holds for everything that an operation calls, on an H200 too."""
 

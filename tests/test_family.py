@@ -226,6 +226,7 @@ SPARSE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPARSE)
 def test_sparse_families_take_the_schedulers_batches(name):
     """Random traffic: traces are the rungs visited, each listed before, and ``check`` holds."""

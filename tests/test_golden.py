@@ -17,6 +17,7 @@ FULL = Path(__file__).parent.parent.parent / "shared" / "goldens"
 SUITE = {path.name.split(".")[0]: path for path in sorted(HERE.glob("*.json*"))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stem", SUITE)
 def test_cases_hold(stem):
     cases = load(SUITE[stem])

@@ -122,6 +122,7 @@ def alone(make):
     return [engine.generate([p], w)[0] for p, w in zip(PROMPTS, PARAMS, strict=True)]
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_the_definition(alone):
     for completion, params in zip(alone, PARAMS, strict=True):
         check(completion, params)

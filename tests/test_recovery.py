@@ -241,6 +241,7 @@ class Users:
         self.served += len(self.asked)
 
 
+@pytest.mark.slow
 def test_two_hundred_faults_at_every_stage(engine, single, monkeypatch):
     """The engine goes on after each; events come once, streams go on, pages are whole."""
     for ask in KINDS:

@@ -293,6 +293,7 @@ def test_cancelling_a_long_queue_looks_at_every_request_once(order, monkeypatch)
     assert (len(s), len(s.waiting), len(s.running), s.groups[0].pool.used) == (0, 0, 0, 0)
 
 
+@pytest.mark.slow
 def test_two_thousand_requests_with_cancellations_and_a_pool_too_small():
     rng = random.Random(0)
     s = make(num_pages=12, max_requests=8, max_prefill_tokens=16, max_model_len=48)
@@ -370,6 +371,7 @@ class Ahead:
         return [o.event for o in outcomes if o.event is not None]
 
 
+@pytest.mark.slow
 def test_two_thousand_requests_with_a_step_in_flight_and_a_pool_too_small():
     rng = random.Random(1)
     s = make(num_pages=12, max_requests=8, max_prefill_tokens=16, max_model_len=48)

@@ -96,6 +96,7 @@ def wish(n: int, **more) -> SamplingParams:
 MANY = [wish(24, temperature=2.0, seed=i) for i in range(12)]
 
 
+@pytest.mark.slow
 def test_texts_and_chats_are_prompts(engine):
     vocab = byte_vocab()
     ab, c, space = vocab.index("ab"), vocab.index("c"), vocab.index("Ġ")
@@ -109,6 +110,7 @@ def test_texts_and_chats_are_prompts(engine):
     assert event.completion.prompt_ids == want[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", [True, False])
 def test_text_is_that_of_the_tokens(another, ahead):
     """Of streams too, piece by piece, under evictions, and never half a character."""

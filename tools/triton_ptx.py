@@ -27,6 +27,7 @@ from mla_jax.pallas.device import DeviceInfo
 from mla_jax.sparse_ops import SparseScope
 from mla_jax.types import BlockScaled
 from tests import aot
+from tests.pallas import test_pooling as pooling
 from tools.ptx import code, int32, spec, stacked
 
 SPARSE = (  # format, heads, tokens, entries of a second list
@@ -54,6 +55,10 @@ def cases() -> Iterator[tuple[str, tuple]]:
     for format in ("bf16", "fp8_e4m3"):
         for interleaved in (False, True):
             yield f"append {format} {interleaved}", appending(format, interleaved)
+    for format in ("bf16", "v4"):
+        for ratio in (4, 128):
+            call, operands = pooling.compiled_args(format, ratio)
+            yield f"pooling {format} {ratio}", (call, *operands)
     for moe in ROUTERS:
         for tokens in (8, 4096):
             yield f"router {moe.method} {tokens}", routing(moe, tokens)

@@ -6,7 +6,7 @@ module computes it. Serving, loading and inspecting a model ask its family alone
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, is_dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +54,7 @@ __all__ = [
     "Family",
     "ServedConfig",
     "Serving",
+    "Settings",
     "family_of",
 ]
 
@@ -142,6 +143,21 @@ class CacheGroup:
             else:
                 cache = LatentCache.alloc(**sizes, rank=self.rank, rope=self.rope, format=form)
         return jax.device_put(cache, placement.everywhere)  # without a copy on one device
+
+
+class Settings(TypedDict, total=False):
+    """What ``Serving.of`` takes, and an engine passes on to it."""
+
+    page: int
+    max_requests: int
+    prefill_chunk: int
+    max_model_len: int | None
+    dtype: DTypeLike | None
+    cache_format: str | None
+    ladder: MLALadder | None
+    context_rows: int | None
+    backend: str | None
+    absorb_prefills: bool
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import inspect
 import pickle
+import uuid
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -74,6 +75,13 @@ class ProgramStore:
         """The file of a program that follows from these facts; their ``repr`` tells them apart."""
         text = "\n".join(map(repr, (*self._common, *facts)))
         return self.folder / f"{hashlib.sha256(text.encode()).hexdigest()}.program"
+
+    def new_name(self) -> str:
+        """Of a function whose program is to be stored: one that JAX's persistent cache cannot have.
+
+        What XLA's CPU client reads from that cache lacks functions once it is stored again.
+        """
+        return f"run_{uuid.uuid4().hex}"
 
     def load(self, facts: Sequence[object], in_tree: Any, out_tree: Any) -> Any:
         """The stored executable, or None: never stored, or written by another build of JAX."""

@@ -342,6 +342,8 @@ class Step:
             batch: StepBatch = Packed(layout=layout, words=received(words)).unpack()
             return self._body(self._merged(leaves), derived, caches, history, tokens, batch)
 
+        if self._store is not None:
+            run.__name__ = self._store.new_name()
         everywhere = self.placement.everywhere
         drawn = self.placement.page_locked if self._staging.page_locked else everywhere
         results = self._output(drawn, everywhere)

@@ -81,7 +81,7 @@ else:
 
 def call(
     kernel: Any,
-    *args: Array | int,
+    *args: Array | int | tuple[Array, ...],
     out: Any,
     grid: int,
     warps: int,
@@ -93,14 +93,15 @@ def call(
     """Launch ``kernel(*args, *out, **constants)`` on ``grid`` programs; returns ``out``.
 
     ``out`` is one ``jax.ShapeDtypeStruct`` or a tuple of them; what is returned begins with
-    whatever memory held. Integers among ``args`` are no part of the program's text. ``aliases``
-    maps the number of an argument, arrays counted, to that of the result that takes its memory.
-    ``registers`` bounds those of a thread.
+    whatever memory held. Integers among ``args`` are no part of the program's text. A tuple of
+    arrays, or of results, is one argument of the kernel. ``aliases`` maps the number of an array of
+    ``args`` to that of the result that takes its memory; those in tuples count too. ``registers``
+    bounds those of a thread.
     """
-    outs = out if isinstance(out, tuple) else (out,)
+    operands = (*args, *(out if isinstance(out, tuple) else (out,)))
     program = compiled(
         kernel,
-        tuple("i32" if isinstance(x, int) else _pointer(x.dtype) for x in (*args, *outs)),
+        jax.tree.map(lambda x: "i32" if isinstance(x, int) else _pointer(x.dtype), operands),
         tuple(constants.items()),
         sm=DeviceInfo.current().sm,
         warps=warps,
@@ -116,18 +117,20 @@ def call(
         gpu_triton.create_scalar_parameter(x, "i32")
         if isinstance(x, int)
         else gpu_triton.create_array_parameter(0, ALIGNMENT)
-        for x in (*args, *outs)
+        for x in jax.tree.leaves(operands)
     ]
     launch = gpu_triton.TritonKernelCall(binary, grid, 1, 1, parameters)
-    run = jax.ffi.ffi_call(TARGET, out, input_output_aliases=aliases)
-    arrays = [x for x in args if not isinstance(x, int)]
-    return run(*arrays, opaque=zlib.compress(launch.to_proto(meta.name, b"")))
+    outs, form = jax.tree.flatten(out)
+    run = jax.ffi.ffi_call(TARGET, outs, input_output_aliases=aliases)
+    arrays = [x for x in jax.tree.leaves(args) if not isinstance(x, int)]
+    results = run(*arrays, opaque=zlib.compress(launch.to_proto(meta.name, b"")))
+    return jax.tree.unflatten(form, results)
 
 
 @functools.cache
 def compiled(
     kernel: Any,
-    types: tuple[str, ...],
+    types: tuple[str | tuple[str, ...], ...],
     constants: tuple[tuple[str, Any], ...],
     *,
     sm: int,
@@ -140,11 +143,16 @@ def compiled(
     positions = {name: i for i, name in enumerate(names)}
     signature = dict(zip(names, types, strict=False)) | {k: "constexpr" for k, _ in constants}
     assert len(types) + len(constants) == len(names) == len(signature), "arguments do not fit"
+    arrays = [
+        tuple(key.idx for key in path)
+        for path, type in jax.tree.leaves_with_path(types)
+        if type[0] == "*"
+    ]
     source = ASTSource(
         kernel,
         signature,
         constexprs={(positions[k],): v for k, v in constants},
-        attrs={(i,): [["tt.divisibility", ALIGNMENT]] for i, t in enumerate(types) if t[0] == "*"},
+        attrs={path: [["tt.divisibility", ALIGNMENT]] for path in arrays},
     )
     options = {"num_warps": warps, "num_stages": stages, "maxnreg": registers}
     options |= {"enable_fp_fusion": True}  # Triton's default changes with its version

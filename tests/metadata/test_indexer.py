@@ -282,6 +282,7 @@ def assert_same(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(st.data(), st.sampled_from([(1, False), (2, True)]))
 def test_a_larger_bucket_and_junk_change_nothing(data, form):

@@ -37,6 +37,7 @@ def seen(query_starts, seq_lens, tokens):
 lens = st.lists(st.integers(0, 9), min_size=4, max_size=4)
 
 
+@pytest.mark.slow
 @given(lens, lens, st.integers(1, 5), st.integers(0, 3))
 def test_every_token_sees_the_keys_it_saw(queries, contexts, longest, spare):
     meta, request = runs_of(queries, contexts, longest, spare)

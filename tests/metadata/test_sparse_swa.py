@@ -278,6 +278,7 @@ def valid_lanes(meta, queries):
     return out
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(steps(next_n=2))
 def test_a_larger_bucket_and_junk_change_nothing(step):

@@ -1,5 +1,7 @@
 """Tiny V3.2 and GLM-5 models."""
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 from flax import nnx
 
@@ -47,17 +49,18 @@ def model(cfg: ModelConfig, dtype="float32", seed: int = 0) -> DeepseekV32:
 
 
 def ladder() -> StepLadder:
+    """Three programs: decodes, prefills, both."""
     return default_steps(max_requests=4, max_prefill_tokens=CHUNK, max_pages=LONGEST // PAGE)
 
 
 def engine(module: nnx.Module, cfg: ModelConfig, **more) -> Engine:
-    """An engine of three programs."""
+    """An engine of two programs, or of three with ``ladder()``."""
     settings = {
         "num_pages": 40,
         "page": PAGE,
         "max_requests": 4,
         "prefill_chunk": CHUNK,
         "max_model_len": LONGEST,
-        "ladder": ladder(),
+        "ladder": replace(ladder(), mixed=((8, CHUNK),)),
     }
     return Engine(module, cfg, **(settings | more))

@@ -47,9 +47,10 @@ def served():
     """A model, its configuration and an engine whose pools are too small for all requests."""
     cfg = v4.config()
     module = v4.model(cfg)
-    return module, cfg, v4.engine(module, cfg, want_logits=True, num_pages=28)
+    return module, cfg, v4.engine(module, cfg, ladder=v4.ladder(), want_logits=True, num_pages=28)
 
 
+@pytest.mark.slow
 def test_steps_equal_whole_sequences(served, rng):
     """Prompts in chunks, together, queued and preempted: logits of every drawn token."""
     module, _, engine = served
@@ -104,6 +105,7 @@ def wide(**changes):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_records(rng):
     """8 bits: 584-byte records and index keys; poison changes no bit, most tokens stay."""
     cfg = wide()
@@ -127,6 +129,7 @@ def test_records(rng):
         v4.engine(v4.model(v4.config()), v4.config(), cache_format="fp8_e4m3")
 
 
+@pytest.mark.slow
 def test_sixteen_bits(rng):
     cfg = wide()
     engine = v4.engine(v4.model(cfg, "bfloat16"), cfg, cache_format="bf16", want_logits=True)
@@ -135,6 +138,7 @@ def test_sixteen_bits(rng):
         assert len(done.token_ids) == 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ratios", [(0, 0), (4, 4), (16, 4, 16, 4, 16)])
 def test_schedules_of_layers(ratios, rng):
     """Groups exist for the layers that there are; repeated periods are one text."""

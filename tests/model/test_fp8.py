@@ -109,6 +109,7 @@ def test_bytes_and_scales_stay_as_they_are(folder, cfg):
     assert leaves["embed.embedding"].dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_in_float32_it_is_the_widened_model(folder):
     want, widened = serve(folder, "float32", False)
     got, kept = serve(folder, "float32", True)
@@ -118,6 +119,7 @@ def test_in_float32_it_is_the_widened_model(folder):
     assert kept.stats().weight_bytes < 0.45 * widened.stats().weight_bytes
 
 
+@pytest.mark.slow
 def test_in_bfloat16_it_is_as_near_to_float32_as_the_widened_model(folder, record_property):
     """The same tokens are fed to all: the error of the logits of each request's first token."""
     true, _ = serve(folder, "float32", False)
@@ -158,6 +160,7 @@ def test_what_cannot_stay(folder, cfg, tmp_path):
             serve(folder, "bfloat16", True, devices=devices[:2])
 
 
+@pytest.mark.slow
 def test_an_engine_of_a_loaded_module(folder, cfg):
     """Its dtype is that of what is not e4m3."""
     make = partial(DeepseekV3, cfg, dtype=jnp.bfloat16, fp8=True)

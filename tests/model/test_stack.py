@@ -39,6 +39,7 @@ def test_periods_spell_the_layers_again(kinds):
     assert firsts == sorted(firsts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sparse", [(False, True, True, True), (True, False) * 2, (False,) * 4])
 def test_a_stack_is_its_layers_one_after_the_other(sparse):
     cfg = tiny.config("noaux_tc" if any(sparse) else None, layers=4, sparse_layers=sparse)

@@ -63,6 +63,7 @@ def folder_of(path, cfg, tensors, **changes):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["published", "saved", "modules"])
 def test_every_layout_is_the_same_model(layout, tmp_path):
     cfg = v4.config()
@@ -130,6 +131,7 @@ def quantised(module, rng):
     return stored, exact
 
 
+@pytest.mark.slow
 def test_published_dtypes(tmp_path, rng):
     """e4m3 with E8M0 scales and packed E2M1 experts are the numbers that they stand for."""
     cfg = v4.config(hidden=64, q_rank=160, heads=8, dim=32, out_rank=32, ignored_layers=1)

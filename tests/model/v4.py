@@ -1,5 +1,7 @@
 """Tiny DeepSeek V4 models."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -60,11 +62,12 @@ def model(cfg: V4Config, dtype="float32", seed: int = 0) -> DeepseekV4:
 
 
 def ladder() -> StepLadder:
+    """Three programs: decodes, prefills, both."""
     return default_steps(max_requests=4, max_prefill_tokens=CHUNK, max_pages=LONGEST // PAGE)
 
 
 def engine(module: nnx.Module, cfg: V4Config, **more) -> Engine:
-    """An engine of three programs."""
+    """An engine of two programs, or of three with ``ladder()``."""
     settings = {
         "num_pages": 80,
         "page": PAGE,
@@ -72,6 +75,6 @@ def engine(module: nnx.Module, cfg: V4Config, **more) -> Engine:
         "prefill_chunk": CHUNK,
         "max_model_len": LONGEST,
         "cache_format": "fp32",
-        "ladder": ladder(),
+        "ladder": replace(ladder(), mixed=((8, CHUNK),)),
     }
     return Engine(module, cfg, **(settings | more))

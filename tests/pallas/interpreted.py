@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -25,18 +26,18 @@ GARBAGE = 2**30
 
 def call(kernel, *args, out, grid, warps, stages, aliases=None, registers=None, **constants):
     """Results begin as NaN, indices as garbage; those with an alias as what is changed."""
-    many = isinstance(out, tuple)
-    arrays = [np.array(x) for x in args if not isinstance(x, int)]
+    arrays = [np.array(x) for x in jax.tree.leaves(args) if not isinstance(x, int)]
+    shapes, form = jax.tree.flatten(out)
     place = {result: arrays[given] for given, result in (aliases or {}).items()}
     results = [
         place[i] if i in place else np.full(s.shape, _rubbish(s.dtype), s.dtype)
-        for i, s in enumerate(out if many else (out,))
+        for i, s in enumerate(shapes)
     ]
     rest = iter(arrays)
-    given = [x if isinstance(x, int) else _tensor(next(rest)) for x in args]
-    kernel[(grid,)](*given, *map(_tensor, results), **constants)
-    results = tuple(map(jnp.asarray, results))
-    return results if many else results[0]
+    given = jax.tree.map(lambda x: x if isinstance(x, int) else _tensor(next(rest)), args)
+    outs = jax.tree.unflatten(form, map(_tensor, results))
+    kernel[(grid,)](*given, *(outs if isinstance(out, tuple) else (outs,)), **constants)
+    return jax.tree.unflatten(form, map(jnp.asarray, results))
 
 
 def _tensor(x):

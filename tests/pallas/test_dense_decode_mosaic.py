@@ -38,11 +38,16 @@ def judge_decode(state, case, **allowed):
 
 def attend(case, tuning=None, interpret=None):
     q_latent, q_rope, cache, meta = case.args
-    tuning = tuning or heuristic(q_latent.shape[1], meta.max_query_len, cache.format.quantised)
-    return mosaic.dense_decode(
-        q_latent, q_rope, cache.pages, cache.scale, meta.page_table, meta.seq_lens,
-        meta.query_starts, max_query_len=meta.max_query_len, scale=case.scale,
-        format=cache.format, out_dtype=q_latent.dtype, tuning=tuning, interpret=interpret,
+    tokens, heads, _ = q_latent.shape
+    tuning = tuning or heuristic(heads, meta.max_query_len, cache.format.quantised)
+    plan = mosaic.make_plan(
+        meta.seq_lens, meta.query_starts, tokens=tokens, heads=heads,
+        max_query_len=meta.max_query_len, page=cache.page, width=meta.page_table.shape[1],
+        tuning=tuning,
+    )  # fmt: skip
+    return mosaic.attend(
+        q_latent, q_rope, cache.pages, cache.scale, meta.page_table, plan, scale=case.scale,
+        format=cache.format, tuning=tuning, interpret=interpret,
     )  # fmt: skip
 
 

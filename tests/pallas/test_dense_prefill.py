@@ -112,6 +112,7 @@ def naive(q, kv, k_rope, meta, *, scale, nope):
     return out, jax.nn.logsumexp(jnp.where(seen, s, -1e30), axis=-1).T
 
 
+@pytest.mark.slow
 def test_gradient(rng):
     """Reverse mode through tiles, skips and both outputs; padding gets gradient zero."""
     case = prefill_case(rng, query_lens=[150, 70], key_lens=[180, 70], dtype="float32", pad=5)

@@ -41,6 +41,7 @@ def walked(rng, memory, most, backend, *, tokens=48, layer=None):
     return ring, caches
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [1, 9])
 @pytest.mark.parametrize("kind", KINDS)
 def test_against_the_truth(kind, most, backend, rng):

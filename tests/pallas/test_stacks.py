@@ -228,12 +228,15 @@ def test_interpreted_decode(format, few, rng):
     q_latent, q_rope, cache, meta = case.args
     found = decode.heuristic(8, 1, FORMATS[format].quantised, workers=2)
     tuning = dataclasses.replace(found, few=few, prefetch=found.defer and not few)
+    plan = decode.make_plan(
+        meta.seq_lens, meta.query_starts, tokens=len(q_latent), heads=8, max_query_len=1,
+        page=cache.page, width=meta.page_table.shape[1], tuning=tuning,
+    )  # fmt: skip
 
     def solve(cache, **more):
-        return decode.dense_decode(
-            q_latent, q_rope, cache.pages, cache.scale, meta.page_table, meta.seq_lens,
-            meta.query_starts, max_query_len=1, scale=case.scale, format=cache.format,
-            out_dtype=q_latent.dtype, tuning=tuning, interpret=interpreted(), **more,
+        return decode.attend(
+            q_latent, q_rope, cache.pages, cache.scale, meta.page_table, plan, scale=case.scale,
+            format=cache.format, tuning=tuning, interpret=interpreted(), **more,
         )  # fmt: skip
 
     alone = solve(cache)

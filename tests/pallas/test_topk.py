@@ -206,6 +206,7 @@ def same_selection(got, scores, length, k, *, near=0.0):
     assert set(np.flatnonzero(scores[:length] > last + near)) <= set(got.tolist()), (got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("form", ["fp32", "bf16", "index_key"])
 def test_a_step_selects_what_its_scores_say(name, form, rng):

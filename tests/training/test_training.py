@@ -51,6 +51,7 @@ def test_sequences_hold_facts_and_right_answers():
     assert seen == {1, 2, 3}
 
 
+@pytest.mark.slow
 def test_a_step_lowers_the_loss():
     stage = Stage(length=48, sequences=16, steps=1)
     trainer = Trainer(TINY, Recipe(stages=(stage,), warmup=1))

@@ -40,7 +40,7 @@ def _encode(x, factor, like, LARGEST: tl.constexpr):
 
 @jit
 def _row(
-    kv, gain, angles, cache, token,
+    kv, gain, angles, where, pages, token,
     SIZES: tl.constexpr, CACHE: tl.constexpr, TILE: tl.constexpr, EPS: tl.constexpr,
     INTERLEAVED: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
@@ -50,7 +50,7 @@ def _row(
     PAIRS: tl.constexpr = TILE[2]
     COLUMNS: tl.constexpr = TILE[3]
     cos, sin = angles
-    slots, number, scale, pages = cache
+    slots, number, scale = where
     here, layer, slot = place(slots, number, token, CACHE[0], CACHE[1])
     to = pages + (layer.to(tl.int64) * CACHE[1] + slot) * (RANK + ROPE)
     factor = tl.load(scale + layer)
@@ -79,10 +79,12 @@ def _row(
 
 @jit
 def _queries(
-    q, cos, sin, q_nope, q_rope, token, block,
+    q, angles, queries, token, block,
     SIZES: tl.constexpr, TILE: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """Split and rotate the queries of ``token`` and of one block of heads."""
+    cos, sin = angles
+    q_nope, q_rope = queries
     HEADS: tl.constexpr = SIZES[0]
     NOPE: tl.constexpr = SIZES[1]
     ROPE: tl.constexpr = SIZES[2]
@@ -112,14 +114,16 @@ def _queries(
 
 @jit
 def append(
-    q, kv, gain, cos, sin, slots, number, scale, before, q_nope, q_rope, pages,
+    q, kv, gain, angles, where, before, queries, pages,
     SIZES: tl.constexpr, CACHE: tl.constexpr, TILE: tl.constexpr, EPS: tl.constexpr,
     INTERLEAVED: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     """One token's row, or its queries of one block of heads.
 
-    ``SIZES`` are heads, nope, rope and rank, ``CACHE`` layers and slots of each, ``TILE`` heads of
-    a block and powers of two from nope, pairs and rank on. ``before`` and ``pages`` are one array.
+    ``angles`` are cos and sin, ``where`` slots, layer and scale of the cache, ``queries`` the
+    results of nope and rope. ``before`` and ``pages`` are one array. ``SIZES`` are heads, nope,
+    rope and rank, ``CACHE`` layers and slots of each, ``TILE`` heads of a block and powers of two
+    from nope, pairs and rank on.
     """
     BLOCKS: tl.constexpr = (SIZES[0] + TILE[0] - 1) // TILE[0]
     pid = tl.program_id(0)
@@ -127,8 +131,8 @@ def append(
     part = pid % (1 + BLOCKS)
     if part == 0:
         _row(
-            kv, gain, (cos, sin), (slots, number, scale, pages), token,
+            kv, gain, angles, where, pages, token,
             SIZES, CACHE, TILE, EPS, INTERLEAVED, LARGEST,
         )  # fmt: skip
     else:
-        _queries(q, cos, sin, q_nope, q_rope, token, part - 1, SIZES, TILE, INTERLEAVED)
+        _queries(q, angles, queries, token, part - 1, SIZES, TILE, INTERLEAVED)

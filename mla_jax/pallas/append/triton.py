@@ -41,20 +41,16 @@ def append_latent(
 
     (tokens, heads, qk), rank, rope = q.shape, gain.shape[0], 2 * cos.shape[1]
     nope, spec = qk - rope, jax.ShapeDtypeStruct
-    outs = (
-        spec((tokens, heads, nope), q.dtype),
-        spec((tokens, heads, rope), q.dtype),
-        spec(pages.shape, pages.dtype),
-    )
+    parts = (tokens, heads, nope), (tokens, heads, rope)
     if not tokens:
-        return jnp.zeros(outs[0].shape, q.dtype), jnp.zeros(outs[1].shape, q.dtype), pages
+        return *(jnp.zeros(shape, q.dtype) for shape in parts), pages
     few = min(HEADS, power_of_two(heads))
     layers = 1 if layer is None else pages.shape[0]
     number = jnp.zeros((), jnp.int32) if layer is None else layer
-    return triton_lib.call(
+    (q_nope, q_rope), pages = triton_lib.call(
         kernels.append,
-        q, kv, gain, cos, sin, slots, number, scale, pages,
-        out=outs,
+        q, kv, gain, (cos, sin), (slots, number, scale), pages,
+        out=(tuple(spec(shape, q.dtype) for shape in parts), spec(pages.shape, pages.dtype)),
         aliases={8: 2},
         grid=tokens * (1 + cdiv(heads, few)),
         warps=4,
@@ -66,3 +62,4 @@ def append_latent(
         INTERLEAVED=interleaved,
         LARGEST=float(jnp.finfo(format.dtype).max) if format.quantised else None,
     )  # fmt: skip
+    return q_nope, q_rope, pages

@@ -146,15 +146,12 @@ def dense_decode(
     cache_scale: axes.CacheScale, page_table: axes.PageTable, seq_lens: axes.PerRequest,
     query_starts: axes.Starts, *, max_query_len: int, scale: float, format: CacheFormat,
     out_dtype: DTypeLike, tuning: Tuning, layer: axes.Layer = None, plan: wp.WorkPlan | None = None,
-    interpret: object = None,
 ) -> AttnState:  # fmt: skip
     """``ref.dense_decode`` at the dtype of the queries, accumulating in float32.
 
     The weights of the values are rounded to that dtype. ``plan`` is ``make_plan`` of the same
-    arguments, if it is at hand; ``interpret`` runs on a CPU.
+    arguments, if it is at hand.
     """
-    from mla_jax.pallas.dense_decode import combine_sm90, few_sm90, mosaic_sm90
-
     del out_dtype  # that of the queries
     tokens, heads, rank = q_latent.shape
     requests, width = page_table.shape
@@ -177,19 +174,44 @@ def dense_decode(
             tuning=tuning,
         )
     _check(plan, _facts(sizes, tuning, tokens, requests, width))
+    return attend(
+        q_latent,
+        q_rope,
+        pages,
+        cache_scale,
+        page_table,
+        plan,
+        layer=layer,
+        scale=scale,
+        format=format,
+        tuning=tuning,
+    )
+
+
+def attend(
+    q_latent: axes.LatentQueries, q_rope: axes.RopeQueries, pages: axes.Pages,
+    cache_scale: axes.CacheScale, page_table: axes.PageTable, plan: wp.WorkPlan, *, scale: float,
+    format: CacheFormat, tuning: Tuning, layer: axes.Layer = None, interpret: object = None,
+) -> AttnState:  # fmt: skip
+    """Of a plan: pieces, then their merge. ``interpret`` runs on a CPU."""
+    from mla_jax.pallas.dense_decode import combine_sm90, few_sm90, mosaic_sm90
+
+    assert plan.facts is not None  # checked
+    tokens, heads, rank = q_latent.shape
+    sizes = _sizes(heads, plan.facts.max_query_len, pages.shape[-2], tuning)
     most = most_columns(format.quantised)
     if tuning.few and sizes.live > most:
-        given = f"{format.name} cache, {sizes.heads * max_query_len} rows"
+        given = f"{format.name} cache, {sizes.heads * sizes.queries} rows"
         raise ArgumentError("mla_decode: tuning few", given, f"{most} rows at most")
     if scale <= 0:  # the kernel takes the maximum before it scales
         q_latent, q_rope = (q * jnp.asarray(jnp.sign(scale), q.dtype) for q in (q_latent, q_rope))
         scale = abs(scale) or 1.0
     if tuning.few:
-        attend = few_sm90.attend
+        pieces = few_sm90.attend
     else:
         order = {"defer": tuning.defer, "prefetch": tuning.prefetch}
-        attend = functools.partial(mosaic_sm90.attend, **order)
-    out, lse, part, part_lse = attend(
+        pieces = functools.partial(mosaic_sm90.attend, **order)
+    out, lse, part, part_lse = pieces(
         _rows(q_latent, sizes.heads),
         _rows(q_rope, sizes.heads),
         pages,

@@ -40,14 +40,16 @@ def rotate_tail(x, cos, sin, line, DIM: tl.constexpr, PAIRS: tl.constexpr):
 
 @jit
 def pool(
-    values, gates, bias, ring, ends, tokens, kept, number, pooled,
+    given, ring, ends, tokens, kept, number, pooled,
     POOL: tl.constexpr, RING: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Some channels of one group: values summed by the softmax of their gates, float32.
 
+    ``given`` are values, gates and their bias.
     ``TILE`` are a power of two from the span on and channels of a program. A program of no group
     reads its ``ends`` alone; places of this step read nothing of the ring.
     """
+    values, gates, bias = given
     HALVES: tl.constexpr = POOL[0]
     DIM: tl.constexpr = POOL[1]
     SPAN: tl.constexpr = RING[3]
@@ -85,11 +87,13 @@ def pool(
 
 @jit
 def _state(
-    pooled, gain, cos, sin, ends, slots, number, pages, group,
-    POOL: tl.constexpr, ROW: tl.constexpr,
-    COLUMNS: tl.constexpr, EPS: tl.constexpr,
+    state, angles, groups, number, pages, group,
+    POOL: tl.constexpr, ROW: tl.constexpr, COLUMNS: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     """Normalise, rotate and store one group's state, if it has a slot."""
+    gain, pooled = state
+    cos, sin = angles
+    ends, slots = groups
     DIM: tl.constexpr = POOL[1]
     end = tl.load(ends + group)
     if end >= 0:
@@ -104,10 +108,12 @@ def _state(
 
 @jit
 def _kept(
-    values, gates, bias, keep, positions, number, ring, token,
+    given, kept, number, ring, token,
     POOL: tl.constexpr, RING: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """What later groups need of a token, into its ring."""
+    values, gates, bias = given
+    keep, positions = kept
     WIDTH: tl.constexpr = POOL[0] * POOL[1]
     here, layer, slot = place(keep, number, token, RING[0], RING[1])
     if here:
@@ -124,21 +130,20 @@ def _kept(
 
 @jit
 def store(
-    values, gates, bias, gain, pooled, cos, sin, ends, slots, keep, positions, number,
-    ring_before, before, ring, pages,
+    given, state, angles, groups, kept, number, before, after,
     GROUPS: tl.constexpr, POOL: tl.constexpr, RING: tl.constexpr, ROW: tl.constexpr,
     TILE: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     """One of ``GROUPS`` states into its slot, or what is kept of one token into its ring.
 
-    ``TILE`` are powers of two from dim and from all halves on. ``before`` and ``pages`` are one
-    array, ``ring_before`` and ``ring`` too; ``pool`` has read the ring before.
+    ``given`` are values, gates and their bias, ``state`` the gain and what ``pool`` made,
+    ``angles`` cos and sin, ``groups`` ends and slots, ``kept`` slots in the ring and positions of
+    tokens. ``before`` and ``after`` are the same ring and pages; ``pool`` has read the ring before.
+    ``TILE`` are powers of two from dim and from all halves on.
     """
+    ring, pages = after
     pid = tl.program_id(0)
     if pid < GROUPS:
-        _state(
-            pooled, gain, cos, sin, ends, slots, number, pages, pid,
-            POOL, ROW, TILE[0], EPS,
-        )  # fmt: skip
+        _state(state, angles, groups, number, pages, pid, POOL, ROW, TILE[0], EPS)
     else:
-        _kept(values, gates, bias, keep, positions, number, ring, pid - GROUPS, POOL, RING, TILE[1])
+        _kept(given, kept, number, ring, pid - GROUPS, POOL, RING, TILE[1])

@@ -78,9 +78,10 @@ def _one(
         "RING": (ring.layers or 1, ring.num_slots, ring.pages.shape[-1], span),
     }
     inputs = given.values, given.gates, given.bias
+    before = ring.pages, given.cache.pages
     states = triton_lib.call(
         kernels.pool,
-        *inputs, ring.pages, groups.ends, groups.tokens, groups.kept, number,
+        inputs, ring.pages, groups.ends, groups.tokens, groups.kept, number,
         out=spec((count, dim), jnp.float32),
         grid=count * cdiv(dim, channels),
         warps=min(max(places * channels // ELEMENTS, 1), 4),
@@ -88,14 +89,11 @@ def _one(
         **sizes,
         TILE=(places, channels),
     )  # fmt: skip
-    rows, pages = triton_lib.call(
+    ((rows, pages),) = triton_lib.call(
         kernels.store,
-        *inputs, given.gain, states, groups.cos, groups.sin, groups.ends, given.slots,
-        groups.keep, groups.positions, number, ring.pages, given.cache.pages,
-        out=(
-            spec(ring.pages.shape, ring.pages.dtype),
-            spec(given.cache.pages.shape, given.cache.pages.dtype),
-        ),
+        inputs, (given.gain, states), (groups.cos, groups.sin), (groups.ends, given.slots),
+        (groups.keep, groups.positions), number, before,
+        out=(tuple(spec(x.shape, x.dtype) for x in before),),
         aliases={12: 0, 13: 1},
         grid=count + tokens,
         warps=4,

@@ -28,11 +28,13 @@ def sinkhorn(
     m: Float[Array, "tokens streams streams"], *, rounds: int, eps: float
 ) -> Float[Array, "tokens streams streams"]:
     """Columns, then ``rounds - 1`` times rows and columns, divided by their sums ``+ eps``."""
-    m = m / (m.sum(axis=-2, keepdims=True) + eps)
-    for _ in range(rounds - 1):
-        m = m / (m.sum(axis=-1, keepdims=True) + eps)
-        m = m / (m.sum(axis=-2, keepdims=True) + eps)
-    return m
+
+    def divided(m: Array, axis: int) -> Array:
+        return m / (m.sum(axis=axis, keepdims=True) + eps)
+
+    m = divided(m, -2)
+    # Written out, some forty divisions are half of the text of a step.
+    return lax.fori_loop(1, rounds, lambda _, m: divided(divided(m, -1), -2), m)
 
 
 def projected(
