@@ -180,6 +180,7 @@ class Engine:
         config: Any,
         *,
         num_pages: int,
+        dtype: DTypeLike | None = None,
         run_ahead: bool = True,
         want_logits: bool = False,
         family: Family | None = None,
@@ -195,7 +196,6 @@ class Engine:
         self.config, self.want_logits = config, want_logits
         self.family = family_of(config.family) if family is None else family
         self.placement = Placement.of(devices)
-        dtype = settings.pop("dtype", None)
         if dtype is None:
             loaded = isinstance(model, nnx.Module)
             dtype = _dtype_of(model) if loaded else jnp.dtype(jnp.bfloat16)

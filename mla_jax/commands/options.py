@@ -57,7 +57,7 @@ def cache_format(dtype: Dtype, cache_dtype: CacheDtype) -> str:
 def grouped[T](command: Callable[..., T]) -> Callable[..., T]:
     """The command, each parameter that is a dataclass replaced by options of its fields."""
     given = inspect.signature(command).parameters.values()
-    groups = {p.name: p.annotation for p in given if is_dataclass(p.annotation)}
+    groups: dict[str, Any] = {p.name: p.annotation for p in given if is_dataclass(p.annotation)}
     parts = [_options(p.annotation) if p.name in groups else [p] for p in given]
     # By keyword, so that an option that has a default may come before one that has none.
     options = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for part in parts for p in part]

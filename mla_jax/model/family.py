@@ -152,7 +152,6 @@ class Settings(TypedDict, total=False):
     max_requests: int
     prefill_chunk: int
     max_model_len: int | None
-    dtype: DTypeLike | None
     cache_format: str | None
     ladder: MLALadder | None
     context_rows: int | None

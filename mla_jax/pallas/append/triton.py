@@ -43,7 +43,7 @@ def append_latent(
     nope, spec = qk - rope, jax.ShapeDtypeStruct
     parts = (tokens, heads, nope), (tokens, heads, rope)
     if not tokens:
-        return *(jnp.zeros(shape, q.dtype) for shape in parts), pages
+        return jnp.zeros(parts[0], q.dtype), jnp.zeros(parts[1], q.dtype), pages
     few = min(HEADS, power_of_two(heads))
     layers = 1 if layer is None else pages.shape[0]
     number = jnp.zeros((), jnp.int32) if layer is None else layer
