@@ -32,14 +32,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """On a CPU what XLA compiled is kept for the other workers and the processes of tests.
+    """Without a CUDA plugin, what XLA compiled is kept for other workers and processes of tests.
 
-    Where kernels are compiled for a GPU it is not: the assembler's report would be missing.
+    With one, kernels are compiled for a GPU: those that are read have no report of the assembler.
     """
     from tests import aot  # imports the package, after the hook above
 
     name = "JAX_COMPILATION_CACHE_DIR"
-    if jax.default_backend() != "cpu" or not aot.available() or os.environ.get(name):
+    if aot.cuda() is not None or os.environ.get(name):
         return
     folder = tempfile.mkdtemp(prefix="mla_jax_tests_")
     os.environ |= {name: folder, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}

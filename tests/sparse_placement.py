@@ -1,4 +1,4 @@
-"""Tiny V3.2 and V4 on eight devices against one, in a process of its own: JSON."""
+"""Tiny V3.2, GLM-5 and V4 on eight devices against one, in a process of its own: JSON."""
 
 import json
 
@@ -15,7 +15,7 @@ def main() -> dict[str, object]:
     asked = [rng.integers(3, 64, n).tolist() for n in (1, 7, 9, 40, 20)]
     wish = SamplingParams(max_new_tokens=8, ignore_eos=True)
     found: dict[str, object] = {"devices": len(jax.devices())}
-    for kind in ("deepseek_v32", "deepseek_v4"):
+    for kind in ("deepseek_v32", "glm_moe_dsa", "deepseek_v4"):
         maker = v4 if kind == "deepseek_v4" else sparse
         cfg = v4.config() if maker is v4 else sparse.config(kind)
         module = maker.model(cfg)

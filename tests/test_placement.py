@@ -87,8 +87,8 @@ def test_a_mesh_of_two_axes_is_refused(found):
 
 @pytest.mark.slow
 def test_sparse_attention_over_eight_devices():
-    """V3.2 and V4: heads divided, selection whole on each device; the same tokens."""
+    """V3.2, GLM-5 and V4: heads divided, selection whole on each device; the same tokens."""
     found = _in_a_process("tests.sparse_placement")
     assert found["devices"] == 8
-    for kind in ("deepseek_v32", "deepseek_v4"):
+    for kind in ("deepseek_v32", "glm_moe_dsa", "deepseek_v4"):
         assert found[kind] == [True, [1 / 8, 1]]

@@ -30,13 +30,13 @@ def single(engine, model):
 
 
 @pytest.mark.slow
-def test_200_random_mixes_equal_each_request_alone(engine, single):
+def test_500_random_mixes_equal_each_request_alone(engine, single):
     single(traffic.asks(1, seed=0)[0])
     compiled = traffic.Compilations()
-    tally = traffic.run(engine, single, mixes=200, kinds=40)
+    tally = traffic.run(engine, single, mixes=500, kinds=60)
     assert (tally.wrong, tally.lost_pages, compiled.count) == (0, 0, 0), tally
     assert tally.completed + tally.cancelled == tally.requests
-    assert min(tally.preemptions, tally.cancelled) > 20, tally
+    assert min(tally.preemptions, tally.cancelled) > 50, tally
     stats = engine.stats()
     assert stats.compiles == len(engine.builder.rungs())
     assert set(stats.buckets) == {d.bucket for d in engine.builder.rungs()}

@@ -69,10 +69,10 @@ def test_steps_equal_whole_sequences(served, rng):
 def test_no_program_is_compiled_after_warm_up(rng):
     """A rung has two programs, for steps that select and for those that do not."""
     cfg = sparse.config(num_hidden_layers=1)
-    engine = sparse.engine(sparse.model(cfg), cfg)
-    assert engine.warm_up() == len(engine.builder.rungs()) == engine.stats().compiles == 4
+    engine = sparse.engine(sparse.model(cfg), cfg, ladder=sparse.ladder())
+    assert engine.warm_up() == len(engine.builder.rungs()) == engine.stats().compiles == 6
     engine.generate(prompts(rng), WISH)
-    assert engine.stats().compiles == 4
+    assert engine.stats().compiles == 6
 
 
 def test_index_keys_of_layers_that_select(served):
@@ -107,8 +107,8 @@ def test_short_steps_are_dense(kind, rng, monkeypatch):
     monkeypatch.setattr(ops, "mla_sparse_decode", selected)
     cfg = sparse.config(kind, index_topk=sparse.LONGEST)
     module = sparse.model(cfg)
-    engine = sparse.engine(module, cfg, want_logits=True)
-    assert engine.warm_up() == 2
+    engine = sparse.engine(module, cfg, ladder=sparse.ladder(), want_logits=True)
+    assert engine.warm_up() == 3
     asked = prompts(rng, (1, 9, 30, 50))
     for prompt, done in zip(asked, engine.generate(asked, WISH), strict=True):
         want = whole(module, prompt + list(done.token_ids))[len(prompt) - 1 : -1]
