@@ -4,11 +4,10 @@ A template is a Jinja program that a checkpoint publishes, rendered as transform
 comes from a stranger, so it runs in Jinja's sandbox, and sees plain data only.
 """
 
+import importlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -90,7 +89,8 @@ class ChatTemplate:
             allowed = "messages of texts, numbers, lists and objects, as in JSON"
             raise EngineError("chat", shown(error), allowed) from None
         try:
-            return _compiled(self.sources[name]).render(**{**self.tokens, **plain})
+            sandbox: Any = importlib.import_module("mla_jax.chat_sandbox")
+            return sandbox.compiled(self.sources[name]).render(**{**self.tokens, **plain})
         except ModuleNotFoundError:
             allowed = "text or token ids, because jinja2 is not installed"
             raise EngineError("chat", "messages", allowed, "pip install 'mla-jax[hf]'.") from None
@@ -134,35 +134,3 @@ def _text(path: Path) -> str:
         raise EngineError(str(path), given, f"a text of at most {_MAX_BYTES:,} bytes") from None
     except UnicodeDecodeError as error:
         raise EngineError(str(path), f"byte {error.start} is not UTF-8", "UTF-8") from None
-
-
-@cache
-def _compiled(source: str) -> Any:
-    """A template in a sandbox with what transformers adds to the language."""
-    from jinja2 import TemplateError, nodes
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """``{% generation %}`` marks what the model says, for training; it prints its inside."""
-
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            inside = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.Scope(inside).set_lineno(line)
-
-    def refuse(message: str) -> None:
-        raise TemplateError(message)
-
-    def to_json(value: Any, ensure_ascii: bool = False, **style: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **style)
-
-    room = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    room.filters["tojson"] = to_json
-    room.globals["raise_exception"] = refuse
-    room.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return room.from_string(source)

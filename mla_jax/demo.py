@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 
 import jax
@@ -104,24 +103,16 @@ def recompute(
 
 @contextmanager
 def progress(label: str, total: int) -> Iterator[Callable[[], None]]:
-    """Yields what to call after each of ``total`` things; shown on stderr."""
-    if find_spec("rich") and sys.stderr.isatty():
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
-
-        columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=Console(stderr=True)) as bar:
-            task = bar.add_task(label, total=total)
-            yield lambda: bar.advance(task)
-        return
-    count, began = 0, time.perf_counter()
+    """Yields what to call after each of ``total`` things; shown on stderr, one line if a terminal."""
+    count, began, in_place = 0, time.perf_counter(), sys.stderr.isatty()
 
     def advance() -> None:
         nonlocal count
         count += 1
-        if count % max(total // 8, 1) == 0 or count == total:
+        if in_place or count % max(total // 8, 1) == 0 or count == total:
             seconds = time.perf_counter() - began
-            print(f"{label} {count}/{total}  {seconds:.0f} s", file=sys.stderr, flush=True)
+            end = "\r" if in_place and count < total else "\n"
+            print(f"{label} {count}/{total}  {seconds:.0f} s", end=end, file=sys.stderr, flush=True)
 
     yield advance
 

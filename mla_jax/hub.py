@@ -1,7 +1,9 @@
 """Models by their name on the Hugging Face hub: ``"deepseek-ai/DeepSeek-V2-Lite"``."""
 
+import importlib
 import re
 from pathlib import Path
+from typing import Any
 
 from mla_jax.errors import EngineError, described, shown
 
@@ -29,14 +31,14 @@ def folder_of(model: str | Path, *, weights: bool = True) -> Path:
         return path
     here = f"no folder {path} here"
     try:
-        from huggingface_hub import snapshot_download
+        huggingface_hub: Any = importlib.import_module("huggingface_hub")
     except ModuleNotFoundError:
         given = f"{here}, and huggingface_hub, which downloads models, is not installed"
         hint = "For a hub id: pip install 'mla-jax[hf]'."
         raise EngineError(f"model {model}", given, "a folder, or a hub id", hint) from None
     patterns = [*_TEXT, *(_WEIGHTS if weights else ())]
     try:
-        found = snapshot_download(
+        found = huggingface_hub.snapshot_download(
             str(model), allow_patterns=patterns, ignore_patterns=list(_OTHERS)
         )
     except Exception as error:  # of the package, of its transport, of the system

@@ -5,6 +5,7 @@ The file comes from a stranger, and the package that runs it is native code: it 
 bound is looked at first, and whatever is raised becomes one error in words.
 """
 
+import importlib
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -41,7 +42,7 @@ class TextTokenizer:
         if not path.is_file():
             return None
         try:
-            from tokenizers import Tokenizer
+            tokenizers: Any = importlib.import_module("tokenizers")
         except ModuleNotFoundError:
             return None
         allowed = "a tokenizer.json of the tokenizers package"
@@ -56,7 +57,7 @@ class TextTokenizer:
             given = f"replacements that make up to {growth:.3g} characters of one"
             raise EngineError(str(path), given, f"at most {_MOST_GROWTH:,}")
         with _words(str(path), "unreadable", allowed):
-            native = Tokenizer.from_buffer(content)
+            native = tokenizers.Tokenizer.from_buffer(content)
             native.no_truncation()
             native.no_padding()
         return cls(path, native)

@@ -30,32 +30,35 @@ def _absolute(node: ast.ImportFrom, path: Path, package: Path) -> str:
 
 
 def imported_names(path: Path, package: Path = PACKAGE) -> set[str]:
-    """Dotted names that a file imports anywhere, also inside functions."""
+    """Dotted names that a file imports anywhere, also by ``importlib.import_module("name")``."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = _absolute(node, path, package)
-            names.update(f"{base}.{alias.name}" for alias in node.names)
-            names.add(base)
-    return names
-
-
-def local_imports(path: Path, package: Path = PACKAGE) -> set[str]:
-    """Dotted names of the modules that functions of a file import, not the file itself."""
-    names = set()
-    for function in ast.walk(ast.parse(path.read_text())):
-        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        for node in ast.walk(function):
-            if isinstance(node, ast.Import):
+        match node:
+            case ast.Import():
                 names.update(alias.name for alias in node.names)
-            elif isinstance(node, ast.ImportFrom):
+            case ast.ImportFrom():
                 base = _absolute(node, path, package)
-                ours = base.split(".")[0] == package.name
-                names.update(f"{base}.{a.name}" if ours else base for a in node.names)
+                names.update(f"{base}.{alias.name}" for alias in node.names)
+                names.add(base)
+            case ast.Call(
+                func=ast.Attribute(attr="import_module"), args=[ast.Constant(value=str(name))]
+            ):
+                names.add(name)
     return names
+
+
+def hidden_imports(path: Path) -> list[str]:
+    """Import statements that are not at the top of a file: those inside functions and classes."""
+    inside = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    return sorted(
+        {
+            ast.unparse(node)
+            for outer in ast.walk(ast.parse(path.read_text()))
+            if isinstance(outer, inside)
+            for node in ast.walk(outer)
+            if isinstance(node, ast.Import | ast.ImportFrom)
+        }
+    )
 
 
 def graph(package: Path = PACKAGE) -> dict[str, set[str]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from mla_jax.dispatch import REGISTRY
 from tests import imports
 
 TABLE = imports.ranks((imports.ROOT / "docs" / "architecture.md").read_text())
@@ -20,8 +21,8 @@ PYPROJECT = tomllib.loads((imports.ROOT / "pyproject.toml").read_text())["projec
 CORE = {Requirement(line).name for line in PYPROJECT["dependencies"]}
 OPTIONAL = {  # package → the only modules that may import it
     "huggingface_hub": {"hub"},
-    "jinja2": {"chat_template"},
-    "rich": {"cli", "commands/show", "demo", "model/progress"},
+    "jinja2": {"chat_sandbox"},
+    "rich": {"cli", "commands/show"},
     "tokenizers": {"tokenizer"},
     "torch": {"commands/transformers_trace"},
     "transformers": {"commands/transformers_trace"},
@@ -91,22 +92,33 @@ def test_optional_packages_stay_in_their_files(name):
         assert name in OPTIONAL.get(package, ()), f"{name} must not import {package}"
 
 
-SLOW = re.compile(
-    r"mla_jax\.pallas\.(\w+\.)?(\w+_sm90|mosaic_lib|triton_lib|kernels_triton|rows_triton)$"
-)
-"""Modules that functions may import: kernels, where they run. Mosaic GPU takes more than a second
-to import, and Triton need not be installed."""
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_stand_at_the_top(name):
+    assert not imports.hidden_imports(MODULES[name])
 
 
-def hidden_imports(path: Path, package: Path = imports.PACKAGE) -> set[str]:
-    """What functions of a file import without one of these reasons."""
-    found = imports.local_imports(path, package)
-    return {n for n in found if n.split(".")[0] not in OPTIONAL and not SLOW.match(n)}
+LATE = re.compile(r"pallas/(\w+/)?(mosaic|triton|mosaic_\w+|triton_\w+|\w+_sm90|\w+_triton)$")
+"""Modules of kernels: Mosaic GPU takes more than a second to import, Triton need not be there."""
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_functions_import_only_kernels_and_optional_packages(name):
-    assert not hidden_imports(MODULES[name])
+def test_kernels_are_imported_by_kernels_alone(name):
+    """And by the registry, when a backend is chosen: it has their names as texts."""
+    if not LATE.search(name):
+        assert not {t for t in GRAPH[name] if LATE.search(t)} - WITHOUT_KERNEL
+
+
+WITHOUT_KERNEL = {"pallas/dense_decode/sizes_sm90", "pallas/sparse_attention/rows_sm90"}
+
+
+@pytest.mark.parametrize("entry", REGISTRY.backends, ids=lambda b: f"{b.op}-{b.name}")
+def test_backends_name_a_function_of_their_operations_folder(entry):
+    if isinstance(entry.function, str):
+        module, _, function = entry.function.partition(":")
+        path = MODULES[module.removeprefix("mla_jax.").replace(".", "/")]
+        assert path.stem == entry.name
+        defined = {n.name for n in ast.parse(path.read_text()).body if hasattr(n, "name")}
+        assert {function} | ({"Tuning", "tune"} if entry.tunable else set()) <= defined
 
 
 def test_one_module_imports_private_parts_of_jax():
@@ -214,5 +226,6 @@ def test_the_rules_can_fail(tmp_path):
         "pallas/merge (pallas/*) imports metadata/plan (metadata/*)",
     ]
     assert imports.cycles(edges) == [["cache", "errors"]]
-    assert hidden_imports(package / "errors.py", package) == {"toy.cache.x", "json"}
+    hidden = ["from toy.cache import x", "import torch, json"]
+    assert imports.hidden_imports(package / "errors.py") == hidden
     assert imports.third_party(package / "metadata/plan.py", package) == {"jax", "torch"}

@@ -5,6 +5,8 @@ key, and the choice happens while tracing: the same problem on the same device a
 the same backend. An explicit name means that backend or an error.
 """
 
+import functools
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from importlib.util import find_spec
@@ -129,24 +131,48 @@ class Tuned:
 
 @dataclass(frozen=True)
 class Backend:
-    """One implementation of one operation: data, and the function that runs it."""
+    """One implementation of one operation: what it needs, and the function that runs it.
+
+    The function is given itself or as an entry point, ``"package.module:function"``, whose module
+    is imported when the backend is first chosen: Mosaic GPU takes more than a second to import, and
+    Triton need not be installed. The module of a ``tunable`` one has ``Tuning``, ``tune`` and
+    perhaps ``make_plan`` too.
+    """
 
     op: str
     name: str
-    run: Callable[..., Any]
+    function: Callable[..., Any] | str
     requirement: Requirement = field(default_factory=Requirement)
     _: KW_ONLY
-    tuning: type | None = None  # class of its tuning object; None = nothing to tune
-    tune: Callable[[Problem, DeviceInfo], Tuned] | None = None  # None iff nothing to tune
-    plan: Callable[..., Any] | None = None  # what calls of one step share; None = nothing
+    tunable: bool = False
 
-    @classmethod
-    def tunable(
-        cls, op: str, module: ModuleType, run: Callable[..., Any], requirement: Requirement
-    ) -> "Backend":
-        """One whose module, named like it, has ``Tuning``, ``tune`` and perhaps ``make_plan``."""
-        name, plan = module.__name__.rpartition(".")[2], getattr(module, "make_plan", None)
-        return cls(op, name, run, requirement, tuning=module.Tuning, tune=module.tune, plan=plan)
+    @functools.cached_property
+    def _module(self) -> ModuleType:
+        where = self.function
+        name = where.partition(":")[0] if isinstance(where, str) else where.__module__
+        return importlib.import_module(name)
+
+    @functools.cached_property
+    def run(self) -> Callable[..., Any]:
+        """The function."""
+        if not isinstance(self.function, str):
+            return self.function
+        return getattr(self._module, self.function.partition(":")[2])
+
+    @property
+    def tuning(self) -> type | None:
+        """The class of its tuning object; None = nothing to tune."""
+        return self._module.Tuning if self.tunable else None
+
+    @property
+    def tune(self) -> Callable[[Problem, DeviceInfo], Tuned] | None:
+        """The choice of a tuning object; None = nothing to tune."""
+        return self._module.tune if self.tunable else None
+
+    @property
+    def plan(self) -> Callable[..., Any] | None:
+        """Makes what calls of one step share; None = nothing."""
+        return getattr(self._module, "make_plan", None) if self.tunable else None
 
 
 def differing(given: Any, allowed: Any) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -272,7 +272,7 @@ PREFERRED = ops.REGISTRY.of("mla_prefill")[0].name
 
 def with_kernel(monkeypatch, backends, requirement=None):
     """The registry of operations with a Hopper kernel that needs this, or with none."""
-    kernels = [Backend(op="mla_prefill", name="mosaic", run=print, requirement=r)
+    kernels = [Backend(op="mla_prefill", name="mosaic", function=print, requirement=r)
                for r in [requirement] if r is not None]  # fmt: skip
     kept = [b for b in ops.REGISTRY.backends if (b.op, b.name) != ("mla_prefill", "mosaic")]
     monkeypatch.setattr(ops, "REGISTRY", Registry((*kernels, *kept)))

@@ -8,23 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from mla_jax.cache import CacheFormat
+from mla_jax.pallas import triton_lib
+from mla_jax.pallas.append import kernels_triton as kernels
 from mla_jax.pallas.axes import Angles, CacheScale, Layer, Pages, Queries, RopeQueries, Slots
-from mla_jax.pallas.registry import OneOf, Requirement, Within
 from mla_jax.types import Array, Float, cdiv, power_of_two
 
-__all__ = ["REQUIREMENT", "append_latent"]
-
-REQUIREMENT = Requirement(
-    sm=Within(low=89),  # e4m3 is converted from there on
-    features={
-        "dtype": OneOf("bfloat16", "float16", "float32"),
-        "cache": OneOf("bf16", "fp16", "fp32", "fp8_e4m3"),
-        "rank": Within(high=4096),
-        "nope": Within(),
-        "rope": Within(low=2, multiple=2),
-    },
-    packages=("triton",),
-)
+__all__ = ["append_latent"]
 
 HEADS = 16
 """Of a program."""
@@ -36,9 +25,6 @@ def append_latent(
     interleaved: bool, format: CacheFormat, layer: Layer = None,
 ) -> tuple[Float[Array, "tokens heads nope"], RopeQueries, Pages]:  # fmt: skip
     """``ref.append_latent``; ``pages`` stay where they are if they are donated."""
-    from mla_jax.pallas import triton_lib
-    from mla_jax.pallas.append import kernels_triton as kernels
-
     (tokens, heads, qk), rank, rope = q.shape, gain.shape[0], 2 * cos.shape[1]
     nope, spec = qk - rope, jax.ShapeDtypeStruct
     parts = (tokens, heads, nope), (tokens, heads, rope)

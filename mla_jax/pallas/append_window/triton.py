@@ -11,21 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from mla_jax.cache import LatentCache, RecordCache
-from mla_jax.pallas.cache_io.row_layout import ROWS, layout
-from mla_jax.pallas.registry import OneOf, Requirement, Within
+from mla_jax.pallas import triton_lib
+from mla_jax.pallas.append_window import kernels_triton as kernels
+from mla_jax.pallas.cache_io.row_layout import layout
 from mla_jax.types import Array, Float, Int, cdiv, power_of_two
 
-__all__ = ["REQUIREMENT", "append_window"]
-
-REQUIREMENT = Requirement(
-    sm=Within(low=80),
-    features={
-        "dtype": OneOf("bfloat16", "float16", "float32"),
-        "cache": ROWS,
-        "dim": Within(low=2, high=4096, multiple=2),
-    },
-    packages=("triton",),
-)
+__all__ = ["append_window"]
 
 HEADS, WARPS = 4, 1
 """Of a program: one warp has whole rows of 512, so no sum crosses warps."""
@@ -44,9 +35,6 @@ def append_window(
     layer: Int[Array, ""] | None = None,
 ) -> tuple[Float[Array, "tokens heads dim"], LatentCache | RecordCache]:
     """``ref.append_window``; the pages stay where they are if they are donated."""
-    from mla_jax.pallas import triton_lib
-    from mla_jax.pallas.append_window import kernels_triton as kernels
-
     tokens, heads, dim = q.shape
     if not tokens:
         return q, cache

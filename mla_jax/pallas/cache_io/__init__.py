@@ -1,19 +1,34 @@
 """Cache in, cache out: write, gather and move token records."""
 
-from mla_jax.pallas.cache_io import mosaic, records, ref, triton
-from mla_jax.pallas.registry import Backend
+from mla_jax.pallas.cache_io import records, ref
+from mla_jax.pallas.registry import Backend, OneOf, Requirement, Within
+
+_DTYPES = OneOf("bfloat16+bf16", "float16+fp16", "bfloat16+fp8_e4m3", "float16+fp8_e4m3")
+_WIDTHS = {
+    "rank": Within(low=64, high=1024, multiple=64),
+    "rope": Within(low=64, high=128, multiple=64),
+}
+GATHER = Requirement(sm=OneOf(90), features={"out+cache": _DTYPES, **_WIDTHS})
+WRITE = Requirement(sm=OneOf(90), features={"dtype+cache": _DTYPES, **_WIDTHS})
+
+_ELEMENTS = "bf16", "fp16", "fp32", "fp8_e4m3"
+_RECORDS = "ds_mla", "v4", "index_key"
+_TRITON = {"sm": Within(low=80), "packages": ("triton",)}
+WRITE_ROWS = Requirement(features={"cache": OneOf(*_RECORDS)}, **_TRITON)
+GATHER_ROWS = Requirement(features={"cache": OneOf(*_RECORDS, *_ELEMENTS)}, **_TRITON)
+GATHER_CODES = Requirement(features={"cache": OneOf("index_key")}, **_TRITON)
 
 BACKENDS = (
-    Backend(op="write_latent", name="mosaic", run=mosaic.write_latent, requirement=mosaic.WRITE),
-    Backend(op="gather_latent", name="mosaic", run=mosaic.gather_latent, requirement=mosaic.GATHER),
-    Backend(op="write_latent", name="xla", run=ref.write_latent),
-    Backend(op="gather_latent", name="xla", run=ref.gather_latent),
-    Backend(op="copy_blocks", name="xla", run=ref.copy_blocks),
-    Backend(op="swap_blocks", name="xla", run=ref.swap_blocks),
-    Backend(op="write_rows", name="triton", run=triton.write_records, requirement=triton.WRITE),
-    Backend(op="write_rows", name="xla", run=records.write_records),
-    Backend(op="gather_rows", name="triton", run=triton.gather_rows, requirement=triton.GATHER),
-    Backend(op="gather_rows", name="xla", run=records.gather_rows),
-    Backend(op="gather_codes", name="triton", run=triton.gather_codes, requirement=triton.CODES),
-    Backend(op="gather_codes", name="xla", run=records.gather_codes),
+    Backend("write_latent", "mosaic", "mla_jax.pallas.cache_io.mosaic:write_latent", WRITE),
+    Backend("gather_latent", "mosaic", "mla_jax.pallas.cache_io.mosaic:gather_latent", GATHER),
+    Backend("write_latent", "xla", ref.write_latent),
+    Backend("gather_latent", "xla", ref.gather_latent),
+    Backend("copy_blocks", "xla", ref.copy_blocks),
+    Backend("swap_blocks", "xla", ref.swap_blocks),
+    Backend("write_rows", "triton", "mla_jax.pallas.cache_io.triton:write_records", WRITE_ROWS),
+    Backend("write_rows", "xla", records.write_records),
+    Backend("gather_rows", "triton", "mla_jax.pallas.cache_io.triton:gather_rows", GATHER_ROWS),
+    Backend("gather_rows", "xla", records.gather_rows),
+    Backend("gather_codes", "triton", "mla_jax.pallas.cache_io.triton:gather_codes", GATHER_CODES),
+    Backend("gather_codes", "xla", records.gather_codes),
 )

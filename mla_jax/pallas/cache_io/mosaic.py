@@ -1,7 +1,4 @@
-"""Backend ``mosaic`` of cache traffic: what it accepts, how it is tuned, the two kernels.
-
-A kernel is imported where it runs: Mosaic GPU takes more than a second to import.
-"""
+"""Backend ``mosaic`` of cache traffic: how it is tuned, the two kernels."""
 
 from dataclasses import dataclass
 
@@ -11,42 +8,10 @@ from jax.typing import DTypeLike
 from mla_jax.cache import CacheFormat
 from mla_jax.errors import ArgumentError
 from mla_jax.pallas.axes import CacheScale, Layer, Pages, PageTable, PerRequest, Slots, Starts
-from mla_jax.pallas.registry import OneOf, Requirement, Within
+from mla_jax.pallas.cache_io import gather_sm90, write_sm90
 from mla_jax.types import Array, Float
 
-__all__ = [
-    "GATHER",
-    "WRITE",
-    "WriteTuning",
-    "gather_latent",
-    "write_latent",
-    "write_tuning",
-]
-
-_SIZES = {
-    "rank": Within(low=64, high=1024, multiple=64),
-    "rope": Within(low=64, high=128, multiple=64),
-}
-
-GATHER = Requirement(
-    sm=OneOf(90),
-    features={
-        "out+cache": OneOf(
-            "bfloat16+bf16", "float16+fp16", "bfloat16+fp8_e4m3", "float16+fp8_e4m3"
-        ),
-        **_SIZES,
-    },
-)
-
-WRITE = Requirement(
-    sm=OneOf(90),
-    features={
-        "dtype+cache": OneOf(
-            "bfloat16+bf16", "float16+fp16", "bfloat16+fp8_e4m3", "float16+fp8_e4m3"
-        ),
-        **_SIZES,
-    },
-)
+__all__ = ["WriteTuning", "gather_latent", "write_latent", "write_tuning"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +36,6 @@ def gather_latent(
     interpret: object = None,
 ) -> Float[Array, "{rows} row"]:  # fmt: skip
     """``ref.gather_latent``, bit for bit; ``interpret`` runs on a CPU."""
-    from mla_jax.pallas.cache_io import gather_sm90
-
     del format  # dtypes say it all
     if not (rows and page_table.shape[0] and page_table.shape[1]):
         return jnp.zeros((rows, pages.shape[-1]), dtype)
@@ -100,8 +63,6 @@ def write_latent(
     nothing but the new rows moves. A caller that keeps the old cache gets a right result too,
     but XLA copies the whole cache first.
     """
-    from mla_jax.pallas.cache_io import write_sm90
-
     if not slots.shape[0]:
         return pages
     tuning = tuning or write_tuning(tokens=slots.shape[0], quantised=format.quantised)

@@ -12,20 +12,12 @@ from jax.typing import DTypeLike
 
 from mla_jax.cache import LatentCache, RecordCache
 from mla_jax.formats import CACHE_SCALE
+from mla_jax.pallas import triton_lib
+from mla_jax.pallas.cache_io import kernels_triton as kernels
 from mla_jax.pallas.cache_io.row_layout import RowLayout, layout
-from mla_jax.pallas.registry import OneOf, Requirement, Within
 from mla_jax.types import Array, Float, Int, cdiv
 
-__all__ = ["CODES", "GATHER", "WRITE", "gather_codes", "gather_rows", "write_records"]
-
-_ELEMENTS = "bf16", "fp16", "fp32", "fp8_e4m3"
-_RECORDS = "ds_mla", "v4", "index_key"
-
-_MACHINE = {"sm": Within(low=80), "packages": ("triton",)}
-
-WRITE = Requirement(features={"cache": OneOf(*_RECORDS)}, **_MACHINE)
-GATHER = Requirement(features={"cache": OneOf(*_RECORDS, *_ELEMENTS)}, **_MACHINE)
-CODES = Requirement(features={"cache": OneOf("index_key")}, **_MACHINE)
+__all__ = ["gather_codes", "gather_rows", "write_records"]
 
 READ, WRITTEN = 2048, 512
 """Elements of a program that gathers, and of one that writes."""
@@ -39,9 +31,6 @@ def write_records(
     layer: Int[Array, ""] | None = None,
 ) -> RecordCache:
     """``records.write_records``; the pages stay where they are if they are donated."""
-    from mla_jax.pallas import triton_lib
-    from mla_jax.pallas.cache_io import kernels_triton as kernels
-
     pages, row = cache.pages, layout(cache)
     if not slots.shape[0]:
         return cache
@@ -68,9 +57,6 @@ def gather_rows(
     layer: Int[Array, ""] | None = None,
 ) -> Float[Array, "*tokens row"]:
     """``records.gather_rows``."""
-    from mla_jax.pallas import triton_lib
-    from mla_jax.pallas.cache_io import kernels_triton as kernels
-
     number, row = _number(layer), layout(cache)
     scale = cache.scale if isinstance(cache, LatentCache) else number  # any array: not read
     columns = sum(field.count for field in row.fields)
@@ -100,9 +86,6 @@ def gather_codes(
     layer: Int[Array, ""] | None = None,
 ) -> tuple[Float[Array, "*tokens dim"], Float[Array, "*tokens"]]:
     """``records.gather_codes``."""
-    from mla_jax.pallas import triton_lib
-    from mla_jax.pallas.cache_io import kernels_triton as kernels
-
     (field,) = cache.format.values
     if not slots.size:
         return jnp.zeros((*slots.shape, field.count), field.dtype), jnp.zeros(slots.shape)

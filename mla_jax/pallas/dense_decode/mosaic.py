@@ -1,7 +1,4 @@
-"""Backend ``mosaic`` of dense decode: plan, kernel, merge.
-
-The kernels are imported where they run: Mosaic GPU takes more than a second to import.
-"""
+"""Backend ``mosaic`` of dense decode: plan, kernel, merge."""
 
 import functools
 from dataclasses import dataclass, replace
@@ -14,38 +11,19 @@ from mla_jax.cache import FORMATS, CacheFormat
 from mla_jax.errors import ArgumentError
 from mla_jax.pallas import axes, registry
 from mla_jax.pallas import tuning as tuning_table
+from mla_jax.pallas.dense_decode import combine_sm90, few_sm90, mosaic_sm90, plan_sm90
 from mla_jax.pallas.dense_decode import work_plan as wp
 from mla_jax.pallas.dense_decode.sizes_sm90 import (
     BLOCK,
-    RANK,
-    ROPE,
     ROWS,
     Sizes,
     most_columns,
 )
 from mla_jax.pallas.device import DeviceInfo
-from mla_jax.pallas.registry import OneOf, Problem, Requirement, Tuned, Within
+from mla_jax.pallas.registry import Problem, Tuned
 from mla_jax.types import Array, AttnState, Float, cdiv, round_up
 
-__all__ = ["REQUIREMENT", "Tuning", "dense_decode", "heuristic", "make_plan", "tune"]
-
-REQUIREMENT = Requirement(
-    sm=OneOf(90),
-    workers=True,
-    features={
-        "dtype+out+cache": OneOf(
-            "bfloat16+bfloat16+bf16",
-            "float16+float16+fp16",
-            "bfloat16+bfloat16+fp8_e4m3",
-            "float16+float16+fp8_e4m3",
-        ),
-        "rank": OneOf(RANK),
-        "rope": OneOf(ROPE),
-        "page": OneOf(16, 32, 64, 128),
-        "heads": Within(high=128),
-        "max_query_len": Within(high=4),
-    },
-)
+__all__ = ["Tuning", "dense_decode", "heuristic", "make_plan", "tune"]
 
 SPLIT_COST = 0.001 * wp.COST
 """What a split costs for each of its rows: two parts written and read."""
@@ -132,8 +110,6 @@ def _facts(sizes: Sizes, tuning: Tuning, tokens: int, requests: int, width: int)
 
 def _balanced(lens: Array, starts: Array, **sizes: int) -> wp.WorkPlan:
     """In one kernel on a GPU, where the many small ones of XLA take longer."""
-    from mla_jax.pallas.dense_decode import plan_sm90
-
     anywhere = functools.partial(wp.balanced, **sizes)
     if lens.shape[0] > plan_sm90.MOST_REQUESTS:
         return anywhere(lens, starts)
@@ -194,8 +170,6 @@ def attend(
     format: CacheFormat, tuning: Tuning, layer: axes.Layer = None, interpret: object = None,
 ) -> AttnState:  # fmt: skip
     """Of a plan: pieces, then their merge. ``interpret`` runs on a CPU."""
-    from mla_jax.pallas.dense_decode import combine_sm90, few_sm90, mosaic_sm90
-
     assert plan.facts is not None  # checked
     tokens, heads, rank = q_latent.shape
     sizes = _sizes(heads, plan.facts.max_query_len, pages.shape[-2], tuning)

@@ -1,7 +1,4 @@
-"""Backend ``mosaic`` of dense prefill: plan, kernel, layout.
-
-The kernel is imported where it runs: Mosaic GPU takes more than a second to import.
-"""
+"""Backend ``mosaic`` of dense prefill: plan, kernel, layout."""
 
 from dataclasses import asdict, dataclass
 
@@ -9,28 +6,17 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from mla_jax.errors import ArgumentError
+from mla_jax.pallas import mosaic_lib as lib
 from mla_jax.pallas import registry
 from mla_jax.pallas import tuning as tuning_table
 from mla_jax.pallas.axes import KeyValues, Queries, RopeKeys, Starts
+from mla_jax.pallas.dense_prefill import buffers_sm90, mosaic_sm90
 from mla_jax.pallas.dense_prefill import tile_plan as tp
 from mla_jax.pallas.device import DeviceInfo
-from mla_jax.pallas.registry import OneOf, Problem, Requirement, Tuned, Within
+from mla_jax.pallas.registry import Problem, Tuned
 from mla_jax.types import Array, AttnState, Float, cdiv
 
-__all__ = ["REQUIREMENT", "Tuning", "dense_prefill", "heuristic", "make_plan", "tune"]
-
-REQUIREMENT = Requirement(
-    sm=OneOf(90),
-    workers=True,
-    features={
-        "dtype+out": OneOf(
-            "bfloat16+bfloat16", "bfloat16+float32", "float16+float16", "float16+float32"
-        ),
-        "nope": Within(low=64, high=192, multiple=64),
-        "rope": OneOf(64),
-        "v": Within(low=64, high=256, multiple=64),
-    },
-)
+__all__ = ["Tuning", "dense_prefill", "heuristic", "make_plan", "tune"]
 
 L2 = 10 << 20
 """Bytes of keys and values that tiles may share in the L2 cache, which has two halves of 25 MB."""
@@ -107,9 +93,6 @@ def heuristic(
 
 def _fits(tuning: Tuning, nope: int, rope: int, v: int, device: DeviceInfo) -> bool:
     """Whether its buffers fit into shared memory, and products of a block into registers."""
-    from mla_jax.pallas import mosaic_lib as lib
-    from mla_jax.pallas.dense_prefill import buffers_sm90
-
     sizes = buffers_sm90.Sizes(nope=nope, rope=rope, v=v, **asdict(tuning))
     buffers = buffers_sm90.scratch(sizes, jnp.bfloat16, jnp.bfloat16, simulate=False)
     registers = (
@@ -142,8 +125,6 @@ def dense_prefill(
     ``make_plan`` of the same arguments, if it is at hand; ``interpret`` runs on a
     CPU.
     """
-    from mla_jax.pallas.dense_prefill import buffers_sm90, mosaic_sm90
-
     tokens, heads, qk = q.shape
     keys, _, nope_v = kv.shape
     nope = qk - k_rope.shape[1]

@@ -1,15 +1,66 @@
 """Products with e4m3 weights in scaled blocks: a layer's, and the routed experts'."""
 
-from mla_jax.pallas.fp8_matmul import mosaic, ref, triton, xla
-from mla_jax.pallas.registry import Backend
+from mla_jax.pallas.fp8_matmul import ref, xla
+from mla_jax.pallas.registry import Backend, OneOf, Requirement, Within
+from mla_jax.types import SCALE_BLOCK
+
+FEW_ROWS = Requirement(
+    sm=Within(low=89),
+    features={
+        "dtype": OneOf("bfloat16", "float16"),
+        "into": Within(low=SCALE_BLOCK, multiple=SCALE_BLOCK),
+        "tokens": Within(high=64),
+    },
+    packages=("triton",),
+)
+"""With more rows XLA's product of widened weights is faster."""
+
+MANY_ROWS = Requirement(
+    sm=OneOf(90),
+    workers=True,
+    features={
+        "dtype": OneOf("bfloat16", "float16"),
+        "into": Within(low=SCALE_BLOCK, multiple=SCALE_BLOCK),
+        "out": Within(low=64, multiple=64),
+        "tokens": Within(low=512),
+    },
+    packages=("triton",),
+)
+
+EXPERTS = Requirement(
+    sm=Within(low=89),
+    features={
+        "dtype": OneOf("bfloat16", "float16"),
+        "experts": Within(high=1024),
+        "hidden": Within(low=SCALE_BLOCK, multiple=SCALE_BLOCK),
+        "width": Within(low=SCALE_BLOCK, multiple=SCALE_BLOCK),
+    },
+    packages=("triton",),
+)
+
+EXPERTS_OF_MANY_ROWS = Requirement(
+    sm=OneOf(90),
+    workers=True,
+    features={
+        "dtype": OneOf("bfloat16", "float16"),
+        "experts": Within(high=1024),
+        "hidden": Within(low=256, multiple=256),
+        "width": Within(low=SCALE_BLOCK, multiple=SCALE_BLOCK),
+        "rows_each": Within(low=64),
+    },
+    packages=("triton",),
+)
+
+_MOSAIC, _TRITON = "mla_jax.pallas.fp8_matmul.mosaic", "mla_jax.pallas.fp8_matmul.triton"
 
 BACKENDS = (
-    Backend("matmul_fp8", "triton", triton.matmul_fp8, triton.FEW_ROWS),
+    Backend("matmul_fp8", "triton", f"{_TRITON}:matmul_fp8", FEW_ROWS),
     Backend("matmul_fp8", "xla", xla.matmul_fp8),
-    Backend("matmul_fp8", "mosaic", mosaic.matmul_fp8, mosaic.REQUIREMENT),
-    Backend("routed_experts_fp8", "triton", triton.routed_experts_fp8, triton.REQUIREMENT),
+    Backend("matmul_fp8", "mosaic", f"{_MOSAIC}:matmul_fp8", MANY_ROWS),
+    Backend("routed_experts_fp8", "triton", f"{_TRITON}:routed_experts_fp8", EXPERTS),
     Backend("routed_experts_fp8", "xla", xla.routed_experts_fp8),
-    Backend("routed_experts_fp8", "mosaic", mosaic.routed_experts_fp8, mosaic.EXPERTS),
+    Backend("routed_experts_fp8", "mosaic", f"{_MOSAIC}:routed_experts_fp8", EXPERTS_OF_MANY_ROWS),
 )
+"""``mosaic`` comes after ``xla``: it quantises rows, so it must be asked for by name."""
 
 __all__ = ["BACKENDS", "ref"]

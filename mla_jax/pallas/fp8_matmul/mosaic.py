@@ -4,47 +4,22 @@ Rows are quantised for it: 128 channels of a row have one float32 scale, as Deep
 (arXiv:2412.19437, 3.3.2). That changes results: their error against the widened weights is about
 ten times that of bf16 rows. So no call takes it by itself; it must be asked for by name. Weights
 are never widened.
-
-The kernels are imported where they run: Mosaic GPU takes more than a second to import.
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mla_jax.pallas import triton_lib
 from mla_jax.pallas.axes import Choices, ChoiceWeights, Hidden
 from mla_jax.pallas.device import DeviceInfo
+from mla_jax.pallas.fp8_matmul import mosaic_sm90, rows_triton
 from mla_jax.pallas.grouped_matmul import mosaic as grouped
+from mla_jax.pallas.grouped_matmul import mosaic_sm90 as kernels
 from mla_jax.pallas.grouped_matmul import tiles
-from mla_jax.pallas.registry import OneOf, Requirement, Within
 from mla_jax.types import SCALE_BLOCK, Array, BlockScaled, Float, cdiv, round_up
 
-__all__ = ["EXPERTS", "REQUIREMENT", "matmul_fp8", "routed_experts_fp8", "table_of"]
-
-REQUIREMENT = Requirement(
-    sm=OneOf(90),
-    workers=True,
-    features={
-        "dtype": OneOf("bfloat16", "float16"),
-        "into": Within(low=SCALE_BLOCK, multiple=SCALE_BLOCK),
-        "out": Within(low=64, multiple=64),
-        "tokens": Within(low=512),
-    },
-    packages=("triton",),
-)
-
-EXPERTS = Requirement(
-    sm=OneOf(90),
-    workers=True,
-    features={
-        "dtype": OneOf("bfloat16", "float16"),
-        "experts": Within(high=1024),
-        "hidden": Within(low=256, multiple=256),
-        "width": Within(low=SCALE_BLOCK, multiple=SCALE_BLOCK),
-        "rows_each": Within(low=64),
-    },
-    packages=("triton",),
-)
+__all__ = ["matmul_fp8", "routed_experts_fp8", "table_of"]
 
 E4M3 = jnp.float8_e4m3fn
 ROWS, STAGES = 128, 3  # of a tile of a layer's product: all that fit its registers
@@ -56,9 +31,6 @@ TOGETHER = 16
 
 def matmul_fp8(x: Float[Array, "tokens into"], weight: BlockScaled) -> Float[Array, "tokens out"]:
     """``ref.matmul_fp8`` of the quantised rows, accumulated in float32, rounded once."""
-    from mla_jax.pallas.fp8_matmul import mosaic_sm90
-    from mla_jax.pallas.grouped_matmul import mosaic_sm90 as kernels
-
     tokens = x.shape[0]
     values, scales = quantise(x, room=round_up(tokens, tiles.EIGHT))
     table = table_of(tokens)
@@ -86,9 +58,6 @@ def quantise(
     x: Float[Array, "rows channels"], *, room: int
 ) -> tuple[Float[Array, "room channels"], Float[Array, "spans room"]]:
     """``x`` in e4m3 and its scales; what lies behind its rows is not written."""
-    from mla_jax.pallas import triton_lib
-    from mla_jax.pallas.fp8_matmul import rows_triton
-
     (rows, channels), spec = x.shape, jax.ShapeDtypeStruct
     spans = channels // SCALE_BLOCK
     return triton_lib.call(
@@ -105,10 +74,6 @@ def routed_experts_fp8(
 ) -> Hidden:  # fmt: skip
     """``ref.routed_experts_fp8`` with rows and gated products quantised; both products of a
     choice are rounded to x's dtype."""
-    from mla_jax.pallas import triton_lib
-    from mla_jax.pallas.fp8_matmul import mosaic_sm90, rows_triton
-    from mla_jax.pallas.grouped_matmul import mosaic_sm90 as kernels
-
     (tokens, hidden), topk, count = x.shape, experts.shape[1], gate.shape[0]
     if not tokens * topk:
         return jnp.zeros_like(x)

@@ -10,34 +10,13 @@ The experts' launches are those of ``grouped_matmul.triton``: a plan, gate and u
 import jax
 import jax.numpy as jnp
 
+from mla_jax.pallas import triton_lib
 from mla_jax.pallas.axes import Choices, ChoiceWeights, Hidden
+from mla_jax.pallas.fp8_matmul import kernels_triton as kernels
 from mla_jax.pallas.grouped_matmul import triton as grouped
-from mla_jax.pallas.registry import OneOf, Requirement, Within
-from mla_jax.types import SCALE_BLOCK, Array, BlockScaled, Float, cdiv
+from mla_jax.types import Array, BlockScaled, Float, cdiv
 
-__all__ = ["FEW_ROWS", "REQUIREMENT", "matmul_fp8", "routed_experts_fp8"]
-
-REQUIREMENT = Requirement(
-    sm=Within(low=89),
-    features={
-        "dtype": OneOf("bfloat16", "float16"),
-        "experts": Within(high=1024),
-        "hidden": Within(low=SCALE_BLOCK, multiple=SCALE_BLOCK),
-        "width": Within(low=SCALE_BLOCK, multiple=SCALE_BLOCK),
-    },
-    packages=("triton",),
-)
-
-FEW_ROWS = Requirement(
-    sm=Within(low=89),
-    features={
-        "dtype": OneOf("bfloat16", "float16"),
-        "into": Within(low=SCALE_BLOCK, multiple=SCALE_BLOCK),
-        "tokens": Within(high=64),
-    },
-    packages=("triton",),
-)
-"""With more rows XLA's product of widened weights is faster."""
+__all__ = ["matmul_fp8", "routed_experts_fp8"]
 
 UNPLANNED = 128
 """Choices up to which every program looks for its own pairs."""
@@ -54,9 +33,6 @@ def raised(x: Float[Array, "..."]) -> Float[Array, "..."]:
 
 def matmul_fp8(x: Float[Array, "tokens into"], weight: BlockScaled) -> Float[Array, "tokens out"]:
     """``ref.matmul_fp8``; widening is exact, the sum is rounded once."""
-    from mla_jax.pallas import triton_lib
-    from mla_jax.pallas.fp8_matmul import kernels_triton as kernels
-
     (tokens, into), out = x.shape, weight.shape[0]
     if not tokens:
         return jnp.zeros((0, out), x.dtype)
@@ -79,9 +55,6 @@ def routed_experts_fp8(
     experts: Choices, *, limit: float | None,
 ) -> Hidden:  # fmt: skip
     """``ref.routed_experts_fp8``; gated products and each choice's are rounded to x's dtype."""
-    from mla_jax.pallas import triton_lib
-    from mla_jax.pallas.fp8_matmul import kernels_triton as kernels
-
     (tokens, hidden), topk, (count, width, _) = x.shape, experts.shape[1], gate.shape
     pairs = tokens * topk
     if not pairs:

@@ -11,8 +11,6 @@ For hundreds of rows an expert, where products bound a call. Six launches::
 Each expert's rows begin at a multiple of ``step``; between them are rows that nobody writes, which
 are multiplied all the same and never read: a row meets no other row. Nothing is added atomically,
 and what a row is multiplied with does not depend on its tile.
-
-The kernels are imported where they run: Mosaic GPU takes more than a second to import.
 """
 
 from dataclasses import dataclass
@@ -22,28 +20,16 @@ import jax
 import jax.numpy as jnp
 
 from mla_jax.errors import ArgumentError
+from mla_jax.pallas import triton_lib
 from mla_jax.pallas import tuning as tuning_table
 from mla_jax.pallas.axes import Choices, ChoiceWeights, ExpertsIn, ExpertsOut, Hidden
 from mla_jax.pallas.device import DeviceInfo
-from mla_jax.pallas.grouped_matmul import tiles
-from mla_jax.pallas.registry import OneOf, Problem, Requirement, Tuned, Within
+from mla_jax.pallas.grouped_matmul import mosaic_sm90, tiles
+from mla_jax.pallas.grouped_matmul import rows_triton as kernels
+from mla_jax.pallas.registry import Problem, Tuned
 from mla_jax.types import Array, Float, cdiv, power_of_two
 
-__all__ = ["REQUIREMENT", "Tuning", "back", "heuristic", "plan", "routed_experts", "tune"]
-
-REQUIREMENT = Requirement(
-    sm=OneOf(90),
-    workers=True,
-    features={
-        "dtype": OneOf("bfloat16", "float16"),
-        "experts": Within(high=1024),
-        "hidden": Within(low=256, multiple=256),
-        "width": Within(low=128, multiple=128),
-        "rows_each": Within(low=192),
-    },
-    packages=("triton",),
-)
-"""With up to 167 rows an expert reading weights bounds a call (4.8 TB/s and 800 TFLOP/s)."""
+__all__ = ["Tuning", "back", "heuristic", "plan", "routed_experts", "tune"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,10 +70,6 @@ def routed_experts(
     experts: Choices, *, limit: float | None, tuning: Tuning,
 ) -> Hidden:  # fmt: skip
     """``ref.routed_experts``; gated products and each choice's result are rounded to x's dtype."""
-    from mla_jax.pallas import triton_lib
-    from mla_jax.pallas.grouped_matmul import mosaic_sm90
-    from mla_jax.pallas.grouped_matmul import rows_triton as kernels
-
     (tokens, hidden), topk, count = x.shape, experts.shape[1], gate.shape[0]
     if not tokens * topk:
         return jnp.zeros_like(x)
@@ -109,9 +91,6 @@ def back(
     y: Float[Array, "rows hidden"], places: Choices, weights: ChoiceWeights
 ) -> Float[Array, "tokens hidden"]:
     """The weighted sum of each token's rows, in float32, first choice first."""
-    from mla_jax.pallas import triton_lib
-    from mla_jax.pallas.grouped_matmul import rows_triton as kernels
-
     (tokens, topk), hidden = places.shape, y.shape[1]
     return triton_lib.call(
         kernels.gather_sum, y, places, weights,
@@ -131,9 +110,6 @@ CHUNK = 512
 
 def plan(experts: Choices, count: int, *, step: int, most: int, group: int) -> tiles.Plan:
     """``tiles.lay_out`` by the planning kernels."""
-    from mla_jax.pallas import triton_lib
-    from mla_jax.pallas.grouped_matmul import rows_triton as kernels
-
     pairs, bins = experts.size, max(16, power_of_two(count))
     chunks = cdiv(pairs, CHUNK)
     most_tiles = tiles.most_tiles(pairs, count, step=step, most=most)

@@ -25,15 +25,16 @@ import jax
 import jax.numpy as jnp
 
 from mla_jax.errors import ArgumentError
+from mla_jax.pallas import triton_lib
 from mla_jax.pallas import tuning as tuning_table
 from mla_jax.pallas.axes import Choices, ChoiceWeights, ExpertsIn, ExpertsOut, Hidden
 from mla_jax.pallas.device import DeviceInfo
-from mla_jax.pallas.registry import OneOf, Problem, Requirement, Tuned, Within
+from mla_jax.pallas.grouped_matmul import kernels_triton as kernels
+from mla_jax.pallas.registry import Problem, Tuned
 from mla_jax.types import Array, Float, Int, power_of_two
 
 __all__ = [
     "MOST_UNPLANNED",
-    "REQUIREMENT",
     "Tuning",
     "combine",
     "heuristic",
@@ -46,17 +47,6 @@ __all__ = [
     "spec",
     "tune",
 ]
-
-REQUIREMENT = Requirement(
-    sm=Within(low=80),
-    features={
-        "dtype": OneOf("bfloat16", "float16"),
-        "experts": Within(high=1024),
-        "hidden": Within(low=64, multiple=64),
-        "width": Within(low=64, multiple=64),
-    },
-    packages=("triton",),
-)
 
 FEWEST_SHARED = 101376
 """Bytes of shared memory that a block of any device from sm80 on may use (sm86 and sm89)."""
@@ -169,9 +159,6 @@ def routed_experts(
     experts: Choices, *, limit: float | None, tuning: Tuning,
 ) -> Hidden:  # fmt: skip
     """``ref.routed_experts``; gated products and each choice's result are rounded to x's dtype."""
-    from mla_jax.pallas import triton_lib
-    from mla_jax.pallas.grouped_matmul import kernels_triton as kernels
-
     (tokens, hidden), topk, (count, _, width) = x.shape, experts.shape[1], gate.shape
     pairs = tokens * topk
     if not pairs:
@@ -213,9 +200,6 @@ def plan(
     experts: Int[Array, "tokens topk"], count: int, *, rows: int, group: int
 ) -> tuple[int, Int[Array, "tiles fields"], Int[Array, "pairs"]]:
     """``(number of tiles, tiles, pairs by expert)`` by the planning kernel."""
-    from mla_jax.pallas import triton_lib
-    from mla_jax.pallas.grouped_matmul import kernels_triton as kernels
-
     pairs = experts.size
     tile_count = most_tiles(pairs, count, rows)
     tiles, order = triton_lib.call(

@@ -3,4 +3,4 @@
 from mla_jax.pallas.indexer import ref
 from mla_jax.pallas.registry import Backend
 
-BACKENDS = (Backend(op="indexer_logits", name="xla", run=ref.indexer_logits),)
+BACKENDS = (Backend("indexer_logits", "xla", ref.indexer_logits),)

@@ -15,27 +15,13 @@ import jax
 import jax.numpy as jnp
 
 from mla_jax.cache import LatentCache, RecordCache, StatePool
+from mla_jax.pallas import triton_lib
 from mla_jax.pallas.axes import Groups, Layer
 from mla_jax.pallas.cache_io.row_layout import layout
-from mla_jax.pallas.registry import OneOf, Requirement, Within
+from mla_jax.pallas.pooling import kernels_triton as kernels
 from mla_jax.types import cdiv, power_of_two
 
-__all__ = ["REQUIREMENT", "pool_states"]
-
-REQUIREMENT = Requirement(
-    sm=Within(low=80),
-    features={
-        "dtype": OneOf("float32"),
-        "ring": OneOf("fp32"),
-        "caches": OneOf(
-            "bf16", "fp16", "fp32", "v4", "bf16+bf16", "fp16+fp16", "fp32+fp32", "v4+index_key"
-        ),
-        "span": Within(high=256),
-        "dim": Within(low=2, high=4096, multiple=2),
-        "more_dim": Within(low=0, high=4096, multiple=2),  # of a second pool
-    },
-    packages=("triton",),
-)
+__all__ = ["pool_states"]
 
 ELEMENTS = 1024
 """Of a warp of ``pool``: places times channels; up to four warps, 32 channels or more."""
@@ -65,9 +51,6 @@ def _one(
     ring: LatentCache, given: StatePool, groups: Groups, begin: int, *, eps: float, layer: Layer
 ) -> tuple[LatentCache, LatentCache | RecordCache]:
     """One pool, whose part of a ring's row begins at column ``begin``."""
-    from mla_jax.pallas import triton_lib
-    from mla_jax.pallas.pooling import kernels_triton as kernels
-
     tokens, halves, dim = given.values.shape
     count, span = groups.tokens.shape
     places, spec = power_of_two(span), jax.ShapeDtypeStruct

@@ -13,36 +13,19 @@ import jax
 import jax.numpy as jnp
 
 from mla_jax.config import MoEConfig
+from mla_jax.pallas import triton_lib
 from mla_jax.pallas.axes import Choices, ChoiceWeights, Hidden
-from mla_jax.pallas.registry import OneOf, Requirement, Within
+from mla_jax.pallas.router import kernels_triton as kernels
 from mla_jax.types import Array, Bool, Float, cdiv, power_of_two
 
 __all__ = [
     "MOST_CUT",
     "NARROW_PIECES",
-    "PRODUCT",
-    "REQUIREMENT",
     "matmul_float32",
     "piece_depth",
     "product_pieces",
     "route_tokens",
 ]
-
-REQUIREMENT = Requirement(
-    sm=Within(low=80),
-    features={
-        "dtype": OneOf("bfloat16", "float16", "float32"),
-        "experts": Within(high=1024),
-        "topk": Within(high=64),
-    },
-    packages=("triton",),
-)
-
-PRODUCT = Requirement(
-    sm=Within(low=80),
-    features={"dtype": OneOf("bfloat16", "float16", "float32"), "out": Within(high=1024)},
-    packages=("triton",),
-)
 
 MOST_CUT = 1024
 """Tokens up to which each piece of the product has a program of its own."""
@@ -62,9 +45,6 @@ def route_tokens(
     real: Bool[Array, "tokens"], *, moe: MoEConfig,
 ) -> tuple[ChoiceWeights, Choices]:  # fmt: skip
     """``ref.route_tokens``."""
-    from mla_jax.pallas import triton_lib
-    from mla_jax.pallas.router import kernels_triton as kernels
-
     tokens = x.shape[0]
     weights = jax.ShapeDtypeStruct((tokens, moe.topk), jnp.float32)
     chosen = jax.ShapeDtypeStruct((tokens, moe.topk), jnp.int32)
@@ -104,9 +84,6 @@ def product_pieces(
     x: Hidden, kernel: Float[Array, "hidden out"], *, most: int = MOST_PIECES
 ) -> Float[Array, "pieces tokens out"]:
     """``x @ kernel`` in float32, cut along hidden; of many tokens one piece has all of it."""
-    from mla_jax.pallas import triton_lib
-    from mla_jax.pallas.router import kernels_triton as kernels
-
     (tokens, hidden), out = x.shape, kernel.shape[1]
     depth = piece_depth(hidden, most)
     pieces, columns = cdiv(hidden, depth), max(power_of_two(out), LEAST)

@@ -1,7 +1,4 @@
-"""Backend ``mosaic`` of sparse decode and prefill: division of the work, kernel, merge.
-
-The kernels are imported where they run: Mosaic GPU takes more than a second to import.
-"""
+"""Backend ``mosaic`` of sparse decode and prefill: division of the work, kernel, merge."""
 
 import itertools
 from dataclasses import dataclass
@@ -12,45 +9,14 @@ from jax.typing import DTypeLike
 from mla_jax.cache import LatentCache, RecordCache
 from mla_jax.pallas import tuning as tuning_table
 from mla_jax.pallas.axes import RowQueries
+from mla_jax.pallas.dense_decode import combine_sm90
 from mla_jax.pallas.device import DeviceInfo
-from mla_jax.pallas.registry import OneOf, Problem, Requirement, Tuned, Within
-from mla_jax.pallas.sparse_attention import line_plan, rows_sm90
+from mla_jax.pallas.registry import Problem, Tuned
+from mla_jax.pallas.sparse_attention import line_plan, mosaic_sm90, rows_sm90
 from mla_jax.pallas.sparse_attention.xla import with_sinks
 from mla_jax.types import Array, AttnState, Float, Int, cdiv, round_up
 
-__all__ = ["DECODE", "PREFILL", "Tuning", "sparse_decode", "sparse_prefill", "tune"]
-
-_WIDTHS = OneOf("512+64+512", "448+64+512")
-
-DECODE = Requirement(
-    sm=OneOf(90),
-    workers=True,
-    features={
-        "dtype+out+cache+extra_cache": OneOf(
-            "bfloat16+bfloat16+bf16+None",
-            "bfloat16+bfloat16+bf16+bf16",
-            "float16+float16+fp16+None",
-            "float16+float16+fp16+fp16",
-            "bfloat16+bfloat16+ds_mla+None",
-            "bfloat16+bfloat16+ds_mla+ds_mla",
-            "bfloat16+bfloat16+v4+None",
-            "bfloat16+bfloat16+v4+v4",
-        ),
-        "rank+rope+value": _WIDTHS,
-        "heads": Within(high=128),
-    },
-)
-"""``extra_cache=None``: one scope."""
-
-PREFILL = Requirement(
-    sm=OneOf(90),
-    workers=True,
-    features={
-        "dtype+out+rows_dtype": OneOf("bfloat16+bfloat16+bfloat16", "float16+float16+float16"),
-        "rank+rope+value": _WIDTHS,
-        "heads": Within(high=128),
-    },
-)
+__all__ = ["Tuning", "sparse_decode", "sparse_prefill", "tune"]
 
 type Scopes = tuple[tuple[LatentCache | RecordCache, Int[Array, "tokens _"], Array | None], ...]
 
@@ -155,9 +121,6 @@ def _attend(
     tuning: Tuning, sinks: Float[Array, "heads"] | None, interpret: object,
 ) -> AttnState:  # fmt: skip
     """Divide the work, run the kernel, merge what was split."""
-    from mla_jax.pallas.dense_decode import combine_sm90
-    from mla_jax.pallas.sparse_attention import mosaic_sm90
-
     tokens, heads, width = q.shape
     if not (tokens and scopes):
         return AttnState(

@@ -12,32 +12,14 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from mla_jax.cache import LatentCache, RecordCache
+from mla_jax.pallas import triton_lib
 from mla_jax.pallas.axes import RowQueries
 from mla_jax.pallas.merge.ref import merge_attn_states
-from mla_jax.pallas.registry import OneOf, Requirement, Within
+from mla_jax.pallas.sparse_attention import kernels_triton as kernels
 from mla_jax.pallas.sparse_attention.xla import with_sinks
 from mla_jax.types import Array, AttnState, Float, Int, cdiv, power_of_two, round_up
 
-__all__ = ["REQUIREMENT", "sparse_decode"]
-
-REQUIREMENT = Requirement(
-    sm=Within(low=89),  # e4m3 is converted from there on
-    features={
-        "dtype+cache+extra_cache": OneOf(
-            "bfloat16+bf16+None",
-            "bfloat16+bf16+bf16",
-            "float16+fp16+None",
-            "float16+fp16+fp16",
-            "bfloat16+ds_mla+None",
-            "bfloat16+ds_mla+ds_mla",
-            "bfloat16+v4+None",
-            "bfloat16+v4+v4",
-        ),
-        "rank+rope+value": OneOf("128+64+128", "256+64+256", "512+64+512", "448+64+512"),
-    },
-    packages=("triton",),
-)
-"""``extra_cache=None``: one scope."""
+__all__ = ["sparse_decode"]
 
 HEADS, KEYS = 64, 64
 """Of a program, at most: heads, and keys of a turn."""
@@ -52,9 +34,6 @@ def sparse_decode(
     scale: float, value: int, out_dtype: DTypeLike, sinks: Float[Array, "heads"] | None = None,
 ) -> AttnState:  # fmt: skip
     """``xla.sparse_decode``."""
-    from mla_jax.pallas import triton_lib
-    from mla_jax.pallas.sparse_attention import kernels_triton as kernels
-
     scopes = tuple(scope for scope in scopes if scope[1].shape[1])
     tokens, heads, row = q.shape
     if not (tokens and scopes):

@@ -11,22 +11,13 @@ rounds, which follow each other; one of many by reading the streams, twice from 
 import jax
 import jax.numpy as jnp
 
+from mla_jax.pallas import triton_lib
 from mla_jax.pallas.axes import Mixed, StreamRows
-from mla_jax.pallas.registry import OneOf, Requirement, Within
 from mla_jax.pallas.router import triton as router
+from mla_jax.pallas.streams import kernels_triton as kernels
 from mla_jax.types import Array, Float, power_of_two
 
-__all__ = ["REQUIREMENT", "mix_streams"]
-
-REQUIREMENT = Requirement(
-    sm=Within(low=80),
-    features={
-        "dtype": OneOf("bfloat16", "float16", "float32"),
-        "streams": OneOf(2, 4, 8),
-        "hidden": Within(high=16384),
-    },
-    packages=("triton",),
-)
+__all__ = ["mix_streams"]
 
 
 def mix_streams(
@@ -34,9 +25,6 @@ def mix_streams(
     bias: Float[Array, "out"], *, rounds: int, eps: float, norm_eps: float,
 ) -> Mixed:  # fmt: skip
     """``ref.mix_streams``."""
-    from mla_jax.pallas import triton_lib
-    from mla_jax.pallas.streams import kernels_triton as kernels
-
     tokens, n, hidden = streams.shape
     spec = jax.ShapeDtypeStruct
     out = (

@@ -10,27 +10,11 @@ from jax import lax
 
 from mla_jax.cache import RecordCache
 from mla_jax.pallas.device import DeviceInfo
-from mla_jax.pallas.registry import OneOf, Requirement, Within
+from mla_jax.pallas.indexer import scores_sm90 as scores
+from mla_jax.pallas.topk import select_sm90
 from mla_jax.types import Array, Float, Int, cdiv, round_up
 
-__all__ = ["DECODE", "PREFILL", "select_decode", "select_prefill"]
-
-_SIZES = {"dim": OneOf(128), "heads": OneOf(8, 16, 32, 64)}
-
-DECODE = Requirement(
-    sm=OneOf(90),
-    features={
-        "dtype+cache": OneOf("float8_e4m3fn+index_key"),
-        **_SIZES,
-        "queries": Within(high=4),
-        "page": OneOf(64),
-    },
-)
-
-PREFILL = Requirement(
-    sm=OneOf(90),
-    features={"dtype": OneOf("float8_e4m3fn"), "keys_dtype": OneOf("float8_e4m3fn"), **_SIZES},
-)
+__all__ = ["select_decode", "select_prefill"]
 
 WORKSPACE = 1 << 25
 """Elements of the ranks that exist at a time: 128 MiB, or one row's where these are more."""
@@ -63,8 +47,6 @@ def select_decode(
     layer: Int[Array, ""] | None = None,
 ) -> Int[Array, "rows queries {k}"]:
     """``xla.select_decode``."""
-    from mla_jax.pallas.indexer import scores_sm90 as scores
-
     queries = q.shape[1]
     width, page, sms = page_table.shape[1], cache.page, DeviceInfo.current().sms
     pages = cache.pages.reshape(cache.layers or 1, cache.num_pages, -1)
@@ -97,8 +79,6 @@ def select_prefill(
     scales: Float[Array, "keys"] | None = None,
 ) -> Int[Array, "queries {k}"]:
     """``xla.select_prefill``."""
-    from mla_jax.pallas.indexer import scores_sm90 as scores
-
     count, sms = keys.shape[0], DeviceInfo.current().sms
     starts, ends = (jnp.clip(x, 0, count) for x in (starts, ends))
     scales = jnp.ones((count,), jnp.float32) if scales is None else scales
@@ -175,7 +155,6 @@ def _select(
 
     Of more than ``COLUMNS`` these are scored at a time, and their best joined with the best so far.
     """
-    from mla_jax.pallas.topk import select_sm90
 
     def best(ranks: Array, starts: Array | None, ends: Array) -> Array:
         shape = select_sm90.shape_of(ranks.shape[1])

@@ -21,30 +21,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from mla_jax.cache import LatentCache, RecordCache
-from mla_jax.pallas.registry import OneOf, Requirement, Within
+from mla_jax.pallas import triton_lib
+from mla_jax.pallas.indexer import kernels_triton as scores
+from mla_jax.pallas.topk import kernels_triton as kernels
 from mla_jax.types import Array, Float, Int, cdiv, power_of_two, round_up
 
-__all__ = ["DECODE", "PREFILL", "select", "select_decode", "select_prefill"]
-
-DECODE = Requirement(
-    sm=Within(low=89),  # products of e4m3
-    features={
-        "dtype+cache": OneOf("bfloat16+bf16", "float16+fp16", "float8_e4m3fn+index_key"),
-        "dim": OneOf(64, 128),
-        "queries": Within(high=8),
-    },
-    packages=("triton",),
-)
-
-PREFILL = Requirement(
-    sm=Within(low=89),
-    features={
-        "dtype": OneOf("bfloat16", "float16", "float8_e4m3fn"),
-        "keys_dtype": OneOf("bfloat16", "float16", "float8_e4m3fn"),
-        "dim": OneOf(64, 128),
-    },
-    packages=("triton",),
-)
+__all__ = ["select", "select_decode", "select_prefill"]
 
 WORKSPACE = 1 << 25
 """Elements of one chunk's ranks: 128 MiB."""
@@ -92,9 +74,6 @@ def select_decode(
     layer: Int[Array, ""] | None = None,
 ) -> Int[Array, "rows queries {k}"]:
     """``xla.select_decode``."""
-    from mla_jax.pallas import triton_lib
-    from mla_jax.pallas.indexer import kernels_triton as kernels
-
     rows, queries, heads, dim = q.shape
     width, records = page_table.shape[1], isinstance(cache, RecordCache)
     lens = jnp.clip(lens, 0, width * cache.page)
@@ -103,7 +82,7 @@ def select_decode(
     def ranks(base: Array, columns: int) -> Array:
         blocks = _blocks(rows * cdiv(columns, PAGED[0]))
         return triton_lib.call(
-            kernels.paged_ranks,
+            scores.paged_ranks,
             q, weights, cache.pages, page_table, lens, number, base,
             out=jax.ShapeDtypeStruct((rows * queries, columns), jnp.int32),
             grid=rows * cdiv(columns, PAGED[0] * blocks),
@@ -136,16 +115,13 @@ def select_prefill(
     scales: Float[Array, "keys"] | None = None,
 ) -> Int[Array, "queries {k}"]:
     """``xla.select_prefill``."""
-    from mla_jax.pallas import triton_lib
-    from mla_jax.pallas.indexer import kernels_triton as kernels
-
     (queries, heads, dim), count = q.shape, keys.shape[0]
     starts, ends = (jnp.clip(x, 0, count) for x in (starts, ends))
     (step, some), scaled = GATHERED, scales is not None
 
     def ranks(base: Array, columns: int) -> Array:
         return triton_lib.call(
-            kernels.gathered_ranks,
+            scores.gathered_ranks,
             q, weights, keys, weights if scales is None else scales, starts, ends, base,
             out=jax.ShapeDtypeStruct((queries, columns), jnp.int32),
             grid=cdiv(queries, some) * cdiv(columns, step),
@@ -205,9 +181,6 @@ def _parts(
     size: int,
 ) -> Int[Array, "rows {k}"]:
     """``select`` with all columns at once: parts of them, then lists of parts."""
-    from mla_jax.pallas import triton_lib
-    from mla_jax.pallas.topk import kernels_triton as kernels
-
     rows, base = starts.shape[0], jnp.zeros_like(starts, shape=())
 
     def best(given: tuple[Array, ...], *, old: tuple[int, int], new: tuple[int, int]) -> Any:
@@ -244,9 +217,6 @@ def _stream(
     columns: int,
 ) -> Int[Array, "rows {k}"]:
     """``select``, chunk by chunk."""
-    from mla_jax.pallas import triton_lib
-    from mla_jax.pallas.topk import kernels_triton as kernels
-
     rows, step = starts.shape[0], min(power_of_two(columns), STEP)
     size = 2 * power_of_two(k)
     shapes = (rows, size), (rows, size), (rows, 2), (rows, k)
