@@ -103,7 +103,7 @@ def recompute(
 
 @contextmanager
 def progress(label: str, total: int) -> Iterator[Callable[[], None]]:
-    """Yields what to call after each of ``total`` things; shown on stderr, one line if a terminal."""
+    """Yields what to call after each of ``total`` things; counted on stderr, in place if it can."""
     count, began, in_place = 0, time.perf_counter(), sys.stderr.isatty()
 
     def advance() -> None:

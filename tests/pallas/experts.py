@@ -1,11 +1,13 @@
 """Inputs of routed experts, the truth about them, and Triton without a GPU."""
 
+import importlib
 import importlib.util
 import re
 import subprocess
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -102,6 +104,11 @@ def missing(*packages: str) -> str:
     """Why Triton's programs cannot be looked at here; empty if they can."""
     absent = [p for p in packages if importlib.util.find_spec(p) is None]
     return f"not installed: {', '.join(absent)}" if absent else ""
+
+
+def module_of(backend: str) -> Any:
+    """``mla_jax.pallas.<backend>``; None without Triton, where tests that need it are skipped."""
+    return None if missing("triton") else importlib.import_module(f"mla_jax.pallas.{backend}")
 
 
 @dataclass(frozen=True, kw_only=True)

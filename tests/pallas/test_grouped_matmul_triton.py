@@ -15,11 +15,14 @@ from mla_jax import ops
 from mla_jax.errors import ArgumentError, UnsupportedError
 from mla_jax.ops import routed_experts
 from mla_jax.pallas.device import DeviceInfo
-from mla_jax.pallas.grouped_matmul import triton
-from mla_jax.pallas.registry import Problem
+from mla_jax.pallas.grouped_matmul import TRITON
+from mla_jax.pallas.registry import Problem, Requirement
 from tests import aot, imports
-from tests.pallas.experts import case, compile_triton, judge, missing
+from tests.pallas.experts import case, compile_triton, judge, missing, module_of
 from tests.pallas.interpreted import INTERPRETER, in_a_process
+
+triton = module_of("grouped_matmul.triton")
+pytestmark = pytest.mark.skipif(triton is None, reason=missing("triton") or "installed")
 
 DEVICES = {
     80: DeviceInfo(platform="gpu", kind="a100", sm=80, sms=108, shared_memory=166912),
@@ -78,10 +81,9 @@ def test_a_tuning_refuses_what_no_kernel_can_be(change):
         replace(t, **change)
 
 
-@pytest.mark.skipif(bool(missing("triton")), reason=missing("triton") or "installed")
 def test_a_tuning_must_divide_the_problem(monkeypatch):
     monkeypatch.setattr(DeviceInfo, "current", lambda: DEVICES[90])
-    monkeypatch.setattr(triton.REQUIREMENT.__class__, "missing", lambda *_: ())
+    monkeypatch.setattr(Requirement, "missing", lambda *_: ())
     c = case(np.random.default_rng(0), 400)
     t = triton.heuristic(problem(V2_LITE, 1), DEVICES[90])
     for change, text in (
@@ -107,19 +109,22 @@ def test_requirements(model, sm, reason):
         ops.REGISTRY.choose(problem(model, 8), device, "triton")
 
 
-def test_the_requirement_asks_for_packages_and_imports_none():
+def test_the_requirement_asks_for_packages_and_a_choice_imports_none():
     script = (
         "import sys\n"
         "from mla_jax import ops\n"
-        "from tests.pallas.test_grouped_matmul_triton import DEVICES, V2_LITE, problem\n"
-        "ops.REGISTRY.explain(problem(V2_LITE, 8), DEVICES[90])\n"
-        "print(sorted({'triton', 'torch'} & set(sys.modules)))\n"
+        "from mla_jax.pallas.registry import Problem\n"
+        "from tests.aot import H200\n"
+        f"problem = Problem.of('routed_experts', **{V2_LITE | {'tokens': 8}})\n"
+        "names = None, 'triton', 'xla'\n"
+        "print([ops.REGISTRY.choose(problem, H200, name).name for name in names])\n"
+        "print(sorted({'triton', 'torch', 'jax.experimental.mosaic.gpu'} & set(sys.modules)))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=imports.ROOT, capture_output=True, text=True,
     )  # fmt: skip
-    assert done.stdout == "[]\n", done.stderr
-    assert triton.REQUIREMENT.packages == ("triton",)
+    assert done.stdout == "['triton', 'triton', 'xla']\n[]\n", done.stderr
+    assert TRITON.packages == ("triton",)
 
 
 @pytest.mark.parametrize(("pairs", "experts", "rows"), [(1, 64, 16), (100, 7, 16), (64, 64, 32)])

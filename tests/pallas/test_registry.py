@@ -14,7 +14,9 @@ H200 = DeviceInfo(platform="gpu", kind="H200", sm=90, sms=132)
 
 
 def backend(name, **requirement):
-    return Backend(op="mla_decode", name=name, function=print, requirement=Requirement(**requirement))
+    return Backend(
+        op="mla_decode", name=name, function=print, requirement=Requirement(**requirement)
+    )
 
 
 REGISTRY = Registry(

@@ -9,12 +9,13 @@ from mla_jax import ops
 from mla_jax.errors import ArgumentError
 from mla_jax.ops import matmul_float32, route_tokens
 from mla_jax.pallas.device import DeviceInfo
-from mla_jax.pallas.router import triton
 from tests import aot
 from tests.cases import draw, run
-from tests.pallas.experts import missing
+from tests.pallas.experts import missing, module_of
 from tests.pallas.routers import MOES, case, judge
 
+triton = module_of("router.triton")
+MOST_CUT = 1024  # its own
 OP = "route_tokens"
 METHODS = pytest.mark.parametrize("moe", MOES.values(), ids=MOES)
 
@@ -65,7 +66,7 @@ def test_a_token_alone_is_the_token_among_neighbours(backend, rng):
 def test_many_tokens_choose_as_few_do(backend, rng):
     """A program of each piece, or one for all: the same sums in the same order."""
     moe = MOES["v2_lite"]
-    c = case(rng, triton.MOST_CUT + 70, moe, dtype="bfloat16")
+    c = case(rng, MOST_CUT + 70, moe, dtype="bfloat16")
     many = run(route_tokens, *c.args, moe=moe, backend=backend)
     judge(many, c)
     few = run(route_tokens, *c.take(np.arange(99)).args, moe=moe, backend=backend)
@@ -134,6 +135,8 @@ def test_compiles_for_sm90_with_two_launches(tokens, moe, monkeypatch):
     assert entry.count('custom_call_target="triton_kernel_call_ffi"') == 2, entry
 
 
+@pytest.mark.skipif(triton is None, reason=missing("triton") or "installed")
 def test_pieces():
+    assert triton.MOST_CUT == MOST_CUT
     assert triton.piece_depth(64) == triton.piece_depth(2048) == 128
     assert triton.piece_depth(7168) == 256

@@ -17,13 +17,13 @@ from mla_jax.ops import indexer_logits, select_topk, write_rows
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.indexer.ref import quantise_queries
 from mla_jax.pallas.topk import mosaic, xla
-from mla_jax.pallas.topk import triton as topk
 from mla_jax.pallas.topk.ref import best_positions
 from mla_jax.types import cdiv
 from tests import aot
 from tests.cases import GARBAGE_PAGE, run
-from tests.pallas.experts import missing
+from tests.pallas.experts import missing, module_of
 
+topk = module_of("topk.triton")
 OP = "select_topk_decode"
 K, KEYS = 16, 700  # more keys than a block, and no multiple of one
 
