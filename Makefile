@@ -32,7 +32,7 @@ $(CLI) $(DEV) $(PARITY) $(NOTEBOOKS): $(INPUTS)
 demo: $(CLI)
 	@$(BIN)/mla-jax demo
 
-# Of the tests marked slow: all, none, or a number, whose parity takes one half or the other.
+# Of the tests marked slow: all, none, or a number, of which three in a row take a third each.
 SLOW ?= none
 # Hundreds of tiny programs compile here, each runs once: optimising them costs, and shows nothing.
 test: $(DEV)
@@ -63,11 +63,14 @@ format: $(DEV)
 types: $(DEV)
 	@$(BIN)/pyright
 
+# All of them, unless SLOW is a number.
 parity: $(PARITY)
-	@JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(BIN)/python -m pytest -q -n $(WORKERS) tests/parity $(PYTEST_ARGS)
+	@JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(BIN)/python -m pytest -q -n $(WORKERS) \
+		--slow $(SLOW:none=all) tests/parity $(PYTEST_ARGS)
 
 notebooks: $(NOTEBOOKS)
-	@$(BIN)/python -m pytest -q tests/notebooks $(PYTEST_ARGS)
+	@JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(BIN)/python -m pytest -q -n $(WORKERS) tests/notebooks \
+		$(PYTEST_ARGS)
 
 docs: $(DEV)
 	@$(BIN)/python -m tools.docs

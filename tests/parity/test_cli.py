@@ -16,6 +16,7 @@ torch.set_num_threads(1)
 LENGTHS = (1, 16, 17, 70)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [c for c in FAMILIES if c.name.endswith("small")], ids=str)
 def test_generate_json(case, tmp_path):
     model = reference.build(case)

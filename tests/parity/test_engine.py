@@ -9,6 +9,9 @@ from tests.parity.families import BY_NAME, FAMILIES, V32_FP8, VARIATIONS
 
 torch.set_num_threads(1)
 
+SLOW = pytest.mark.slow
+BY_SIZE = [pytest.param(c, marks=[SLOW] * c.name.endswith("_dims")) for c in FAMILIES]
+
 
 def _judge(case, folder, model, record_property, **settings):
     ref = reference.greedy(model, reference.prompts(case))
@@ -20,7 +23,7 @@ def _judge(case, folder, model, record_property, **settings):
     return engine
 
 
-@pytest.mark.parametrize("case", FAMILIES, ids=str)
+@pytest.mark.parametrize("case", BY_SIZE, ids=str)
 def test_family(case, tmp_path, record_property):
     """True widths in the released layout, narrow ones as transformers saves them."""
     model = reference.build(case)
@@ -31,6 +34,7 @@ def test_family(case, tmp_path, record_property):
     _judge(case, tmp_path, model, record_property)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [BY_NAME["v3_dims"], BY_NAME["v3_small"], V32_FP8], ids=str)
 def test_fp8_blocks(case, tmp_path, record_property):
     model = reference.build(case)
@@ -38,6 +42,7 @@ def test_fp8_blocks(case, tmp_path, record_property):
     _judge(case, tmp_path, model, record_property)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", VARIATIONS, ids=str)
 def test_variation(case, tmp_path, record_property):
     model = reference.build(case)

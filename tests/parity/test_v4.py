@@ -62,6 +62,7 @@ def at_most(engine: Engine, tokens: int) -> Iterator[None]:
         engine.scheduler.max_prefill_tokens = usual
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [WHOLE, 1, 37], ids=["whole", "one_by_one", "37"])
 def test_however_prompts_are_cut(tokens, served, record_property):
     """All prompts together; single tokens, uneven chunks, or each prompt in one step."""
@@ -74,6 +75,7 @@ def test_however_prompts_are_cut(tokens, served, record_property):
     assert engine.stats().compiles <= len(engine.builder.rungs())
 
 
+@pytest.mark.slow
 def test_preempted(served, record_property):
     """Few pages: requests queue, are evicted and computed again."""
     engine, ref = served
