@@ -101,7 +101,7 @@ INTERNAL = {
     "request_queue": "the scheduler knows which requests wait",
 }
 CAUGHT = {
-    "chat_template",
+    "chat_sandbox",
     "metadata/compat/prefill_selection",
     "model/safetensors_io",
     "tokenizer",

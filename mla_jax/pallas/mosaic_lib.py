@@ -44,11 +44,13 @@ __all__ = [
     "any_above",
     "any_below_one",
     "any_of_warp_above",
+    "arrive",
     "barrier",
     "clear_rows",
     "fence",
     "fill_rows",
     "fold_columns",
+    "give_turn",
     "in_place",
     "kernel",
     "landed",
@@ -60,6 +62,8 @@ __all__ = [
     "shared_bytes",
     "store_rows",
     "swizzled",
+    "sync",
+    "take_turn",
     "tile",
     "with_layer",
 ]
@@ -73,6 +77,8 @@ ROW = plgpu.Layout.WGMMA.reduce(1)
 SHARED_MEMORY = 232448
 """Bytes of shared memory that one thread block may use on sm_90, where the device does not say."""
 
+TURNS = 8
+"""The first of two hardware barriers, by which two warpgroups take turns; Mosaic has 0 to 3."""
 
 ALIGNMENT = 256
 """Of which multiple the address of a Mosaic kernel's operand must be."""
@@ -341,6 +347,37 @@ def any_above(x: jax.Array, bound: float, *, simulate: bool) -> jax.Array:
         return inline.number(inline.asm(text, [name, *values], constraints, result="i32"))
 
     return vote(x) != 0
+
+
+def take_turn(wg) -> None:
+    """Wait until the other of warpgroups 0 and 1 has given its turn to ``wg``."""
+    sync(TURNS + wg, 256)
+
+
+def give_turn(wg) -> None:
+    """Let the other of warpgroups 0 and 1 take its turn. It must, before it is given another."""
+    arrive(TURNS + 1 - wg, 256)
+
+
+def arrive(number, threads: int) -> None:
+    """At a hardware barrier of so many threads: one instruction of a warp, and waiting ones wake
+    sooner than at a barrier in shared memory.
+    """
+    _barrier("arrive", number, threads)
+
+
+def sync(number, threads: int) -> None:
+    """Arrive at a hardware barrier and wait until so many threads have."""
+    _barrier("sync", number, threads)
+
+
+def _barrier(verb: str, number, threads: int) -> None:
+    @plgpu.inline_mgpu(arg_types=(inline.SCALAR,))
+    def issue(_, number):
+        code = f"barrier.cta.{verb} $0, {threads};"
+        inline.asm(code, [number.registers.item()], "r,~{memory}")
+
+    issue(number)
 
 
 def fence(*, simulate: bool) -> None:

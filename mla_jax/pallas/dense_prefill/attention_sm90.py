@@ -266,8 +266,8 @@ class Attention:
 
     def _take_turn(self) -> None:
         if not self.simulate:
-            steps.take_turn(self.wg)
+            lib.take_turn(self.wg)
 
     def _give_turn(self) -> None:
         if not self.simulate:
-            steps.give_turn(self.wg)
+            lib.give_turn(self.wg)

@@ -14,7 +14,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from mla_jax.pallas import mosaic_lib as lib
-from mla_jax.pallas.dense_prefill import steps_sm90 as steps
 from mla_jax.pallas.dense_prefill import tile_plan as tp
 
 __all__ = ["CHUNK", "HALF", "HEAD", "Buffers", "Sizes", "scratch"]
@@ -25,7 +24,7 @@ HEAD = tp.FIELDS - 1  # column of a tile's facts in shared memory that holds its
 STEPS = 2  # tiles whose facts are in shared memory
 DRAWS = 2  # numbers drawn: one may be drawn before a slow warp has read what came before
 
-K_FREE, Q_FREE, V_FREE = 4, 10, 12  # first hardware barriers; turns have 8 and 9, Mosaic 0 to 3
+K_FREE, Q_FREE, V_FREE = 4, 10, 12  # first hardware barriers; lib.TURNS are 8 and 9
 BOTH, ONE = 2 * 128 + 32, 128 + 32  # threads at such a barrier: warpgroups, and the loading warp
 
 
@@ -159,7 +158,7 @@ class Buffers:
         """Products that read buffer ``i`` are complete."""
         barriers, first, threads = self._free(what)
         if barriers is None:
-            steps.arrive(first + i, threads)
+            lib.arrive(first + i, threads)
         else:
             plgpu.barrier_arrive(barriers.at[i])
 
@@ -167,7 +166,7 @@ class Buffers:
         """Once for each ``free`` of each warpgroup: none can run ahead, for it awaits a refill."""
         barriers, first, threads = self._free(what)
         if barriers is None:
-            steps.sync(first + i, threads)
+            lib.sync(first + i, threads)
         else:
             plgpu.barrier_wait(barriers.at[i])
 

@@ -1,8 +1,7 @@
 """What the prefill kernel needs and Pallas has no words for.
 
-Products that are one group of instructions, waits for them, hardware barriers and turns,
-stores of some rows straight from registers, rows of zeros, and an atomic addition. They exist on
-the device only: the interpreter has other forms.
+Products that are one group of instructions, stores of some rows straight from registers, rows of
+zeros, and an atomic addition. They exist on the device only: the interpreter has other forms.
 """
 
 # Mosaic GPU states its types in part only.
@@ -26,12 +25,10 @@ from mla_jax.pallas.mosaic_inline import arith, ir, nvvm
 from mla_jax.pallas.mosaic_lib import ROW, WGMMA
 
 __all__ = [
-    "add_values", "any_score_above", "arrive", "draw", "give_turn", "scores",
-    "store_live_rows", "sync", "take_turn", "zero_rows_from",
+    "add_values", "any_score_above", "draw", "scores", "store_live_rows", "zero_rows_from",
 ]  # fmt: skip
 
 _TILES = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-_TURNS = 8  # the first of their two hardware barriers
 
 
 def scores(q, k, *held: jax.Array) -> jax.Array:
@@ -113,37 +110,6 @@ def any_score_above(x: jax.Array, bound: float, *after: jax.Array) -> jax.Array:
         return inline.any_lane(tests, [top, *others], "r" + ",r" * len(others))
 
     return vote(x, *after) != 0
-
-
-def take_turn(wg) -> None:
-    """Wait until the other of warpgroups 0 and 1 has given its turn to ``wg``."""
-    sync(_TURNS + wg, 256)
-
-
-def give_turn(wg) -> None:
-    """Let the other of warpgroups 0 and 1 take its turn. It must, before it is given another."""
-    arrive(_TURNS + 1 - wg, 256)
-
-
-def arrive(number, threads: int) -> None:
-    """At a hardware barrier of so many threads: one instruction of a warp, and waiting ones wake
-    sooner than at a barrier in shared memory.
-    """
-    _barrier("arrive", number, threads)
-
-
-def sync(number, threads: int) -> None:
-    """Arrive at a hardware barrier and wait until so many threads have."""
-    _barrier("sync", number, threads)
-
-
-def _barrier(verb: str, number, threads: int) -> None:
-    @plgpu.inline_mgpu(arg_types=(inline.SCALAR,))
-    def issue(_, number):
-        code = f"barrier.cta.{verb} $0, {threads};"
-        inline.asm(code, [number.registers.item()], "r,~{memory}")
-
-    issue(number)
 
 
 def store_live_rows(x: jax.Array, lse: jax.Array, out, lse_out, row, live, head) -> None:

@@ -99,45 +99,69 @@ class _Loader(experts.Loader):
 class _Multiplier(experts.Multiplier):
     scales: Any  # of the weights
 
+    def run(self) -> None:
+        pl.when(self.wg == 1)(self._give_turn)  # the first one is that of warpgroup 0
+        super().run()
+        pl.when(self.wg == 0)(self._take_turn)  # warpgroup 1 has given one more
+
     def _sums(self, n: int, g, item: Item):
-        w, x = self.refs["w"], self.refs["x"]
         zeros = lib.tile(0.0, (CHUNK, n), F32)
 
-        def part(s, i):
-            """Product ``i`` of a step's channels."""
-
-            def add(acc):
-                rows = x.at[s, pl.ds(0, n)]
-                lib.matmul(acc, w.at[s, 2 * self.wg + i], rows.T, simulate=self.simulate)
-                return acc[...]
-
-            return pl.run_scoped(add, plgpu.ACC((CHUNK, n), F32))
-
         def step(k, carry):
-            *sums, here = carry
-            s = self.slot(g + k)
+            *sums, here, s = carry
             after = self._scales(item, jnp.minimum(k + 1, self.steps - 1))
             plgpu.barrier_wait(self.refs["full"].at[s])
-            for i, scale in enumerate(here):
-                found = part(s, i)
-                rows = plgpu.load(self.refs["x_scale"].at[s, pl.ds(0, n)], layout=COLUMN)
-                if i + 1 == len(here):
-                    lib.fence(simulate=self.simulate)  # before the copy engine writes there
-                    plgpu.barrier_arrive(self.refs["free"].at[s])
-                factor = lax.broadcast_in_dim(rows * scale, (CHUNK, n), [1])
+            factor = None
+            for i in range(len(sums)):
+                scale = here[i] if i < len(here) else None  # None: the same factor once more
+                found, factor = self._product(n, s, i, scale, factor)
                 sums[i] = sums[i] + found * factor
-            return *sums, after
+            return *sums, after, jnp.where(s + 1 == self.sizes.stages, 0, s + 1)
 
-        *sums, _ = lax.fori_loop(
-            0, self.steps, step, (zeros, zeros, self._scales(item, jnp.int32(0)))
-        )
+        first = self._scales(item, jnp.int32(0))
+        *sums, _, _ = lax.fori_loop(0, self.steps, step, (zeros, zeros, first, self.slot(g)))
         return sums
 
+    def _product(self, n: int, s, i: int, scale, factor):
+        """Product ``i`` of a step's channels, and what it is to be multiplied with.
+
+        The warpgroups take turns, so that one multiplies while the other one scales: what the
+        product need not be there for, is done before it is.
+        """
+        last = i == 1
+
+        def add(acc):
+            rows = self.refs["x"].at[s, pl.ds(0, n)]
+            w = self.refs["w"].at[s, 2 * self.wg + i]
+            lib.matmul(acc, w, rows.T, simulate=self.simulate)
+            self._give_turn()
+            found = factor
+            if scale is not None:
+                by_row = plgpu.load(self.refs["x_scale"].at[s, pl.ds(0, n)], layout=COLUMN)
+                found = lax.broadcast_in_dim(by_row * scale, (CHUNK, n), [1])
+            if last:
+                lib.fence(simulate=self.simulate)  # before the copy engine writes there
+            product = acc[...]
+            if last:
+                plgpu.barrier_arrive(self.refs["free"].at[s])
+            return product, found
+
+        self._take_turn()
+        return pl.run_scoped(add, plgpu.ACC((CHUNK, n), F32))
+
+    def _take_turn(self) -> None:
+        if not self.simulate:
+            lib.take_turn(self.wg)
+
+    def _give_turn(self) -> None:
+        if not self.simulate:
+            lib.give_turn(self.wg)
+
     def _scales(self, item: Item, k):
-        """Of the blocks of weights of both products."""
+        """Of the blocks of weights of both products, or of the one that both are of."""
         if self.gated:
             block = lax.div(item.column + self.wg * CHUNK, jnp.int32(SCALE_BLOCK))
             return tuple(scale[item.expert, block, k] for scale in self.scales)
         last = self.scales[0].shape[1] - 1  # the last block of columns may be narrower
         block = jnp.minimum(lax.div(item.column, jnp.int32(SCALE_BLOCK)) + self.wg, last)
-        return 2 * (self.scales[0][item.expert, block, k],)
+        return (self.scales[0][item.expert, block, k],)
