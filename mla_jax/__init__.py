@@ -33,6 +33,7 @@ from mla_jax.metadata.mla import (
     build_mla,
 )
 from mla_jax.ops import (
+    AddNorm,
     append_latent,
     append_window,
     apply_sinks,
@@ -73,6 +74,7 @@ _LATER = {"Engine": "engine", "SamplingParams": "model.sampling"}
 
 __all__ = [
     "FORMATS",
+    "AddNorm",
     "ArgumentError",
     "AttnState",
     "BlockScaled",

@@ -30,6 +30,7 @@ from mla_jax.dispatch import (
 from mla_jax.metadata.mla import DecodeMetadata, PrefillMetadata
 from mla_jax.pallas import problems
 from mla_jax.pallas.axes import (
+    AddNorm,
     Choices,
     ChoiceWeights,
     ExpertsIn,
@@ -51,6 +52,7 @@ from mla_jax.types import Array, AttnState, BlockScaled, Bool, Float, Int, gathe
 
 __all__ = [
     "REGISTRY",
+    "AddNorm",
     "append_latent",
     "append_window",
     "apply_sinks",
@@ -422,26 +424,30 @@ def mix_streams(
 
 def routed_experts(
     x: Hidden, gate: ExpertsIn, up: ExpertsIn, down: ExpertsOut, weights: ChoiceWeights,
-    experts: Choices, *, limit: float | None = None, backend: str | None = None,
-    tuning: object = None,
-) -> Hidden:  # fmt: skip
+    experts: Choices, *, limit: float | None = None, then: AddNorm | None = None,
+    backend: str | None = None, tuning: object = None,
+) -> Hidden | tuple[Hidden, Hidden]:  # fmt: skip
     """``y_t = sum_k weights[t, k] * down_e (silu(gate_e x_t) * up_e x_t)``, ``e = experts[t, k]``.
 
     An index that is no expert (padding: -1, or the number of experts) adds nothing, whatever the
     token's row and weight hold; where all are, the result is 0. ``limit`` clamps the gate from
     above and ``up x`` from both sides before the product (V4). ``weights`` are float32; products
     accumulate in float32 and each is rounded to x's dtype, the sum is rounded once.
+
+    ``then=AddNorm(residual, gain, eps)`` returns ``(h, norm(h))`` instead, ``h = residual + y`` and
+    ``norm(h) = gain * h / sqrt(mean(h^2) + eps)``: what the next sub-block reads, in one kernel.
     """
-    problem = problems.routed(x, gate, up, down, weights, experts, limit=limit)
+    problem = problems.routed(x, gate, up, down, weights, experts, limit=limit, then=then)
     run = choose(problem, backend, tuning)
     clamp = None if limit is None else float(limit)
-    return run(x, gate, up, down, weights, int32(experts), limit=clamp)
+    return run(x, gate, up, down, weights, int32(experts), limit=clamp, then=then)
 
 
 def routed_experts_fp8(
     x: Hidden, gate: BlockScaled, up: BlockScaled, down: BlockScaled, weights: ChoiceWeights,
-    experts: Choices, *, limit: float | None = None, backend: str | None = None,
-) -> Hidden:  # fmt: skip
+    experts: Choices, *, limit: float | None = None, then: AddNorm | None = None,
+    backend: str | None = None,
+) -> Hidden | tuple[Hidden, Hidden]:  # fmt: skip
     """``routed_experts`` with e4m3 weights in 128 x 128 blocks as published: rows are outputs.
 
     ``gate`` and ``up`` are [experts, width, hidden], ``down`` is [experts, hidden, width]. The
@@ -449,10 +455,10 @@ def routed_experts_fp8(
     nothing takes by itself: it rounds rows to e4m3, with a scale for each 128 channels of each.
     Source: DeepSeek-V3 (arXiv:2412.19437) 3.3.2.
     """
-    problem = problems.routed_fp8(x, gate, up, down, weights, experts, limit=limit)
+    problem = problems.routed_fp8(x, gate, up, down, weights, experts, limit=limit, then=then)
     clamp = None if limit is None else float(limit)
     run = choose(problem, backend)
-    return run(x, gate, up, down, weights, int32(experts), limit=clamp)
+    return run(x, gate, up, down, weights, int32(experts), limit=clamp, then=then)
 
 
 def matmul_fp8(

@@ -4,6 +4,7 @@ With ``fp8`` a block's products have block-scaled e4m3 weights, zeros until they
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +18,23 @@ from mla_jax.model.mlp import SwiGLU
 from mla_jax.model.moe import MoE
 from mla_jax.model.norm import RMSNorm
 from mla_jax.model.stack import Layers, Stack, periods_of
+from mla_jax.pallas.append.ref import rms_norm
+from mla_jax.pallas.axes import AddNorm
+from mla_jax.pallas.grouped_matmul.ref import add_norm
 from mla_jax.placement import Placement
 from mla_jax.types import Array, Bool, Float
 
-__all__ = ["Decoder", "DecoderBlock"]
+__all__ = ["Decoder", "DecoderBlock", "Derived"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Derived:
+    """Of one block, beside its weights."""
+
+    absorbed: Absorbed
+    after: Float[Array, "*layers hidden"]
+    """Gain of the norm that follows the block: the next block's first, or the decoder's last."""
 
 
 class DecoderBlock[Attention: MLA](nnx.Module):
@@ -57,14 +71,18 @@ class DecoderBlock[Attention: MLA](nnx.Module):
         h: Float[Array, "tokens hidden"],
         real: Bool[Array, "tokens"],
         *,
+        after: Float[Array, "hidden"],
         backend: str | None = None,
         placement: Placement | None = None,
-    ) -> Float[Array, "tokens hidden"]:
-        """``h + mlp_or_moe(norm(h))``; rows that are not real reach no expert."""
-        x = self.mlp_norm(h)
+    ) -> tuple[Float[Array, "tokens hidden"], Float[Array, "tokens hidden"]]:
+        """``h + mlp_or_moe(norm(h))``, and what the next block reads of it.
+
+        That is normalised with the gain ``after``. Rows that are not real reach no expert.
+        """
+        x, then = self.mlp_norm(h), AddNorm(residual=h, gain=after, eps=self.mlp_norm.eps)
         if not self.sparse:
-            return h + self.mlp(x, backend=backend)
-        return self.moe(x, real, onto=h, backend=backend, placement=placement)
+            return add_norm(self.mlp(x, backend=backend), then)
+        return self.moe(x, real, then=then, backend=backend, placement=placement)
 
     def feed_whole(
         self, h: Float[Array, "sequences tokens hidden"]
@@ -72,7 +90,8 @@ class DecoderBlock[Attention: MLA](nnx.Module):
         """``feed_forward`` of whole sequences, all rows real; differentiable."""
         flat = h.reshape(-1, h.shape[-1])
         real = jnp.ones(flat.shape[:1], jnp.bool_)
-        return self.feed_forward(flat, real, backend="xla").reshape(h.shape)
+        unread = jnp.zeros(h.shape[-1:], h.dtype)
+        return self.feed_forward(flat, real, after=unread, backend="xla")[0].reshape(h.shape)
 
 
 class Decoder[Block: DecoderBlock](nnx.Module):
@@ -102,15 +121,26 @@ class Decoder[Block: DecoderBlock](nnx.Module):
         """The decoder's layers in order, each with copies of its weights."""
         return Layers(self.stacks)
 
-    def derive(self) -> list[list[Absorbed]]:
-        """What serving needs beside the weights: of each stack, each block's absorbed ones.
+    def first_norm(self, h: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
+        """What the first block reads of the embeddings; each block makes the next one's."""
+        gain = self.stacks[0].blocks[0].attn_norm.scale[...][0]
+        return rms_norm(h, gain, eps=self.final_norm.eps)
+
+    def derive(self) -> list[list[Derived]]:
+        """What serving needs beside the weights, of each block of each stack.
 
         Follows from the weights as they are now; a server derives it when it takes the weights.
         """
-        return [
-            [jax.vmap(lambda block: block.attn.absorbed())(block) for block in stack.blocks]
-            for stack in self.stacks
-        ]
+        firsts = [stack.blocks[0].attn_norm.scale[...][:1] for stack in self.stacks]
+        ends = [*firsts[1:], self.final_norm.scale[...][None]]
+        found = []
+        for stack, end in zip(self.stacks, ends, strict=True):
+            gains = [block.attn_norm.scale[...] for block in stack.blocks]
+            after = [*gains[1:], jnp.concatenate([gains[0][1:], end])]
+            absorbed = [jax.vmap(lambda block: block.attn.absorbed())(b) for b in stack.blocks]
+            pairs = zip(absorbed, after, strict=True)
+            found.append([Derived(absorbed=a, after=gain) for a, gain in pairs])
+        return found
 
     def absorb(self) -> None:
         """Nothing: the engine derives the absorbed weights (``derive``), so none go stale.

@@ -1,7 +1,7 @@
 """The V2/V3 decoder: V2-Lite, V2, V3, R1, Kimi-K2, GLM-4.7-Flash and Youtu by config alone."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +10,21 @@ from flax import nnx
 from mla_jax.cache import LatentCache
 from mla_jax.config import LayerKind, ModelConfig
 from mla_jax.metadata.mla import MLAMetadata
-from mla_jax.model.decoder import Decoder, DecoderBlock
-from mla_jax.model.mla import MLA, Absorbed, StepPlan, plan_step
+from mla_jax.model.decoder import Decoder, DecoderBlock, Derived
+from mla_jax.model.mla import MLA, StepPlan, plan_step
 from mla_jax.placement import Placement
 from mla_jax.types import Array, Float, Int
 
 __all__ = ["Block", "DeepseekV3"]
+
+
+class _State(NamedTuple):
+    """What goes from layer to layer."""
+
+    h: Float[Array, "tokens hidden"]
+    x: Float[Array, "tokens hidden"]
+    """Of ``h``, normalised as the next layer reads it; behind the last layer, as the head does."""
+    cache: LatentCache
 
 
 class Block(DecoderBlock[MLA]):
@@ -27,28 +36,28 @@ class Block(DecoderBlock[MLA]):
 
     def __call__(
         self,
-        h: Float[Array, "tokens hidden"],
+        state: _State,
         meta: MLAMetadata,
-        cache: LatentCache,
         *,
+        derived: Derived,
         layer: Int[Array, ""] | int | None = None,
-        absorbed: Absorbed | None = None,
         backend: str | None = None,
         plan: StepPlan | None = None,
         placement: Placement | None = None,
-    ) -> tuple[Float[Array, "tokens hidden"], LatentCache]:
+    ) -> _State:
         """One step of this layer; arguments as ``MLA`` takes them."""
+        shared = {"backend": backend, "placement": placement}
         y, cache = self.attn(
-            self.attn_norm(h),
+            state.x,
             meta,
-            cache,
+            state.cache,
             layer=layer,
-            absorbed=absorbed,
-            backend=backend,
+            absorbed=derived.absorbed,
             plan=plan,
-            placement=placement,
+            **shared,
         )
-        return self.feed_forward(h + y, meta.real, backend=backend, placement=placement), cache
+        h, x = self.feed_forward(state.h + y, meta.real, after=derived.after, **shared)
+        return _State(h, x, cache)
 
     def full(
         self, h: Float[Array, "sequences tokens hidden"]
@@ -73,7 +82,7 @@ class DeepseekV3(Decoder[Block]):
         meta: MLAMetadata,
         caches: Mapping[str, LatentCache],
         *,
-        derived: Sequence[Sequence[Absorbed]] | None = None,
+        derived: Sequence[Sequence[Derived]] | None = None,
         backend: str | None = None,
         placement: Placement | None = None,
     ) -> tuple[Float[Array, "tokens hidden"], dict[str, LatentCache]]:
@@ -88,27 +97,23 @@ class DeepseekV3(Decoder[Block]):
         )
 
         def layer(
-            block: Block,
-            absorbed: Absorbed | None,
-            number: Int[Array, ""] | int,
-            carry: tuple[Array, LatentCache],
-        ) -> tuple[Array, LatentCache]:
-            h, cache = carry
+            block: Block, of_block: Derived, number: Int[Array, ""] | int, state: _State
+        ) -> _State:
             return block(
-                h,
+                state,
                 meta,
-                cache,
+                derived=of_block,
                 layer=number,
-                absorbed=absorbed,
                 backend=backend,
                 plan=plan,
                 placement=placement,
             )
 
-        beside = [None] * len(self.stacks) if derived is None else derived
-        for stack, absorbed in zip(self.stacks, beside, strict=True):
-            h, cache = stack.run((h, cache), layer, beside=absorbed)
-        return self.final_norm(h), {"latent": cache}
+        state = _State(h, self.first_norm(h), cache)
+        derived = self.derive() if derived is None else derived
+        for stack, beside in zip(self.stacks, derived, strict=True):
+            state = stack.run(state, layer, beside=beside)
+        return state.x, {"latent": state.cache}
 
     def full(
         self, token_ids: Int[Array, "sequences tokens"]

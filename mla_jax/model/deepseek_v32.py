@@ -23,7 +23,7 @@ from mla_jax.metadata.common import slot_mapping, token_to_request
 from mla_jax.metadata.deepseek_v32 import V32Metadata
 from mla_jax.metadata.mla import DecodeMetadata, MLAMetadata
 from mla_jax.metadata.sparse import convert_req_index_to_global_index
-from mla_jax.model.decoder import Decoder, DecoderBlock
+from mla_jax.model.decoder import Decoder, DecoderBlock, Derived
 from mla_jax.model.indexer import Indexer
 from mla_jax.model.linear import contract, precision_of, project
 from mla_jax.model.mla import MLA, Absorbed, Rows, StepPlan, Up, plan_step
@@ -41,6 +41,8 @@ class _State(NamedTuple):
     """What goes from layer to layer."""
 
     h: Float[Array, "tokens hidden"]
+    x: Float[Array, "tokens hidden"]
+    """Of ``h``, normalised as the next layer reads it; behind the last layer, as the head does."""
     latent: LatentCache | RecordCache
     index_keys: LatentCache | RecordCache
     slots: Int[Array, "_ _"] | None
@@ -82,7 +84,7 @@ class SparseMLA(MLA):
         """Write the new rows and index keys, select, attend, project back.
 
         ``layer`` and ``index_layer`` are this layer's numbers in the stacks of latents and of
-        index keys; ``plan`` is that of a dense step. The state's ``h`` stays as it is.
+        index keys; ``plan`` is that of a dense step. The state's ``h`` and ``x`` stay as they are.
         """
         low = self.query_latents(x, backend=backend)
         queries = self._split_queries(self.q_up(low, backend=backend), angles)
@@ -259,14 +261,17 @@ class SparseBlock(DecoderBlock[SparseMLA]):
         meta: V32Metadata,
         state: _State,
         *,
+        derived: Derived,
         backend: str | None = None,
         placement: Placement | None = None,
         **facts: Any,
     ) -> _State:
         """One step of this layer; ``facts`` as ``SparseMLA.step`` takes them."""
         shared = {"backend": backend, "placement": placement}
-        y, state = self.attn.step(self.attn_norm(state.h), meta, state, **facts, **shared)
-        return state._replace(h=self.feed_forward(state.h + y, meta.real, **shared))
+        facts["absorbed"] = derived.absorbed
+        y, state = self.attn.step(state.x, meta, state, **facts, **shared)
+        h, x = self.feed_forward(state.h + y, meta.real, after=derived.after, **shared)
+        return state._replace(h=h, x=x)
 
 
 class DeepseekV32(Decoder[SparseBlock]):
@@ -285,7 +290,7 @@ class DeepseekV32(Decoder[SparseBlock]):
         meta: V32Metadata,
         caches: Mapping[str, LatentCache | RecordCache],
         *,
-        derived: Sequence[Sequence[Absorbed]] | None = None,
+        derived: Sequence[Sequence[Derived]] | None = None,
         backend: str | None = None,
         placement: Placement | None = None,
     ) -> tuple[Float[Array, "tokens hidden"], dict[str, LatentCache | RecordCache]]:
@@ -306,7 +311,7 @@ class DeepseekV32(Decoder[SparseBlock]):
             slots = jnp.full((len(token_ids), self.topk), -1, jnp.int32)
 
         def layer(
-            block: SparseBlock, absorbed: Absorbed | None, i: Int[Array, ""] | int, state: _State
+            block: SparseBlock, of_block: Derived, i: Int[Array, ""] | int, state: _State
         ) -> _State:
             index_layer = i if all(self.selecting) else jnp.asarray(number)[i]
             return block.step(
@@ -315,18 +320,18 @@ class DeepseekV32(Decoder[SparseBlock]):
                 layer=i,
                 index_layer=index_layer,
                 angles=angles,
-                absorbed=absorbed,
+                derived=of_block,
                 plan=plan,
                 backend=backend,
                 placement=placement,
             )
 
-        state = _State(h, latent, caches["index_keys"], slots)
-        beside = [None] * len(self.stacks) if derived is None else derived
-        for stack, absorbed in zip(self.stacks, beside, strict=True):
-            state = stack.run(state, layer, beside=absorbed)
+        state = _State(h, self.first_norm(h), latent, caches["index_keys"], slots)
+        derived = self.derive() if derived is None else derived
+        for stack, beside in zip(self.stacks, derived, strict=True):
+            state = stack.run(state, layer, beside=beside)
         written = {"latent": state.latent, "index_keys": state.index_keys}
-        return self.final_norm(state.h), written
+        return state.x, written
 
     def full(
         self, token_ids: Int[Array, "sequences tokens"]

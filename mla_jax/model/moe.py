@@ -13,6 +13,8 @@ from mla_jax.errors import ConfigError
 from mla_jax.model.linear import scaled_params
 from mla_jax.model.mlp import SwiGLU
 from mla_jax.model.sharding import divided, divides
+from mla_jax.pallas.axes import AddNorm
+from mla_jax.pallas.grouped_matmul.ref import add_norm
 from mla_jax.pallas.router.ref import (
     choose_experts,
     router_logits,
@@ -116,12 +118,13 @@ class Experts(nnx.Module):
         experts: Int[Array, "tokens topk"],
         real: Bool[Array, "tokens"] | None = None,
         *,
+        then: AddNorm | None = None,
         backend: str | None = None,
         placement: Placement | None = None,
-    ) -> Float[Array, "tokens hidden"]:
+    ) -> Float[Array, "tokens hidden"] | tuple[Array, Array]:
         """``sum_k weights[:, k] * expert_k(x)``; an index that is no expert adds 0.
 
-        So do all choices of a token that is not ``real``.
+        So do all choices of a token that is not ``real``. ``then``: as ``ops.routed_experts``.
 
         Over several devices of a ``placement`` each one adds up what its own experts give, and
         then all add up what each has.
@@ -131,7 +134,7 @@ class Experts(nnx.Module):
         op = "routed_experts_fp8" if self.fp8 else "routed_experts"
         run = partial(getattr(ops, op), limit=self.limit, backend=ops.named(op, backend))
         if self.fp8:
-            return run(x, *self._scaled(), weights, experts)
+            return run(x, *self._scaled(), weights, experts, then=then)
 
         def share(gate, up, down, x, weights, chosen):
             mine = chosen - lax.axis_index(SHARDS) * gate.shape[0]
@@ -140,10 +143,10 @@ class Experts(nnx.Module):
 
         gate, up, down = self.gate[...], self.up[...], self.down[...]
         if placement is None or not divides(placement, gate.shape[0]):
-            return run(x, gate, up, down, weights, experts)
+            return run(x, gate, up, down, weights, experts, then=then)
         given = (0, 0, 0, None, None, None)
         on_all = divided(share, placement, given=given, returned=None)
-        return on_all(gate, up, down, x, weights, experts)
+        return add_norm(on_all(gate, up, down, x, weights, experts), then)
 
     def _scaled(self) -> tuple[BlockScaled, BlockScaled, BlockScaled]:
         return (
@@ -180,19 +183,21 @@ class MoE(nnx.Module):
         x: Float[Array, "tokens hidden"],
         real: Bool[Array, "tokens"],
         *,
-        onto: Float[Array, "tokens hidden"] | None = None,
+        then: AddNorm | None = None,
         backend: str | None = None,
         placement: Placement | None = None,
-    ) -> Float[Array, "tokens hidden"]:
+    ) -> Float[Array, "tokens hidden"] | tuple[Array, Array]:
         """Rows that are not real reach no expert and give the shared part only.
 
-        ``onto``, the residual, is added to the shared part, which XLA does inside of its last
-        product; that sum needs no routed expert, so both parts can run at the same time. Over
-        several devices of a ``placement`` each one has its own experts.
+        With ``then`` the sum goes onto its residual: returned are that and its norm. The residual
+        is added to the shared part first, which XLA does inside of its last product; that sum needs
+        no routed expert, so both parts can run at the same time. Over several devices of a
+        ``placement`` each one has its own experts.
         """
         beside = None if self.shared is None else self.shared(x, backend=backend)
-        if onto is not None:
-            beside = onto if beside is None else onto + beside
-        weights, experts = self.router(x, real, backend=backend, placement=placement)
-        y = self.experts(x, weights, experts, backend=backend, placement=placement)
-        return y if beside is None else beside + y
+        if then is not None and beside is not None:
+            then = then._replace(residual=then.residual + beside)
+        facts = {"backend": backend, "placement": placement}
+        weights, experts = self.router(x, real, **facts)
+        y = self.experts(x, weights, experts, then=then, **facts)
+        return y if then is not None or beside is None else beside + y

@@ -87,6 +87,14 @@ Choices = Int[Array, "tokens topk"]
 """Experts that each token chose; an index that is no expert adds nothing."""
 
 
+class AddNorm(NamedTuple):
+    """What follows a sub-block: its result is added to the residual, and the sum is normalised."""
+
+    residual: Hidden
+    gain: Float[Array, "hidden"]  # of the norm by root mean square that the next one reads
+    eps: float
+
+
 StreamRows = Float[Array, "tokens streams hidden"]
 """The residual as parallel streams."""
 

@@ -347,7 +347,7 @@ def sinks(state, sinks) -> Problem:
     return Problem.of("apply_sinks", dtype=str(state.out.dtype), **size)
 
 
-def routed(x, gate, up, down, weights, experts, *, limit=None) -> Problem:
+def routed(x, gate, up, down, weights, experts, *, limit=None, then=None) -> Problem:
     op = "routed_experts"
     size = _bind(
         op,
@@ -361,7 +361,23 @@ def routed(x, gate, up, down, weights, experts, *, limit=None) -> Problem:
     )
     _same_dtype(op, x=x, gate=gate, up=up, down=down)
     _check_experts(op, weights, limit)
+    _check_then(op, x, then)
     return _routed(op, x, size)
+
+
+def _check_then(op: str, x: Any, then: Any) -> None:
+    """What is added and normalised has the shape and the dtype of ``x``."""
+    if then is None:
+        return
+    check_fields(f"{op}: then", then, "None or an AddNorm", "residual", "gain", "eps")
+    residual, gain = then.residual, then.gain
+    op = f"{op}: then"
+    size = dict(zip(("tokens", "hidden"), x.shape, strict=True))
+    _bind(op, size, residual=(residual, "float", "tokens hidden"), gain=(gain, "float", "hidden"))
+    _same_dtype(op, x=x, residual=residual)
+    if not (is_static_number(then.eps) and float(then.eps) > 0):
+        hint = "It is static, not an array."
+        raise ArgumentError(f"{op}.eps", then.eps, "a finite Python number above 0", hint)
 
 
 def _check_experts(op: str, weights: Any, limit: Any) -> None:
@@ -378,7 +394,7 @@ def matmul_fp8(x, weight) -> Problem:
     return Problem.of(op, dtype=str(x.dtype), **size)
 
 
-def routed_fp8(x, gate, up, down, weights, experts, *, limit=None) -> Problem:
+def routed_fp8(x, gate, up, down, weights, experts, *, limit=None, then=None) -> Problem:
     op = "routed_experts_fp8"
     size = _bind(
         op,
@@ -391,6 +407,7 @@ def routed_fp8(x, gate, up, down, weights, experts, *, limit=None) -> Problem:
         experts=(experts, "int", "tokens topk"),
     )
     _check_experts(op, weights, limit)
+    _check_then(op, x, then)
     return _routed(op, x, size)
 
 

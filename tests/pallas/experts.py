@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from mla_jax.pallas.axes import AddNorm
 from tests.cases import draw
 from tests.compare import within
 
@@ -98,6 +99,26 @@ def judge(got, c: Case, limit=None) -> None:
     assert got.dtype == c.x.dtype and got.shape == c.x.shape
     within(got, truth(c, limit), truth(c, limit, low), floor=1e-5)
     assert not got[~c.valid.any(axis=1)].astype(np.float32).any(), "padding is not 0"
+
+
+def following(c: Case, rng) -> AddNorm:
+    """A residual and a gain."""
+    residual, gain = (draw(rng, *shape, std=3.0) for shape in (c.x.shape, c.x.shape[1:]))
+    dtype = c.x.dtype
+    return AddNorm(residual=jnp.asarray(residual, dtype), gain=jnp.asarray(gain, dtype), eps=1e-3)
+
+
+def judge_added(got, y, then: AddNorm) -> None:
+    """The sum to a unit in the last place of what is added, the norm of that very sum to two."""
+    h, normed = (np.asarray(a) for a in got)
+    assert h.dtype == normed.dtype == then.residual.dtype
+    unit = float(jnp.finfo(h.dtype).eps)
+    wide = [np.asarray(a).astype(np.float64) for a in (h, then.residual, y)]
+    error = np.abs(wide[0] - (wide[1] + wide[2]))
+    assert (error <= unit * (np.abs(wide[1]) + np.abs(wide[2]))).all()
+    rms = np.sqrt((wide[0] ** 2).mean(axis=1, keepdims=True) + then.eps)
+    want = np.asarray(then.gain).astype(np.float64) * wide[0] / rms
+    np.testing.assert_allclose(normed.astype(np.float64), want, rtol=2 * unit, atol=unit)
 
 
 def missing(*packages: str) -> str:

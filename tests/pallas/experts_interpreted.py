@@ -16,7 +16,7 @@ from mla_jax.pallas import triton_lib
 from mla_jax.pallas.fp8_matmul import mosaic as fp8
 from mla_jax.pallas.fp8_matmul import rows_triton as fp8_rows
 from mla_jax.pallas.grouped_matmul import kernels_triton, mosaic, rows_triton, tiles, triton
-from tests.pallas.experts import case, judge
+from tests.pallas.experts import case, following, judge, judge_added
 from tests.pallas.interpreted import call
 
 SMALL = triton.Tuning(
@@ -84,6 +84,20 @@ def test_a_row_alone_is_the_row_among_neighbours(tuning, rng):
         alone[t] = c.experts[t]
         got = np.asarray(run(c.with_choices(alone).poisoned(), tuning))
         np.testing.assert_array_equal(got[t], whole[t])
+
+
+@pytest.mark.parametrize("hidden", [128, 192])
+def test_added_to_a_residual_and_normalised(hidden, rng):
+    """In one program, also of a width that is no power of two; a token without an expert."""
+    c = case(rng, 9, hidden=hidden, dtype="float16")
+    choices = c.experts.copy()
+    choices[3], choices[5, 1] = -1, 1000
+    c = c.with_choices(choices).poisoned()
+    then = following(c, rng)
+    tuning = replace(SMALL, planned=False)
+    got = triton.routed_experts(*c.args, limit=None, tuning=tuning, then=then)
+    judge_added(got, run(c, tuning), then)
+    np.testing.assert_array_equal(np.asarray(got[0])[3], np.asarray(then.residual)[3])
 
 
 @pytest.mark.parametrize("pairs", [1, 16, 17, 200])

@@ -7,10 +7,10 @@ import pytest
 
 from mla_jax import ops
 from mla_jax.errors import ArgumentError
-from mla_jax.ops import routed_experts
+from mla_jax.ops import AddNorm, routed_experts
 from mla_jax.pallas.grouped_matmul import ref
 from tests.cases import run
-from tests.pallas.experts import case, judge, truth
+from tests.pallas.experts import case, following, judge, judge_added, truth
 
 OP = "routed_experts"
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -79,6 +79,22 @@ def test_one_expert_and_one_choice(backend, rng):
     judge(run(routed_experts, *c.args, backend=backend), c)
 
 
+def added(*args, backend):
+    *args, residual, gain = args
+    return routed_experts(*args, then=AddNorm(residual, gain, 1e-3), backend=backend)
+
+
+@DTYPES
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_added_to_a_residual_and_normalised(tokens, dtype, backend, rng):
+    c = case(rng, tokens, dtype=dtype)
+    c = c.with_choices(np.where(rng.random(c.experts.shape) < 0.2, -1, c.experts))
+    c = c.poisoned(unused_experts=backend != "xla")
+    then = following(c, rng)
+    got = run(added, *c.args, then.residual, then.gain, backend=backend)
+    judge_added(got, run(routed_experts, *c.args, backend=backend), then)
+
+
 def test_no_tokens(backend, rng):
     c = case(rng, 1).take([])
     assert run(routed_experts, *c.args, backend=backend).shape == (0, 128)
@@ -93,6 +109,11 @@ def _shapes(change=None, **dtypes):
     return [jax.ShapeDtypeStruct(shapes[k], jnp.dtype(kinds[k])) for k in shapes]
 
 
+def _then(gain=(128,), dtype="bfloat16", eps=1e-6):
+    spec = jax.ShapeDtypeStruct
+    return {"then": AddNorm(spec((4, 128), jnp.dtype(dtype)), spec(gain, jnp.bfloat16), eps)}
+
+
 REFUSED = [
     (_shapes({"down": (6, 128, 64)}), {}, "down of shape (6, 128, 64): given width=128"),
     (_shapes({"experts": (4, 2)}), {}, "experts of shape (4, 2): given topk=2"),
@@ -102,6 +123,14 @@ REFUSED = [
     (_shapes(experts="float32"), {}, "experts: given dtype float32; allowed: an integer dtype"),
     (_shapes(), {"limit": 0}, "limit: given 0; allowed: None or a finite Python number above 0"),
     (_shapes(), {"limit": float("inf")}, "limit: given inf"),
+    (_shapes(), {"then": 1}, "then: given 1 (int); allowed: None or an AddNorm, with residual"),
+    (_shapes(), _then(gain=(4,)), "then: gain of shape (4,): given hidden=4"),
+    (
+        _shapes(),
+        _then(dtype="float16"),
+        "then: dtypes: given x bfloat16, residual float16;",
+    ),
+    (_shapes(), _then(eps=0), "then.eps: given 0; allowed: a finite Python number above 0"),
 ]
 
 

@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from mla_jax.pallas import triton_lib
-from mla_jax.pallas.axes import Choices, ChoiceWeights, Hidden
+from mla_jax.pallas.axes import AddNorm, Choices, ChoiceWeights, Hidden
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.fp8_matmul import mosaic_sm90, rows_triton
 from mla_jax.pallas.grouped_matmul import mosaic as grouped
 from mla_jax.pallas.grouped_matmul import mosaic_sm90 as kernels
 from mla_jax.pallas.grouped_matmul import tiles
+from mla_jax.pallas.grouped_matmul.ref import add_norm
 from mla_jax.types import SCALE_BLOCK, Array, BlockScaled, Float, cdiv, round_up
 
 __all__ = ["matmul_fp8", "routed_experts_fp8", "table_of"]
@@ -70,13 +71,13 @@ def quantise(
 
 def routed_experts_fp8(
     x: Hidden, gate: BlockScaled, up: BlockScaled, down: BlockScaled, weights: ChoiceWeights,
-    experts: Choices, *, limit: float | None,
-) -> Hidden:  # fmt: skip
+    experts: Choices, *, limit: float | None, then: AddNorm | None = None,
+) -> Hidden | tuple[Hidden, Hidden]:  # fmt: skip
     """``ref.routed_experts_fp8`` with rows and gated products quantised; both products of a
     choice are rounded to x's dtype."""
     (tokens, hidden), topk, count = x.shape, experts.shape[1], gate.shape[0]
     if not tokens * topk:
-        return jnp.zeros_like(x)
+        return add_norm(jnp.zeros_like(x), then)
     found = grouped.plan(experts, count, group=8, **EXPERT_TILES)
     room, spans = tiles.most_rows(experts.size, count, EXPERT_TILES["step"]), hidden // SCALE_BLOCK
     spec = jax.ShapeDtypeStruct
@@ -92,4 +93,4 @@ def routed_experts_fp8(
     plan = found.table, found.used
     h = mosaic_sm90.multiply(spread, scales, (gate, up), *plan, **facts)
     y = mosaic_sm90.multiply(*quantise(h, room=room), (down,), *plan, **facts)
-    return grouped.back(y, found.places, weights)
+    return add_norm(grouped.back(y, found.places, weights), then)

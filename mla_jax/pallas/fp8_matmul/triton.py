@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from mla_jax.pallas import triton_lib
-from mla_jax.pallas.axes import Choices, ChoiceWeights, Hidden
+from mla_jax.pallas.axes import AddNorm, Choices, ChoiceWeights, Hidden
 from mla_jax.pallas.fp8_matmul import kernels_triton as kernels
 from mla_jax.pallas.grouped_matmul import triton as grouped
+from mla_jax.pallas.grouped_matmul.ref import add_norm
 from mla_jax.types import Array, BlockScaled, Float, cdiv
 
 __all__ = ["matmul_fp8", "routed_experts_fp8"]
@@ -52,13 +53,13 @@ def matmul_fp8(x: Float[Array, "tokens into"], weight: BlockScaled) -> Float[Arr
 
 def routed_experts_fp8(
     x: Hidden, gate: BlockScaled, up: BlockScaled, down: BlockScaled, weights: ChoiceWeights,
-    experts: Choices, *, limit: float | None,
-) -> Hidden:  # fmt: skip
+    experts: Choices, *, limit: float | None, then: AddNorm | None = None,
+) -> Hidden | tuple[Hidden, Hidden]:  # fmt: skip
     """``ref.routed_experts_fp8``; gated products and each choice's are rounded to x's dtype."""
     (tokens, hidden), topk, (count, width, _) = x.shape, experts.shape[1], gate.shape
     pairs = tokens * topk
     if not pairs:
-        return jnp.zeros_like(x)
+        return add_norm(jnp.zeros_like(x), then)
     rows = next((n for n, most in ((16, 8), (32, 24)) if pairs <= count * most), 64)
     planned = pairs > UNPLANNED
     if planned:
@@ -87,4 +88,4 @@ def routed_experts_fp8(
         stages=stages,
         **facts,
     )  # fmt: skip
-    return grouped.combine(y.reshape(tokens, topk, hidden), weights, experts, count)
+    return grouped.combine(y.reshape(tokens, topk, hidden), weights, experts, count, then)

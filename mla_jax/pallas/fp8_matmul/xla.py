@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax import lax
 
-from mla_jax.pallas.axes import Choices, ChoiceWeights, Hidden
+from mla_jax.pallas.axes import AddNorm, Choices, ChoiceWeights, Hidden
 from mla_jax.pallas.grouped_matmul import xla
 from mla_jax.types import Array, BlockScaled, Float
 
@@ -24,8 +24,8 @@ def matmul_fp8(x: Float[Array, "tokens into"], weight: BlockScaled) -> Float[Arr
 
 def routed_experts_fp8(
     x: Hidden, gate: BlockScaled, up: BlockScaled, down: BlockScaled, weights: ChoiceWeights,
-    experts: Choices, *, limit: float | None,
-) -> Hidden:  # fmt: skip
+    experts: Choices, *, limit: float | None, then: AddNorm | None = None,
+) -> Hidden | tuple[Hidden, Hidden]:  # fmt: skip
     """``ref.routed_experts_fp8`` with weights rounded to x's dtype."""
     g, u, d = (w.widened(x.dtype).swapaxes(1, 2) for w in (gate, up, down))
-    return xla.routed_experts(x, g, u, d, weights, experts, limit=limit)
+    return xla.routed_experts(x, g, u, d, weights, experts, limit=limit, then=then)

@@ -19,7 +19,7 @@ Imported only where Triton is there: by ``triton.py``, when it runs.
 
 from mla_jax.pallas.triton_lib import jit, tl
 
-__all__ = ["FIELDS", "down", "gate_up", "plan"]
+__all__ = ["FIELDS", "add_norm", "down", "gate_up", "plan"]
 
 FIELDS = tl.constexpr(8)
 """Numbers of a tile: expert (-1 = none), first tile of its group, tiles of it, first row, end."""
@@ -257,3 +257,37 @@ def down(
             return
     pair, live = _rows(rows, first, end, ROWS)
     _down_tile(h, weight, out, e, block, pair, live, SIZES, ROWS, TILE)
+
+
+@jit
+def add_norm(
+    y, weights, experts, residual, gain, out, normed,
+    SIZES: tl.constexpr, COLUMNS: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    """A token's choices, weighted and added up, to its residual: ``out``; and the norm of that.
+
+    A program has a token. The sum of the choices is rounded before it is added, as it is where
+    nothing follows, and the other sum before it is normalised.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    TOPK: tl.constexpr = SIZES[1]
+    HIDDEN: tl.constexpr = SIZES[2]
+    column = tl.arange(0, COLUMNS)
+    there = column < HIDDEN
+    total = tl.zeros((COLUMNS,), tl.float32)
+    for k in tl.static_range(TOPK):
+        e = tl.load(experts + token * TOPK + k)
+        chosen = (e >= 0) & (e < SIZES[0])
+        weight = tl.where(chosen, tl.load(weights + token * TOPK + k), 0.0)
+        row = y + (token * TOPK + k) * HIDDEN + column
+        read = column < tl.where(chosen, HIDDEN, 0)
+        total += weight * tl.load(row, mask=read, other=0.0).to(tl.float32)
+    like = out.dtype.element_ty
+    at = token * HIDDEN + column
+    h = tl.load(residual + at, mask=there, other=0.0).to(tl.float32)
+    h = (h + total.to(like).to(tl.float32)).to(like)
+    tl.store(out + at, h, mask=there)
+    wide = h.to(tl.float32)
+    wide *= tl.rsqrt(tl.sum(wide * wide, 0) / HIDDEN + EPS)
+    scaled = tl.load(gain + column, mask=there, other=0.0).to(tl.float32) * wide
+    tl.store(normed + at, scaled.to(like), mask=there)

@@ -22,10 +22,11 @@ import jax.numpy as jnp
 from mla_jax.errors import ArgumentError
 from mla_jax.pallas import triton_lib
 from mla_jax.pallas import tuning as tuning_table
-from mla_jax.pallas.axes import Choices, ChoiceWeights, ExpertsIn, ExpertsOut, Hidden
+from mla_jax.pallas.axes import AddNorm, Choices, ChoiceWeights, ExpertsIn, ExpertsOut, Hidden
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.grouped_matmul import mosaic_sm90, tiles
 from mla_jax.pallas.grouped_matmul import rows_triton as kernels
+from mla_jax.pallas.grouped_matmul.ref import add_norm
 from mla_jax.pallas.registry import Problem, Tuned
 from mla_jax.types import Array, Float, cdiv, power_of_two
 
@@ -67,12 +68,12 @@ def heuristic(problem: Problem, device: DeviceInfo) -> Tuning:
 
 def routed_experts(
     x: Hidden, gate: ExpertsIn, up: ExpertsIn, down: ExpertsOut, weights: ChoiceWeights,
-    experts: Choices, *, limit: float | None, tuning: Tuning,
-) -> Hidden:  # fmt: skip
+    experts: Choices, *, limit: float | None, tuning: Tuning, then: AddNorm | None = None,
+) -> Hidden | tuple[Hidden, Hidden]:  # fmt: skip
     """``ref.routed_experts``; gated products and each choice's result are rounded to x's dtype."""
     (tokens, hidden), topk, count = x.shape, experts.shape[1], gate.shape[0]
     if not tokens * topk:
-        return jnp.zeros_like(x)
+        return add_norm(jnp.zeros_like(x), then)
     facts = {"most": tuning.most, "step": tuning.step}
     found = plan(experts, count, group=tuning.group, **facts)
     rows = tiles.most_rows(experts.size, count, tuning.step)
@@ -84,7 +85,7 @@ def routed_experts(
     sizes = mosaic_sm90.Sizes(stages=tuning.stages, workers=tuning.workers, limit=limit, **facts)
     h = mosaic_sm90.multiply(spread, (gate, up), found.table, found.used, sizes=sizes)
     y = mosaic_sm90.multiply(h, (down,), found.table, found.used, sizes=sizes)
-    return back(y, found.places, weights)
+    return add_norm(back(y, found.places, weights), then)
 
 
 def back(

@@ -4,16 +4,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mla_jax.pallas.axes import Choices, ChoiceWeights, ExpertsIn, ExpertsOut, Hidden
+from mla_jax.pallas.append.ref import rms_norm
+from mla_jax.pallas.axes import AddNorm, Choices, ChoiceWeights, ExpertsIn, ExpertsOut, Hidden
 from mla_jax.types import Array, Float
 
-__all__ = ["routed_experts", "swiglu"]
+__all__ = ["add_norm", "routed_experts", "swiglu"]
 
 
 def routed_experts(
     x: Hidden, gate: ExpertsIn, up: ExpertsIn, down: ExpertsOut, weights: ChoiceWeights,
-    experts: Choices, *, limit: float | None = None,
-) -> Hidden:  # fmt: skip
+    experts: Choices, *, limit: float | None = None, then: AddNorm | None = None,
+) -> Hidden | tuple[Hidden, Hidden]:  # fmt: skip
     """``y_t = sum_k weights[t, k] down_e swiglu(gate_e x_t, up_e x_t)``, ``e = experts[t, k]``.
 
     An index that is no expert adds nothing. Float32 throughout, rounded once at the end.
@@ -28,7 +29,15 @@ def routed_experts(
         return y + jnp.where(chosen.any(axis=1, keepdims=True), share * h, 0), None
 
     y, _ = lax.scan(add, jnp.zeros(x.shape, jnp.float32), jnp.arange(gate.shape[0]))
-    return y.astype(x.dtype)
+    return add_norm(y.astype(x.dtype), then)
+
+
+def add_norm(y: Hidden, then: AddNorm | None) -> Hidden | tuple[Hidden, Hidden]:
+    """``y``; or ``(h, norm(h))`` of ``h = residual + y``, rounded before it is normalised."""
+    if then is None:
+        return y
+    h = then.residual + y
+    return h, rms_norm(h, then.gain, eps=then.eps)
 
 
 def swiglu(

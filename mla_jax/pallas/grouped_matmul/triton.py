@@ -7,7 +7,8 @@ without a plan::
     plan       pairs by expert, and a table of tiles      not where pairs are few
     gate_up    silu(gate x) * (up x), rows gathered       [pairs, width] in x's dtype
     down       the product with down                      [pairs, hidden] in x's dtype
-    combine    sum over choices, weighted, in float32     a fusion of XLA's, with what follows
+    combine    sum over choices, weighted, in float32     a fusion of XLA's, with what follows; or
+    add_norm   the same, added to a residual and normalised             [tokens, hidden] twice
 
 Of a plan the number of tiles is static, the most that any choice can need; those without rows
 end at once. Few pairs need none: each looks for the others of its expert, and the first does the
@@ -27,9 +28,10 @@ import jax.numpy as jnp
 from mla_jax.errors import ArgumentError
 from mla_jax.pallas import triton_lib
 from mla_jax.pallas import tuning as tuning_table
-from mla_jax.pallas.axes import Choices, ChoiceWeights, ExpertsIn, ExpertsOut, Hidden
+from mla_jax.pallas.axes import AddNorm, Choices, ChoiceWeights, ExpertsIn, ExpertsOut, Hidden
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.grouped_matmul import kernels_triton as kernels
+from mla_jax.pallas.grouped_matmul.ref import add_norm
 from mla_jax.pallas.registry import Problem, Tuned
 from mla_jax.types import Array, Float, Int, power_of_two
 
@@ -156,13 +158,13 @@ def shared_bytes(rows: int, columns: int, depth: int, stages: int, matrices: int
 
 def routed_experts(
     x: Hidden, gate: ExpertsIn, up: ExpertsIn, down: ExpertsOut, weights: ChoiceWeights,
-    experts: Choices, *, limit: float | None, tuning: Tuning,
-) -> Hidden:  # fmt: skip
+    experts: Choices, *, limit: float | None, tuning: Tuning, then: AddNorm | None = None,
+) -> Hidden | tuple[Hidden, Hidden]:  # fmt: skip
     """``ref.routed_experts``; gated products and each choice's result are rounded to x's dtype."""
     (tokens, hidden), topk, (count, _, width) = x.shape, experts.shape[1], gate.shape
     pairs = tokens * topk
     if not pairs:
-        return jnp.zeros_like(x)
+        return add_norm(jnp.zeros_like(x), then)
     _check(tuning, pairs, hidden, width)
     if tuning.planned:
         tile_count, tiles, rows = plan(experts, count, rows=tuning.rows, group=tuning.group)
@@ -193,7 +195,7 @@ def routed_experts(
         PAIRS=searched,
         TILE=(tuning.rows, tuning.tail, tuning.down_columns, tuning.down_depth),
     )  # fmt: skip
-    return combine(y.reshape(tokens, topk, hidden), weights, experts, count)
+    return combine(y.reshape(tokens, topk, hidden), weights, experts, count, then)
 
 
 def plan(
@@ -221,11 +223,22 @@ def combine(
     weights: Float[Array, "tokens topk"],
     experts: Int[Array, "tokens topk"],
     count: int,
-) -> Float[Array, "tokens hidden"]:
+    then: AddNorm | None,
+) -> Hidden | tuple[Hidden, Hidden]:
     """``sum_k weights[:, k] y[:, k]`` over valid choices, in float32, first choice first.
 
-    What no kernel wrote, a choice that is no expert's, is selected away.
+    What no kernel wrote, a choice that is no expert's, is selected away. With what follows it is a
+    kernel of its own: XLA makes two of it.
     """
+    if then is not None:
+        (tokens, topk, hidden), like = y.shape, spec((y.shape[0], y.shape[2]), y.dtype)
+        return triton_lib.call(
+            kernels.add_norm,
+            y, weights, experts, then.residual, then.gain,
+            out=(like, like),
+            grid=tokens, warps=8, stages=1,
+            SIZES=(count, topk, hidden), COLUMNS=power_of_two(hidden), EPS=float(then.eps),
+        )  # fmt: skip
     chosen = (experts >= 0) & (experts < count)
     total = jnp.zeros(y[:, 0].shape, jnp.float32)
     for k in range(y.shape[1]):

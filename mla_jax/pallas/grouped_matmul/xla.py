@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 from jax import lax
 
-from mla_jax.pallas.axes import Choices, ChoiceWeights, ExpertsIn, ExpertsOut, Hidden
-from mla_jax.pallas.grouped_matmul.ref import swiglu
+from mla_jax.pallas.axes import AddNorm, Choices, ChoiceWeights, ExpertsIn, ExpertsOut, Hidden
+from mla_jax.pallas.grouped_matmul.ref import add_norm, swiglu
 from mla_jax.types import Array
 
 __all__ = ["routed_experts"]
@@ -12,8 +12,8 @@ __all__ = ["routed_experts"]
 
 def routed_experts(
     x: Hidden, gate: ExpertsIn, up: ExpertsIn, down: ExpertsOut, weights: ChoiceWeights,
-    experts: Choices, *, limit: float | None,
-) -> Hidden:  # fmt: skip
+    experts: Choices, *, limit: float | None, then: AddNorm | None = None,
+) -> Hidden | tuple[Hidden, Hidden]:  # fmt: skip
     """``ref.routed_experts``, a chosen expert's rows alone; each product is rounded to x's dtype.
 
     Products accumulate in float32 (float32 operands never multiply in TF32); the sum over
@@ -41,4 +41,5 @@ def routed_experts(
     scaled = y.astype(jnp.float32) * weights.reshape(-1)[order][:, None]
     scaled = jnp.where(chosen[:, None], scaled, 0.0)
     back = jnp.zeros_like(scaled).at[order].set(scaled, unique_indices=True)
-    return back.reshape(*experts.shape, x.shape[1]).sum(axis=1).astype(x.dtype)
+    y = back.reshape(*experts.shape, x.shape[1]).sum(axis=1).astype(x.dtype)
+    return add_norm(y, then)
