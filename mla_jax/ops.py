@@ -8,7 +8,7 @@ raise an ``ArgumentError``.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, overload
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -422,6 +422,22 @@ def mix_streams(
     return run(streams, proj, scale, bias, **facts)
 
 
+@overload
+def routed_experts(
+    x: Hidden, gate: ExpertsIn, up: ExpertsIn, down: ExpertsOut, weights: ChoiceWeights,
+    experts: Choices, *, limit: float | None = None, then: None = None, backend: str | None = None,
+    tuning: object = None,
+) -> Hidden: ...  # fmt: skip
+
+
+@overload
+def routed_experts(
+    x: Hidden, gate: ExpertsIn, up: ExpertsIn, down: ExpertsOut, weights: ChoiceWeights,
+    experts: Choices, *, limit: float | None = None, then: AddNorm, backend: str | None = None,
+    tuning: object = None,
+) -> tuple[Hidden, Hidden]: ...  # fmt: skip
+
+
 def routed_experts(
     x: Hidden, gate: ExpertsIn, up: ExpertsIn, down: ExpertsOut, weights: ChoiceWeights,
     experts: Choices, *, limit: float | None = None, then: AddNorm | None = None,
@@ -441,6 +457,20 @@ def routed_experts(
     run = choose(problem, backend, tuning)
     clamp = None if limit is None else float(limit)
     return run(x, gate, up, down, weights, int32(experts), limit=clamp, then=then)
+
+
+@overload
+def routed_experts_fp8(
+    x: Hidden, gate: BlockScaled, up: BlockScaled, down: BlockScaled, weights: ChoiceWeights,
+    experts: Choices, *, limit: float | None = None, then: None = None, backend: str | None = None,
+) -> Hidden: ...  # fmt: skip
+
+
+@overload
+def routed_experts_fp8(
+    x: Hidden, gate: BlockScaled, up: BlockScaled, down: BlockScaled, weights: ChoiceWeights,
+    experts: Choices, *, limit: float | None = None, then: AddNorm, backend: str | None = None,
+) -> tuple[Hidden, Hidden]: ...  # fmt: skip
 
 
 def routed_experts_fp8(

@@ -81,8 +81,8 @@ class DecoderBlock[Attention: MLA](nnx.Module):
         """
         x, then = self.mlp_norm(h), AddNorm(residual=h, gain=after, eps=self.mlp_norm.eps)
         if not self.sparse:
-            return add_norm(self.mlp(x, backend=backend), then)
-        return self.moe(x, real, then=then, backend=backend, placement=placement)
+            return add_norm(self.mlp(x, backend=backend), then)  # pyright: ignore[reportReturnType]
+        return self.moe.onto(then, x, real, backend=backend, placement=placement)
 
     def feed_whole(
         self, h: Float[Array, "sequences tokens hidden"]

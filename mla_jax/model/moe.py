@@ -1,6 +1,7 @@
 """Mixture of experts: a float32 router, grouped expert products, one shared SwiGLU."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -118,17 +119,41 @@ class Experts(nnx.Module):
         experts: Int[Array, "tokens topk"],
         real: Bool[Array, "tokens"] | None = None,
         *,
-        then: AddNorm | None = None,
         backend: str | None = None,
         placement: Placement | None = None,
-    ) -> Float[Array, "tokens hidden"] | tuple[Array, Array]:
+    ) -> Float[Array, "tokens hidden"]:
         """``sum_k weights[:, k] * expert_k(x)``; an index that is no expert adds 0.
 
-        So do all choices of a token that is not ``real``. ``then``: as ``ops.routed_experts``.
+        So do all choices of a token that is not ``real``.
 
         Over several devices of a ``placement`` each one adds up what its own experts give, and
         then all add up what each has.
         """
+        return self._run(x, weights, experts, real, None, backend, placement)
+
+    def onto(
+        self,
+        then: AddNorm,
+        x: Float[Array, "tokens hidden"],
+        weights: Float[Array, "tokens topk"],
+        experts: Int[Array, "tokens topk"],
+        *,
+        backend: str | None = None,
+        placement: Placement | None = None,
+    ) -> tuple[Float[Array, "tokens hidden"], Float[Array, "tokens hidden"]]:
+        """The residual plus that sum, and its norm: ``ops.routed_experts(…, then=then)``."""
+        return self._run(x, weights, experts, None, then, backend, placement)
+
+    def _run(
+        self,
+        x: Float[Array, "tokens hidden"],
+        weights: Float[Array, "tokens topk"],
+        experts: Int[Array, "tokens topk"],
+        real: Bool[Array, "tokens"] | None,
+        then: AddNorm | None,
+        backend: str | None,
+        placement: Placement | None,
+    ) -> Any:
         if real is not None:
             experts = jnp.where(real[:, None], experts, -1)
         op = "routed_experts_fp8" if self.fp8 else "routed_experts"
@@ -183,21 +208,32 @@ class MoE(nnx.Module):
         x: Float[Array, "tokens hidden"],
         real: Bool[Array, "tokens"],
         *,
-        then: AddNorm | None = None,
         backend: str | None = None,
         placement: Placement | None = None,
-    ) -> Float[Array, "tokens hidden"] | tuple[Array, Array]:
+    ) -> Float[Array, "tokens hidden"]:
         """Rows that are not real reach no expert and give the shared part only.
 
-        With ``then`` the sum goes onto its residual: returned are that and its norm. The residual
-        is added to the shared part first, which XLA does inside of its last product; that sum needs
-        no routed expert, so both parts can run at the same time. Over several devices of a
-        ``placement`` each one has its own experts.
+        Over several devices of a ``placement`` each one has its own experts.
         """
-        beside = None if self.shared is None else self.shared(x, backend=backend)
-        if then is not None and beside is not None:
-            then = then._replace(residual=then.residual + beside)
         facts = {"backend": backend, "placement": placement}
-        weights, experts = self.router(x, real, **facts)
-        y = self.experts(x, weights, experts, then=then, **facts)
-        return y if then is not None or beside is None else beside + y
+        y = self.experts(x, *self.router(x, real, **facts), **facts)
+        return y if self.shared is None else self.shared(x, backend=backend) + y
+
+    def onto(
+        self,
+        then: AddNorm,
+        x: Float[Array, "tokens hidden"],
+        real: Bool[Array, "tokens"],
+        *,
+        backend: str | None = None,
+        placement: Placement | None = None,
+    ) -> tuple[Float[Array, "tokens hidden"], Float[Array, "tokens hidden"]]:
+        """The residual plus all of that, and its norm.
+
+        The residual is added to the shared part first, which XLA does inside of its last product;
+        that sum needs no routed expert, so both parts can run at the same time.
+        """
+        if self.shared is not None:
+            then = then._replace(residual=then.residual + self.shared(x, backend=backend))
+        facts = {"backend": backend, "placement": placement}
+        return self.experts.onto(then, x, *self.router(x, real, **facts), **facts)

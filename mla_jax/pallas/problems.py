@@ -372,7 +372,8 @@ def _check_then(op: str, x: Any, then: Any) -> None:
     check_fields(f"{op}: then", then, "None or an AddNorm", "residual", "gain", "eps")
     residual, gain = then.residual, then.gain
     op = f"{op}: then"
-    size = dict(zip(("tokens", "hidden"), x.shape, strict=True))
+    tokens, hidden = x.shape
+    size = {"tokens": tokens, "hidden": hidden}
     _bind(op, size, residual=(residual, "float", "tokens hidden"), gain=(gain, "float", "hidden"))
     _same_dtype(op, x=x, residual=residual)
     if not (is_static_number(then.eps) and float(then.eps) > 0):

@@ -15,6 +15,7 @@ Imported only where Triton is there: by ``triton.py``, when it runs.
 # pyright: reportOperatorIssue=false
 # pyright: reportIndexIssue=false
 # pyright: reportPossiblyUnboundVariable=false
+# pyright: reportGeneralTypeIssues=false
 # ruff: noqa: SIM102 (an outer test is static, an inner one is the device's)
 
 from mla_jax.pallas.triton_lib import jit, tl
