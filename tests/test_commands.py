@@ -265,7 +265,7 @@ assert fit(Settings(config=config, cards=2), memory=2**30).weights < 0.7 * whole
 def test_the_largest_batch_is_the_largest():
     """By hand: V2-Lite in bf16 on 141 GB of which JAX takes three quarters."""
     found = fit(Settings(config=V2_LITE), memory=141e9)
-    plan = 31_419_784_192, 113_246_208
+    plan = 31_419_784_192, 113_246_208 + 27 * 2048 * 2
     assert (found.weights, found.derived) == plan
     left = int(141e9 * 0.75) - sum(plan)
     for context, batch in found.largest.items():

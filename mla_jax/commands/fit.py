@@ -4,9 +4,9 @@ Of each card, with weights divided as ``model.sharding`` says and caches whole o
 
     weights + derived + sum over groups of page_bytes * pages(batch, context) <= share * memory
 
-``derived`` are the absorbed up-projections that decoding reads. A program needs room beside its
-arguments while it runs, which only the compiler knows: ``compiled`` asks it, for a step of the
-model's true size, without memory for a single weight.
+``derived`` are the absorbed up-projections that decoding reads, and a gain for each layer. A
+program needs room beside its arguments while it runs, which only the compiler knows: ``compiled``
+asks it, for a step of the model's true size, without memory for a single weight.
 """
 
 import math
@@ -210,8 +210,8 @@ def _share(path: str, leaf: Any, cards: int) -> int:
 
 
 def _share_of_heads(leaf: Any, settings: Settings) -> int:
-    """Absorbed weights are divided by heads, the axis behind that of stacked layers."""
-    whole = len(leaf.shape) < 2 or leaf.shape[1] % settings.cards
+    """Absorbed weights are divided by heads, the axis behind that of stacked layers; no gain is."""
+    whole = len(leaf.shape) < 3 or leaf.shape[1] % settings.cards
     return _nbytes(leaf) if whole else _nbytes(leaf) // settings.cards
 
 

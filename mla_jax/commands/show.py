@@ -167,7 +167,7 @@ def fit_report(fit: Fit, compiled: Compiled | None = None) -> RenderableType:
     held = [
         ("room", f"{fit.room:,}"),
         ("weights", f"{fit.weights:,}"),
-        ("absorbed weights", f"{fit.derived:,}"),
+        ("derived weights", f"{fit.derived:,}"),
         *((f"cache {name}, one token", f"{size:,.1f}") for name, size in fit.groups.items()),
         ("caches, one token", f"{fit.token:,.1f}"),
         ("caches, one request of any length", f"{fit.fixed:,}"),
