@@ -47,6 +47,7 @@ def cases() -> Iterator[tuple[str, tuple]]:
         for limit in (None, 7.0):
             yield f"experts {tokens} {limit}", experts(tokens, limit)
             yield f"experts fp8 {tokens} {limit}", experts_fp8(tokens, limit)
+        yield f"experts, then {tokens}", followed(tokens)
     for tokens in (4, 32, 64):
         for dtype in (jnp.bfloat16, jnp.float16):
             yield f"matmul fp8 {tokens} {dtype.__name__}", product_fp8(tokens, dtype)
@@ -68,6 +69,15 @@ def experts(tokens, limit) -> tuple:
     into, back = (spec((64, *n), jnp.bfloat16) for n in ((2048, 1408), (1408, 2048)))
     run = functools.partial(ops.routed_experts, limit=limit, backend="triton")
     return run, spec((tokens, 2048), jnp.bfloat16), into, into, back, *choices(tokens)
+
+
+def followed(tokens) -> tuple:
+    run, x, *rest = experts(tokens, None)
+
+    def call(x, residual, gain, *rest):
+        return run(x, *rest, then=ops.AddNorm(residual, gain, 1e-6))
+
+    return call, x, x, spec((2048,), jnp.bfloat16), *rest
 
 
 def choices(tokens) -> tuple:

@@ -147,6 +147,7 @@ def compile_triton(kernel, constants: dict, *, dtype: str, sm: int, warps: int, 
 
     kinds = dict.fromkeys(("experts", "rows", "tiles"), "*i32")
     kinds |= dict.fromkeys(("pairs", "tile_count"), "i32")
+    kinds["weights"] = "*fp32"
     types = tuple(kinds.get(n, f"*{dtype}") for n in kernel.arg_names if n not in constants)
     constants = tuple(constants.items())
     return resources(

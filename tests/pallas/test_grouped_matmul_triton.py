@@ -172,6 +172,8 @@ def parts(model, tokens, t):
         t.down_warps,
         t.down_stages,
     )
+    columns = triton.power_of_two(model["hidden"])
+    yield "add_norm", dict(SIZES=sizes[:3], COLUMNS=columns, EPS=1e-6), triton.SUM_WARPS, 1
     if t.planned:
         yield "plan", triton.plan_sizes(pairs, model["experts"], rows=t.rows, group=t.group), 4, 1
 
@@ -185,7 +187,8 @@ def test_compiles_without_spilling(sm, tokens):
         from mla_jax.pallas.grouped_matmul import kernels_triton
 
         t = triton.heuristic(problem(V2_LITE, tokens), DEVICES[sm])
-        for name, constants, warps, stages in parts(V2_LITE, tokens, t):
+        wide = [p for p in parts(V3, tokens, t) if p[0] == "add_norm"]
+        for name, constants, warps, stages in (*parts(V2_LITE, tokens, t), *wide):
             report = compile_triton(
                 getattr(kernels_triton, name), constants,
                 dtype="bf16", sm=sm, warps=warps, stages=stages,
@@ -195,6 +198,21 @@ def test_compiles_without_spilling(sm, tokens):
 
 
 AOT = aot.available() or missing("triton")
+
+
+@pytest.mark.skipif(bool(AOT), reason=AOT or "available")
+def test_compiles_the_sum_with_what_follows(monkeypatch):
+    """One kernel more than the products, and no fusion: XLA made two of it."""
+    monkeypatch.setattr(DeviceInfo, "current", lambda: DEVICES[90])
+    spec = jax.ShapeDtypeStruct
+    then = spec((8, 2048), jnp.bfloat16), spec((2048,), jnp.bfloat16)
+
+    def call(residual, gain, *args):
+        return routed_experts(*args, then=ops.AddNorm(residual, gain, 1e-6), backend="triton")
+
+    text = aot.compile_sm90(call, *then, *specs(V2_LITE, 8))[0].as_text()
+    entry = text[text.index("\nENTRY") :]
+    assert entry.count("custom-call(") == 3 and " fusion(" not in entry, entry
 
 
 @pytest.mark.skipif(bool(AOT), reason=AOT or "available")

@@ -56,6 +56,9 @@ FEWEST_SHARED = 101376
 MOST_UNPLANNED = 1024
 """Pairs that one program can look through for those of its own expert."""
 
+SUM_WARPS = 8
+"""Of a token's sum with its residual and the norm of that."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
@@ -236,7 +239,7 @@ def combine(
             kernels.add_norm,
             y, weights, experts, then.residual, then.gain,
             out=(like, like),
-            grid=tokens, warps=8, stages=1,
+            grid=tokens, warps=SUM_WARPS, stages=1,
             SIZES=(count, topk, hidden), COLUMNS=power_of_two(hidden), EPS=float(then.eps),
         )  # fmt: skip
     chosen = (experts >= 0) & (experts < count)
