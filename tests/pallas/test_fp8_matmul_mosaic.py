@@ -98,6 +98,15 @@ def test_interpreted_with_race_detection(gated, rng, monkeypatch):
     assert error(got, want) < TIGHT
 
 
+@pytest.mark.skipif(mosaic is None, reason=missing("triton") or "installed")
+def test_rows_of_a_tile():
+    """The fewest rows that the busiest thread block computes; whole tiles where it is the same."""
+    assert mosaic.tile_rows(4096, 4096, workers=132) == 128  # four turns of 132 thread blocks
+    assert mosaic.tile_rows(4096, 2112, workers=132) == 96  # three turns, as of 128
+    assert mosaic.tile_rows(1024, 2112, workers=132) == 80  # one
+    assert mosaic.tile_rows(1 << 20, 256, workers=132) in mosaic.ROWS
+
+
 AOT = aot.available() or missing("triton")
 
 
@@ -116,7 +125,7 @@ def judged(fn, *args, launches):
 
 
 @pytest.mark.skipif(bool(AOT), reason=AOT or "available")
-@pytest.mark.parametrize(("tokens", "out"), [(4096, 7168), (1000, 576)])
+@pytest.mark.parametrize(("tokens", "out"), [(4096, 7168), (1000, 576), (1024, 2112)])
 def test_compiles_a_product(tokens, out, monkeypatch):
     monkeypatch.setattr(DeviceInfo, "current", lambda: aot.H200)
     x = jax.ShapeDtypeStruct((tokens, 2048), jnp.bfloat16)

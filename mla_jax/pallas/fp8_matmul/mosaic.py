@@ -20,10 +20,18 @@ from mla_jax.pallas.grouped_matmul import tiles
 from mla_jax.pallas.grouped_matmul.ref import add_norm
 from mla_jax.types import SCALE_BLOCK, Array, BlockScaled, Float, cdiv, round_up
 
-__all__ = ["matmul_fp8", "routed_experts_fp8", "table_of"]
+__all__ = ["matmul_fp8", "routed_experts_fp8", "table_of", "tile_rows"]
 
 E4M3 = jnp.float8_e4m3fn
-ROWS, STAGES = 128, 3  # of a tile of a layer's product: all that fit its registers
+ROWS = range(64, 129, 8)
+"""That a tile of a layer's product may have: those of whole products, and what fits registers."""
+
+COLUMNS = 4 * kernels.CHUNK
+"""Of a tile."""
+
+REST = 48
+"""What a tile costs beside its rows, in rows: loads of its columns, its end. A guess, not timed."""
+
 EXPERT_TILES = {"most": 112, "step": 16}
 EXPERT_STAGES = 4
 TOGETHER = 16
@@ -32,26 +40,41 @@ TOGETHER = 16
 
 def matmul_fp8(x: Float[Array, "tokens into"], weight: BlockScaled) -> Float[Array, "tokens out"]:
     """``ref.matmul_fp8`` of the quantised rows, accumulated in float32, rounded once."""
-    tokens = x.shape[0]
+    (tokens, _), workers = x.shape, DeviceInfo.current().sms
+    rows = tile_rows(tokens, weight.values.shape[0], workers=workers)
     values, scales = quantise(x, room=round_up(tokens, tiles.EIGHT))
-    table = table_of(tokens)
+    table = table_of(tokens, rows)
     whole = BlockScaled(values=weight.values[None], scale=weight.scale[None])
     y = mosaic_sm90.multiply(
         values, scales, (whole,), jnp.asarray(table), jnp.asarray([len(table)], jnp.int32),
-        sizes=kernels.Sizes(most=ROWS, step=ROWS, stages=STAGES, workers=DeviceInfo.current().sms),
+        sizes=kernels.Sizes(most=rows, step=rows, stages=3 if rows > 112 else 4, workers=workers),
         out_dtype=x.dtype,
     )  # fmt: skip
     return y if len(y) == tokens else y[:tokens]
 
 
-def table_of(tokens: int) -> np.ndarray:
+def tile_rows(tokens: int, columns: int, *, workers: int) -> int:
+    """Rows of a tile: those whose tiles end soonest, the most of equals.
+
+    Every thread block takes as many tiles as the busiest one, each of which costs its rows and
+    ``REST``. 4096 rows of 2,112 columns are 288 tiles of 128, three turns of 132 of them, or 387 of
+    96, three turns of fewer rows.
+    """
+
+    def cost(rows: int) -> int:
+        return cdiv(cdiv(tokens, rows) * cdiv(columns, COLUMNS), workers) * (rows + REST)
+
+    return min(reversed(ROWS), key=cost)
+
+
+def table_of(tokens: int, rows: int) -> np.ndarray:
     """The tiles of so many rows of one matrix, as ``tiles.Plan`` has them."""
-    count = cdiv(tokens, ROWS)
+    count = cdiv(tokens, rows)
     table = np.zeros((count, tiles.FIELDS), np.int32)
     t = np.arange(count)
     table[:, tiles.FIRST] = t // TOGETHER * TOGETHER
     table[:, tiles.TOGETHER] = np.minimum(count - table[:, tiles.FIRST], TOGETHER)
-    table[:, tiles.ROW] = t * (ROWS // tiles.EIGHT)
+    table[:, tiles.ROW] = t * (rows // tiles.EIGHT)
     return table
 
 
