@@ -106,6 +106,49 @@ def test_a_list_may_be_full_of_what_is_no_candidate(rng):
     np.testing.assert_array_equal(got[0], [*range(200), *range(300, 400)])
 
 
+def by_sorting(ranks, starts, ends, *, k, shape):
+    """``select`` without its kernel."""
+    at = jnp.arange(ranks.shape[1])
+    first = jnp.maximum(0 if starts is None else starts[:, None], 0)
+    outside = (at < first) | (at >= ends[:, None])
+    order = jnp.lexsort((jnp.broadcast_to(at, ranks.shape), ~ranks, outside), axis=1)[:, :k]
+    seen = jnp.minimum(ends, ranks.shape[1])[:, None] - first
+    best = jnp.sort(jnp.where(jnp.arange(k) < seen, order, ranks.shape[1]), axis=1)
+    return jnp.where(best < ranks.shape[1], best - first, -1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("keys", [700, 2000])
+def test_lists_of_parts_are_joined(kind, keys, rng, monkeypatch):
+    """Rows in parts of 96, the longer ones in chunks of five parts; garbage outside."""
+    monkeypatch.setattr(mosaic.select_sm90, "select", by_sorting)
+    for name, value in {"PART": 96, "MANY": 1, "COLUMNS": 480 if keys > 1000 else 1000}.items():
+        monkeypatch.setattr(mosaic, name, value)
+    k, limits = 50, bounds(rng, keys, 50)
+    ranks = drawn(kind, rng, len(limits), keys)
+    for row, (start, end) in zip(ranks, limits, strict=True):
+        row[: max(start, 0)] = row[max(end, start) :] = BEHIND
+    padded = jnp.asarray(np.pad(ranks, ((0, 0), (0, 1000)), constant_values=BEHIND), jnp.int32)
+
+    def some(base, columns):
+        assert columns % 16 == 0 and columns <= mosaic.COLUMNS + 16 * 8
+        return jax.lax.dynamic_slice(padded, (0, base), (len(ranks), columns))
+
+    starts, ends = (jnp.asarray(x, jnp.int32) for x in np.clip(limits, 0, keys).T)
+    for first in (starts, None):
+        got = mosaic._select(some, first, ends, keys, k=k)
+        own = np.asarray(starts) if first is not None else 0 * limits[:, 0]
+        full = ranks if first is not None else np.asarray(padded)[:, :keys]
+        want = [oracle(r, a, b, k) for r, a, b in zip(full, own, np.asarray(ends), strict=True)]
+        np.testing.assert_array_equal(got, want)
+
+
+def test_many_rows_of_many_columns_are_in_parts():
+    assert mosaic._parts(4096, 32_768) == mosaic._parts(1, 131_072) == 1
+    assert mosaic._parts(256, 131_072) == mosaic._parts(256, 1 << 20) == 8
+    assert mosaic._parts(256, 40_000) == 3
+
+
 @pytest.mark.parametrize("columns", [4, 8192, 8208, 65_536, mosaic.COLUMNS])
 def test_a_shape_holds_a_row(columns):
     shape = shape_of(columns)
