@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mla_jax.pallas.device import DeviceInfo
-from mla_jax.pallas.topk import mosaic
+from mla_jax.pallas.topk import rows_sm90
 from mla_jax.pallas.topk.select_sm90 import Shape, select, shape_of
 from tests import aot
 from tests.pallas import ptx_machine
@@ -121,9 +121,9 @@ def by_sorting(ranks, starts, ends, *, k, shape):
 @pytest.mark.parametrize("keys", [700, 2000])
 def test_lists_of_parts_are_joined(kind, keys, rng, monkeypatch):
     """Rows in parts of 96, the longer ones in chunks of five parts; garbage outside."""
-    monkeypatch.setattr(mosaic.select_sm90, "select", by_sorting)
+    monkeypatch.setattr(rows_sm90.select_sm90, "select", by_sorting)
     for name, value in {"PART": 96, "MANY": 1, "COLUMNS": 480 if keys > 1000 else 1000}.items():
-        monkeypatch.setattr(mosaic, name, value)
+        monkeypatch.setattr(rows_sm90, name, value)
     k, limits = 50, bounds(rng, keys, 50)
     ranks = drawn(kind, rng, len(limits), keys)
     for row, (start, end) in zip(ranks, limits, strict=True):
@@ -131,12 +131,12 @@ def test_lists_of_parts_are_joined(kind, keys, rng, monkeypatch):
     padded = jnp.asarray(np.pad(ranks, ((0, 0), (0, 1000)), constant_values=BEHIND), jnp.int32)
 
     def some(base, columns):
-        assert columns % 16 == 0 and columns <= mosaic.COLUMNS + 16 * 8
+        assert columns % 16 == 0 and columns <= rows_sm90.COLUMNS + 16 * 8
         return jax.lax.dynamic_slice(padded, (0, base), (len(ranks), columns))
 
     starts, ends = (jnp.asarray(x, jnp.int32) for x in np.clip(limits, 0, keys).T)
     for first in (starts, None):
-        got = mosaic._select(some, first, ends, keys, k=k)
+        got = rows_sm90.select(some, first, ends, keys, k=k)
         own = np.asarray(starts) if first is not None else 0 * limits[:, 0]
         full = ranks if first is not None else np.asarray(padded)[:, :keys]
         want = [oracle(r, a, b, k) for r, a, b in zip(full, own, np.asarray(ends), strict=True)]
@@ -144,12 +144,12 @@ def test_lists_of_parts_are_joined(kind, keys, rng, monkeypatch):
 
 
 def test_many_rows_of_many_columns_are_in_parts():
-    assert mosaic._parts(4096, 32_768) == mosaic._parts(1, 131_072) == 1
-    assert mosaic._parts(256, 131_072) == mosaic._parts(256, 1 << 20) == 8
-    assert mosaic._parts(256, 40_000) == 3
+    assert rows_sm90._parts(4096, 32_768) == rows_sm90._parts(1, 131_072) == 1
+    assert rows_sm90._parts(256, 131_072) == rows_sm90._parts(256, 1 << 20) == 8
+    assert rows_sm90._parts(256, 40_000) == 3
 
 
-@pytest.mark.parametrize("columns", [4, 8192, 8208, 65_536, mosaic.COLUMNS])
+@pytest.mark.parametrize("columns", [4, 8192, 8208, 65_536, rows_sm90.COLUMNS])
 def test_a_shape_holds_a_row(columns):
     shape = shape_of(columns)
     assert columns <= shape.columns and shape.blocks <= 8 and shape.each <= 32

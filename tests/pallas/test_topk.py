@@ -447,9 +447,10 @@ def test_mosaic_compiles_for_sm90(queries, monkeypatch):
 
 @pytest.mark.skipif(bool(WITHOUT), reason=WITHOUT)
 @pytest.mark.parametrize("form", ["index_key", "bf16"])
-def test_compiles_for_sm90(form, monkeypatch):
-    """Three launches for V3.2's decode of 128 requests, and no copy of the cache."""
-    monkeypatch.setattr(DeviceInfo, "current", lambda: aot.H200)
+@pytest.mark.parametrize(("sm", "triton", "mosaic"), [(89, 3, 0), (90, 1, 1)])
+def test_compiles_for_sm90(sm, triton, mosaic, form, monkeypatch):
+    """Three launches for V3.2's decode of 128 requests, two on Hopper; no copy of the cache."""
+    monkeypatch.setattr(DeviceInfo, "current", lambda: replace(aot.H200, sm=sm))
     facts = {"num_pages": 4096, "page": 64, "format": form, "layers": 8}
     cache = jax.eval_shape(
         lambda: (
@@ -470,6 +471,7 @@ def test_compiles_for_sm90(form, monkeypatch):
     )  # fmt: skip
     text = compiled.as_text()
     entry = text[text.index("\nENTRY") :]
-    assert entry.count('custom_call_target="triton_kernel_call_ffi"') == 3, entry
+    assert entry.count('custom_call_target="triton_kernel_call_ffi"') == triton, entry
+    assert entry.count('custom_call_target="mosaic_gpu') == mosaic, entry
     used = compiled.memory_analysis().temp_size_in_bytes
     assert used < 4 * (128 * 512 * 64 + 8 * 128 * 2048) + 2**20, used

@@ -5,11 +5,12 @@
     stream   many rows: a row's candidates so far, and those of a chunk    [rows, 2 k]
 
 Few rows have all of their columns in one chunk: parts of a row are taken side by side, then lists
-of parts are joined until one is left. Many rows have a chunk after the other, of which a row takes
-what is above the ``k``-th of its candidates so far; a list that is full is cut down to its best. A
-chunk has ``WORKSPACE`` elements, or ``LEAST`` for each row where these are more, whatever the
-context's length. Ranks keep the order of scores exactly and places ascend, so equal scores go to
-the lower position, and no chunk and no part changes a result.
+of parts are joined until one is left; on Hopper ``rows_sm90`` takes their place, in one launch.
+Many rows have a chunk after the other, of which a row takes what is above the ``k``-th of its
+candidates so far; a list that is full is cut down to its best. A chunk has ``WORKSPACE`` elements,
+or ``LEAST`` for each row where these are more, whatever the context's length. Ranks keep the order
+of scores exactly and places ascend, so equal scores go to the lower position, and no chunk and no
+part changes a result.
 """
 
 import functools
@@ -22,8 +23,10 @@ from jax import lax
 
 from mla_jax.cache import LatentCache, RecordCache
 from mla_jax.pallas import triton_lib
+from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.indexer import kernels_triton as scores
 from mla_jax.pallas.topk import kernels_triton as kernels
+from mla_jax.pallas.topk import rows_sm90
 from mla_jax.types import Array, Float, Int, cdiv, power_of_two, round_up
 
 __all__ = ["select", "select_decode", "select_prefill"]
@@ -163,6 +166,8 @@ def select(
         return jnp.where(at < (ends - starts)[:, None], at, -1)
     size = max(CANDIDATES, 4 * power_of_two(k))
     if rows * cdiv(longest, size) <= FEW and rows * longest <= WORKSPACE:
+        if DeviceInfo.current().sm == 90:
+            return rows_sm90.select(ranks, starts, ends, longest, k=k)
         return _parts(ranks, starts, ends, round_up(longest, 16), k=k, size=size)
     columns = max(WORKSPACE // rows // LEAST, 1) * LEAST
     if columns > STEP:
