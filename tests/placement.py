@@ -57,7 +57,9 @@ def main() -> dict[str, object]:
         found["completed"], found["preemptions"] = tally.completed, tally.preemptions
         found["compiles"] = many.stats().compiles
         found["leaves"] = leaves(many, weights)
-        found["derived"] = [shares(leaf) for leaf in jax.tree.leaves(many._step.derived)]
+        blocks = [block for stack in many._step.derived for block in stack]
+        found["absorbed"] = [shares(x) for block in blocks for x in jax.tree.leaves(block.absorbed)]
+        found["gains"] = [shares(block.after) for block in blocks]
         found["caches"] = [same_everywhere(leaf) for leaf in jax.tree.leaves(many._caches)]
 
         for leaf in jax.tree.leaves(many._caches):  # an error of the devices

@@ -49,7 +49,8 @@ def test_each_device_holds_an_eighth_of_what_is_divided(found):
     assert all(same for _, _, same in parts.values())
     assert all(share == (1 / 8 if divided else 1) for divided, share, _ in parts.values())
     assert sum(divided for divided, _, _ in parts.values()) >= 8
-    assert set(found["derived"]) == {1 / 8}
+    assert set(found["absorbed"]) == {1 / 8}
+    assert set(found["gains"]) == {1}
 
 
 def test_caches_are_whole_and_the_same_on_every_device(found):

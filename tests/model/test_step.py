@@ -15,7 +15,7 @@ from mla_jax.metadata.packed import pack
 from mla_jax.model.mla import absorb_weights
 from mla_jax.model.program_store import source_of
 from mla_jax.pallas.dense_decode import xla
-from mla_jax.pallas.registry import Registry
+from mla_jax.pallas.registry import Backend, Registry
 from tests.model import tiny
 
 PAGE = 4
@@ -72,18 +72,19 @@ def test_absorbed_decode_equals_expanded_prefill(moe, q_rank):
 def test_one_plan_serves_all_layers(monkeypatch):
     """Every layer of a step gets the plan that was made once; prefill alone makes none."""
     made, used = [], []
-    (usual,) = (b for b in dispatch.REGISTRY.of("mla_decode") if b.name == "xla")
 
     def run(*args, plan, **kwargs):
         used.append(plan)
         return xla.dense_decode(*args, **kwargs)
 
-    def plan(lens, starts, **sizes):
+    def make(lens, starts, **sizes):
         made.append(lens + 1)
         return made[-1]
 
-    planned = dataclasses.replace(usual, name="planned", run=run, plan=plan)
-    registry = Registry((planned, *dispatch.REGISTRY.backends))
+    class Planned(Backend):
+        plan = staticmethod(make)
+
+    registry = Registry((Planned("mla_decode", "planned", run), *dispatch.REGISTRY.backends))
     monkeypatch.setattr(dispatch, "REGISTRY", registry)
     cfg = tiny.config()
     step, caches = tiny.step(tiny.model(cfg), page=PAGE), tiny.caches(cfg, num_pages=8, page=PAGE)
