@@ -20,7 +20,7 @@ from jax.experimental import topologies
 
 from mla_jax.pallas.device import DeviceInfo
 
-__all__ = ["CUDA", "H200", "KernelReport", "available", "compile_sm90", "cuda"]
+__all__ = ["CUDA", "H200", "KernelReport", "available", "compile_sm90", "cuda", "h200"]
 
 H200 = DeviceInfo(platform="gpu", kind="NVIDIA H200", sm=90, sms=132, shared_memory=232448)
 """As a kernel's wrapper sees it."""
@@ -85,6 +85,18 @@ def available() -> str:
     return ""
 
 
+def h200() -> jax.Device:
+    """An H200 that is not there: programs can be compiled for it."""
+    return _topology().devices[0]
+
+
+def _topology() -> topologies.TopologyDescription:
+    major = cuda()
+    assert major is not None, available()
+    config = _H200 % (major, CUDA[major])
+    return topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
+
+
 def compile_sm90(
     fn: Callable,
     *args: Any,
@@ -97,11 +109,7 @@ def compile_sm90(
     ``donate`` are positions of arguments whose memory the results may take, ``options`` XLA's;
     the PTX of each stays in the folder ``dump``, if that is given.
     """
-    major = cuda()
-    assert major is not None, available()
-    config = _H200 % (major, CUDA[major])
-    topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
-    mesh = topologies.make_mesh(topology, (1,), ("device",))
+    mesh = topologies.make_mesh(_topology(), (1,), ("device",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
     with tempfile.TemporaryDirectory() as folder:

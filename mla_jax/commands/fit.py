@@ -29,7 +29,7 @@ from mla_jax.model.sharding import divided_axis
 from mla_jax.model.step import Step, empty_batch
 from mla_jax.placement import Placement
 
-__all__ = ["Compiled", "Fit", "Settings", "compiled", "fit"]
+__all__ = ["Compiled", "Fit", "Settings", "abstract_caches", "compiled", "fit"]
 
 CONTEXTS = tuple(1024 * 4**i for i in range(6))
 """Tokens of a request for which the largest batch is printed: 1,024 to 1,048,576."""
@@ -236,7 +236,7 @@ def compiled(settings: Settings, *, batch: int, context: int) -> Compiled:
     lens[-1] = min(settings.prefill_chunk, context)
     decision = builder.decide(HostBatch.of(lens, np.full(batch, context, np.int32)))
     step = Step(settings.model(), builder, placement=placement)
-    caches = dict(_abstract_caches(settings, groups, placement, batch, context))
+    caches = dict(abstract_caches(settings, groups, placement, batch, context))
     layout = pack(empty_batch(decision, [group.name for group in groups])).layout
     memory = step.compile(layout, caches).memory_analysis()  # pyright: ignore
     return Compiled(
@@ -249,14 +249,14 @@ def compiled(settings: Settings, *, batch: int, context: int) -> Compiled:
     )
 
 
-def _abstract_caches(
+def abstract_caches(
     settings: Settings,
     groups: Sequence[CacheGroup],
     placement: Placement,
     batch: int,
     context: int,
 ) -> Iterator[tuple[str, Any]]:
-    """Caches of the sizes that ``_caches`` counts, without memory."""
+    """Caches of so many requests as large as ``fit`` counts them, without memory: names, stacks."""
     for group in groups:
         pages = _pages(group, settings, batch, context)
         shapes = jax.eval_shape(lambda g=group, n=pages: g.alloc(n, placement))

@@ -1,0 +1,55 @@
+"""What a decode step launches, from its program compiled for an H200 without one."""
+
+import collections
+
+import pytest
+
+from mla_jax.model.presets import V2_LITE
+from tests import aot
+from tests.pallas.experts import missing
+from tools import launches
+
+WITHOUT = aot.available() or missing("triton")
+TEXT = """
+%body.1 (x: s32[]) -> s32[] {
+  %a = bf16[8,4]{1,0} fusion(%x), kind=kCustom, calls=%sliced
+  %b = (bf16[8]{0}, s32[]) fusion-start(%x), calls=%plain
+  %c = bf16[8]{0} fusion-done(%b)
+}
+
+%sliced (x: s32[]) -> bf16[8,4] {
+  ROOT %d = bf16[8,4]{1,0} custom-call(%x), custom_call_target="__cublas$gemm"
+}
+
+ENTRY %main (x: s32[]) -> s32[] {
+  %p = s32[] parameter(0)
+  %w = (s32[], bf16[8]{0}) while(%p), condition=%cond, body=%body.1
+  ROOT %m = s32[] custom-call(%w), custom_call_target="mosaic_gpu_v2"
+}
+"""
+
+
+def test_a_program_is_read():
+    assert list(launches.launches(TEXT)) == [
+        (0, "while", "(s32[], bf16[8]{0})"),
+        (1, "product", "bf16[8,4]{1,0}"),
+        (1, "fusion", "(bf16[8]{0}, s32[])"),
+        (0, "mosaic", "s32[]"),
+    ]
+
+
+@pytest.mark.skipif(bool(WITHOUT), reason=WITHOUT)
+def test_compiles_a_decode_step_of_few_launches():
+    """A layer of V2-Lite with experts, of one request: no weight is copied, small steps are few."""
+    found = list(launches.launches(launches.compiled(V2_LITE, batch=1, context=4096)))
+    loop = next(i for i, (_, kind, _) in enumerate(found) if kind == "while")
+    turn = []
+    for depth, kind, _ in found[loop + 1 :]:
+        if depth == 0:
+            break
+        turn.append(kind)
+    # queries, latents, absorbed queries, values, output, the shared expert's three
+    # new rows; scores and choice; gate and up, down, the sum with what follows
+    # attention and its merge
+    # a norm, the shared expert's product; the layer's number, a gain, the loop's counter
+    assert collections.Counter(turn) == {"product": 8, "triton": 6, "mosaic": 2, "fusion": 5}
