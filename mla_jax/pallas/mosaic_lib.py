@@ -38,6 +38,7 @@ __all__ = [
     "LOWEST",
     "ROW",
     "SHARED_MEMORY",
+    "Turns",
     "WGMMA",
     "accumulate",
     "afresh",
@@ -50,7 +51,6 @@ __all__ = [
     "fence",
     "fill_rows",
     "fold_columns",
-    "give_turn",
     "in_place",
     "kernel",
     "landed",
@@ -63,7 +63,6 @@ __all__ = [
     "store_rows",
     "swizzled",
     "sync",
-    "take_turn",
     "tile",
     "with_layer",
 ]
@@ -349,14 +348,21 @@ def any_above(x: jax.Array, bound: float, *, simulate: bool) -> jax.Array:
     return vote(x) != 0
 
 
-def take_turn(wg) -> None:
-    """Wait until the other of warpgroups 0 and 1 has given its turn to ``wg``."""
-    sync(TURNS + wg, 256)
+class Turns:
+    """Of a role of warpgroups 0 and 1, which issue products in turn; an interpreter needs none."""
 
+    wg: Any
+    simulate: bool
 
-def give_turn(wg) -> None:
-    """Let the other of warpgroups 0 and 1 take its turn. It must, before it is given another."""
-    arrive(TURNS + 1 - wg, 256)
+    def _take_turn(self) -> None:
+        """Wait until the other warpgroup has given its turn to this one."""
+        if not self.simulate:
+            sync(TURNS + self.wg, 256)
+
+    def _give_turn(self) -> None:
+        """Let the other warpgroup take its turn. It must, before it is given another."""
+        if not self.simulate:
+            arrive(TURNS + 1 - self.wg, 256)
 
 
 def arrive(number, threads: int) -> None:

@@ -1,7 +1,7 @@
 """The one place that imports Triton, an optional package (extra ``triton``): compile and launch.
 
-Import it only where a Triton kernel is about to run: files of kernels do, and are themselves
-imported by their wrappers inside a function. Compiling needs no GPU; jaxlib's CUDA plugin, which
+Kernels and their wrappers import it, and the registry imports a wrapper when its backend is chosen:
+where Triton is missing, none is. Compiling needs no GPU; jaxlib's CUDA plugin, which
 launches, comes with JAX.
 
 This is the form of jax-triton 0.4, a typed custom call. The one of jax-triton 0.3 is no such, and

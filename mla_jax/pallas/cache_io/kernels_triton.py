@@ -2,7 +2,7 @@
 
 ``ROW`` is a ``RowLayout``; ``ROWS`` are rows of a program and of all programs.
 
-Imported only where Triton is there: by ``triton.py``, when it runs.
+Imported only where Triton is there: by ``triton.py``.
 """
 
 # Triton gives these functions a meaning of its own: arguments are pointers, branches may be static.

@@ -38,7 +38,7 @@ F32 = jnp.float32
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attention:
+class Attention(lib.Turns):
     """Warpgroup 0 or 1: 64 queries of every tile."""
 
     wg: jax.Array
@@ -54,7 +54,7 @@ class Attention:
         return self.buffers.sizes
 
     @property
-    def simulate(self) -> bool:
+    def simulate(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.buffers.simulate
 
     def run(self) -> None:
@@ -263,11 +263,3 @@ class Attention:
 
     def _free_queries(self) -> None:
         self.buffers.free("q", self.wg)
-
-    def _take_turn(self) -> None:
-        if not self.simulate:
-            lib.take_turn(self.wg)
-
-    def _give_turn(self) -> None:
-        if not self.simulate:
-            lib.give_turn(self.wg)

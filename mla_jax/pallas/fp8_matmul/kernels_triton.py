@@ -9,7 +9,7 @@ bfloat16 and ``2**-8`` of float16: ``BITS`` makes up for both this and what the 
 (``triton.raised``), so that nothing on the way is below float32's normal numbers. A byte that is
 NaN becomes 480.
 
-Imported only where Triton is there: by ``triton.py``, when it runs.
+Imported only where Triton is there: by ``triton.py``.
 """
 
 # Triton gives these functions a meaning of its own: arguments are pointers, branches may be static.

@@ -96,7 +96,7 @@ class _Loader(experts.Loader):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Multiplier(experts.Multiplier):
+class _Multiplier(experts.Multiplier, lib.Turns):
     scales: Any  # of the weights
 
     def run(self) -> None:
@@ -148,14 +148,6 @@ class _Multiplier(experts.Multiplier):
 
         self._take_turn()
         return pl.run_scoped(add, plgpu.ACC((CHUNK, n), F32))
-
-    def _take_turn(self) -> None:
-        if not self.simulate:
-            lib.take_turn(self.wg)
-
-    def _give_turn(self) -> None:
-        if not self.simulate:
-            lib.give_turn(self.wg)
 
     def _scales(self, item: Item, k):
         """Of the blocks of weights of both products, or of the one that both are of."""

@@ -3,7 +3,7 @@
 ``values * scale`` is the row: a scale is the largest magnitude of its channels over 448, the
 largest e4m3, or 1 where they are all 0. Scales are stored channels first, as products read them.
 
-Imported only where Triton is there: by ``mosaic.py``, when it runs.
+Imported only where Triton is there: by ``mosaic.py``.
 """
 
 # Triton gives these functions a meaning of its own: arguments are pointers, branches may be static.

@@ -4,7 +4,7 @@ A *pair* is one choice of one token, ``token * topk + k``. A *tile* is up to ``R
 expert. Rows are gathered by pair and stored by pair, so nothing is permuted in memory, and a row
 meets the same products in the same order wherever it lies in whichever tile.
 
-Imported only where Triton is there: by ``triton.py``, when it runs.
+Imported only where Triton is there: by ``triton.py``.
 """
 
 # Triton gives these functions a meaning of its own: arguments are pointers, branches may be static.

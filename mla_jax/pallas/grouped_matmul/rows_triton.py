@@ -3,7 +3,7 @@
 ``tiles.lay_out`` defines the plan. With tens of thousands of pairs (choices of tokens) each program
 counts and places a chunk of them, where ``kernels_triton.plan`` has every expert look at all.
 
-Imported only where Triton is there: by ``mosaic.py``, when it runs.
+Imported only where Triton is there: by ``mosaic.py``.
 """
 
 # Triton gives these functions a meaning of its own: arguments are pointers, branches may be static.

@@ -1,6 +1,6 @@
 """Triton programs of index scores, as integers of the same order; ``topk/triton.py`` launches them.
 
-Imported only where Triton is there: by ``topk/triton.py``, when it runs.
+Imported only where Triton is there: by ``topk/triton.py``.
 """
 
 # Triton gives these functions a meaning of its own: arguments are pointers, branches may be static.

@@ -1,6 +1,6 @@
 """Triton programs of the router; ``triton.py`` says how they fit together.
 
-Imported only where Triton is there: by ``triton.py``, when it runs.
+Imported only where Triton is there: by ``triton.py``.
 """
 
 # Triton gives these functions a meaning of its own: arguments are pointers, branches may be static.

@@ -5,7 +5,7 @@ cache. ``SIZES`` are tokens, heads, columns of the value and those behind them; 
 the two caches: layers, slots of each, elements (or bytes) of a row, keys of a list, keys of a piece
 (0: no such cache), rows and bytes of a page; ``TILE`` heads of a block and keys of a turn.
 
-Imported only where Triton is there: by ``triton.py``, when it runs.
+Imported only where Triton is there: by ``triton.py``.
 """
 
 # Triton gives these functions a meaning of its own: arguments are pointers, branches may be static.

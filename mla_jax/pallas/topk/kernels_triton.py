@@ -1,6 +1,6 @@
 """The Triton programs that take the best of a row; ``triton.py`` says how it is launched.
 
-Imported only where Triton is there: by ``triton.py``, when it runs.
+Imported only where Triton is there: by ``triton.py``.
 """
 
 # Triton gives these functions a meaning of its own: arguments are pointers, branches may be static.

@@ -70,10 +70,11 @@ def select(
 
 
 def _parts(rows: int, columns: int) -> int:
-    """In how many parts a row's columns are selected, whose lists are then joined.
+    """The number of parts that a row is cut into; the lists of its parts are joined afterwards.
 
-    A cluster of thread blocks reads the tables of all of them, which of many rows takes longer than
-    the lists: 2^25 ranks took 75 us by one block a row, 110 by two, 215 by eight (H200).
+    A row that is not cut has a cluster of thread blocks, each of which reads the tables of all.
+    With many rows that costs more than joining lists: selecting from 2^25 ranks took 75 us with one
+    thread block for each row, 110 with two, 215 with eight (H200).
     """
     columns = min(columns, COLUMNS)
     if rows < MANY or columns <= 2 * PART:
