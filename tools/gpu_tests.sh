@@ -8,7 +8,7 @@ cd "$(dirname "$0")/.."
 out=$1 seconds=${2:-500}
 shift $(($# < 2 ? $# : 2))
 export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} XLA_PYTHON_CLIENT_PREALLOCATE=false
-timeout "$seconds" python3 -m pytest -v -n 14 -p no:benchmark -p no:cacheprovider --tb=short \
+timeout "$seconds" python3 -m pytest -v -n 14 -p no:benchmark -p no:cacheprovider -p tools.failures --tb=short \
     -k "not interpreted and not interprets and not compiles and not two_thousand" "${@:-tests}" \
     > "$out/gpu_tests.log" 2>&1
 grep -E "FAILED|ERROR" "$out/gpu_tests.log" | sort -u

@@ -16,7 +16,7 @@ from mla_jax.metadata.indexer import Indexer
 from mla_jax.ops import indexer_logits, select_topk, write_rows
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.indexer.ref import quantise_queries
-from mla_jax.pallas.topk import mosaic, xla
+from mla_jax.pallas.topk import mosaic, rows_sm90, xla
 from mla_jax.pallas.topk.ref import best_positions
 from mla_jax.types import cdiv
 from tests import aot
@@ -374,7 +374,7 @@ def test_on_a_gpu_over_pages_of_codes(module, workspace, columns, queries, rng, 
     """Rows of several blocks of pages; pages that are no row's, or missing, hold NaN or nothing."""
     monkeypatch.setattr(module, "WORKSPACE", workspace)
     if module is mosaic:
-        monkeypatch.setattr(mosaic, "COLUMNS", columns)
+        monkeypatch.setattr(rows_sm90, "COLUMNS", columns)
     k, width, rows = 300, 200, 5
     cache = RecordCache.alloc(num_pages=rows * width + 3, page=64, format="index_key", layers=2)
     pages = np.full((2, rows * width + 3, 64 * 132), 0x7F, np.uint8)
@@ -405,7 +405,7 @@ def test_on_a_gpu_over_gathered_codes(module, workspace, columns, rng, monkeypat
     """Two requests behind each other, NaN behind both, queries that see little or nothing."""
     monkeypatch.setattr(module, "WORKSPACE", workspace)
     if module is mosaic:
-        monkeypatch.setattr(mosaic, "COLUMNS", columns)
+        monkeypatch.setattr(rows_sm90, "COLUMNS", columns)
     k, count = 300, 20_001
     codes, scales, scores = coded(rng, count)
     codes = codes.at[12_000:12_100].set(jnp.nan)
