@@ -91,6 +91,7 @@ def test_verdicts(toy, change, verdict):
         (0, "1 skipped in 2s", "skipped"),
         (1, "python: No module named pytest", "broken"),
         (4, "no tests ran in 2s\nERROR: not found", "broken"),
+        (1, "1 failed, 2 passed in 3.21s\nE1125 CUDA_ERROR_MISALIGNED_ADDRESS", "failed"),
     ],
 )
 def test_outcomes(status, text, want):

@@ -166,9 +166,11 @@ def run_test(root: Path, test: str, where: str, limit: int) -> tuple[str, str]:
 def outcome(status: int, text: str) -> str:
     """``passed``, ``failed`` or ``skipped`` as pytest says it; ``broken`` where it says neither.
 
-    A status of 1 alone is no failed test: Python gives it too where pytest cannot be imported.
+    A status of 1 alone is no failed test: Python gives it too where pytest cannot be imported. What
+    a process says of its GPU as it ends stands behind pytest's last line.
     """
-    summary = (text.strip().splitlines() or [""])[-1]
+    counts = re.compile(r"\b\d+ (passed|failed|errors?|skipped)\b.* in [\d.]+s")
+    summary = next((x for x in reversed(text.splitlines()) if counts.search(x)), "")
     if status < 0:
         return "failed"  # the process died
     if status == 1 and re.search(r"\b\d+ (failed|errors?)\b", summary):

@@ -212,19 +212,26 @@ class Machine:
         np.add.at(self.shared, (block[active], word[active]), self.get(a[1])[active])
 
 
-def select(ranks, starts, ends, *, k: int, shape):
+def select(ranks, starts, ends, origins=None, places=None, *, k: int, shape, ranked=False):
     """``select_sm90.select``."""
     from mla_jax.pallas.topk import select_sm90 as kernel
 
     rows, columns = ranks.shape
-    starts = starts if (first := starts is not None) else ends
-    at = np.cumsum([0, ranks.size, rows, rows, rows * k])
-    memory = np.full(at[-1], 0xCCCCCCCC, U32)
-    for i, x in enumerate((ranks, starts, ends)):
-        memory[at[i] : at[i + 1]] = np.ascontiguousarray(x, np.int32).view(U32).ravel()
-    text = kernel.program(k, columns, shape, first=first)
+    form = kernel.Form(
+        starts=starts is not None,
+        origins=origins is not None,
+        places=places is not None,
+        ranked=ranked,
+    )
+    given = [ends if x is None else x for x in (starts, ends, origins, places)]
+    results = np.full((1 + ranked, rows, k), 0xCCCCCCCC, U32).view(np.int32)
+    parts = [np.ascontiguousarray(x, np.int32).ravel() for x in (ranks, *given, *results)]
+    at = np.cumsum([0, *map(len, parts)])
+    memory = np.concatenate(parts).view(U32)
+    text = kernel.program(k, columns, shape, form)
     for row in range(rows):
-        operands = [*(4 * at[:4]), 0, row]
+        operands = [*(4 * at[:6]), 4 * at[5 + ranked], 0, row]
         size = {"blocks": shape.blocks, "threads": shape.threads}
-        Machine(memory, operands, **size, shared_words=kernel.WORDS).run(text)
-    return memory[at[3] :].view(np.int32).reshape(rows, k)
+        Machine(memory, operands, **size, shared_words=shape.words(k, form)).run(text)
+    found = memory[at[5] :].view(np.int32).reshape(results.shape)
+    return tuple(found) if ranked else found[0]

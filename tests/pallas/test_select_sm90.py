@@ -68,6 +68,7 @@ def bounds(rng, keys: int, k: int) -> np.ndarray:
 
 
 SHAPES = (
+    Shape(blocks=1, groups=1, each=24),
     Shape(blocks=1, groups=4, each=4),
     Shape(blocks=1, groups=2, each=16),
     Shape(blocks=2, groups=4, each=8),
@@ -106,7 +107,37 @@ def test_a_list_may_be_full_of_what_is_no_candidate(rng):
     np.testing.assert_array_equal(got[0], [*range(200), *range(300, 400)])
 
 
-def by_sorting(ranks, starts, ends, *, k, shape):
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_places_and_ranks_of_lists(kind, shape, rng):
+    """Lists of two parts with nothing behind them, then the list that both are joined to."""
+    k, keys = 300, shape.columns // 2 - 52
+    limits = np.array([(0, keys), (3, keys - 1), (7, 8), (9, 9 + k + 1), (keys, keys)])
+    ranks = drawn(kind, rng, len(limits), keys)
+    for row, (start, end) in zip(ranks, limits, strict=True):
+        row[: max(start, 0)] = row[max(end, start) :] = BEHIND
+    origins = limits[:, 0] - 1000
+    facts = {"k": k, "shape": shape, "ranked": True}
+    places, found = ptx_machine.select(ranks, *limits.T, origins, **facts)
+    own = [oracle(row, a, b, k) for row, (a, b) in zip(ranks, limits, strict=True)]
+    columns = np.stack(own) + limits[:, :1]
+    missing = np.stack(own) < 0
+    np.testing.assert_array_equal(places, np.where(missing, -1, columns - origins[:, None]))
+    taken = np.take_along_axis(ranks, np.where(missing, 0, columns), axis=1)
+    np.testing.assert_array_equal(found, np.where(missing, -(2**31), taken))
+
+    both = [np.concatenate([x, y], axis=1) for x, y in ((found, found), (places, places + 5000))]
+    both[1] = np.where(both[0] == -(2**31), -1, both[1])
+    ends = np.full(len(limits), 2 * k)
+    places, found = ptx_machine.select(both[0], None, ends, None, both[1], **facts)
+    best = np.stack([oracle(row, 0, 2 * k, k) for row in both[0]])
+    wanted = np.take_along_axis(both[1], best, axis=1)
+    np.testing.assert_array_equal(places, wanted)
+    taken = np.take_along_axis(both[0], best, axis=1)
+    np.testing.assert_array_equal(found, np.where(wanted < 0, -(2**31), taken))
+
+
+def by_sorting(ranks, starts, ends, origins=None, places=None, *, k, shape, ranked=False):
     """``select`` without its kernel."""
     at = jnp.arange(ranks.shape[1])
     first = jnp.maximum(0 if starts is None else starts[:, None], 0)
@@ -114,7 +145,14 @@ def by_sorting(ranks, starts, ends, *, k, shape):
     order = jnp.lexsort((jnp.broadcast_to(at, ranks.shape), ~ranks, outside), axis=1)[:, :k]
     seen = jnp.minimum(ends, ranks.shape[1])[:, None] - first
     best = jnp.sort(jnp.where(jnp.arange(k) < seen, order, ranks.shape[1]), axis=1)
-    return jnp.where(best < ranks.shape[1], best - first, -1)
+    real = best < ranks.shape[1]
+    if places is None:
+        found = best - (first if origins is None else origins[:, None])
+    else:
+        found = jnp.where(seen > k, jnp.take_along_axis(places, best, axis=1, mode="clip"), best)
+    found = jnp.where(real, found, -1)
+    taken = jnp.take_along_axis(ranks, best, axis=1, mode="clip")
+    return (found, jnp.where(found >= 0, taken, -(2**31))) if ranked else found
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -122,7 +160,12 @@ def by_sorting(ranks, starts, ends, *, k, shape):
 def test_lists_of_parts_are_joined(kind, keys, rng, monkeypatch):
     """Rows in parts of 96, the longer ones in chunks of five parts; garbage outside."""
     monkeypatch.setattr(rows_sm90.select_sm90, "select", by_sorting)
-    for name, value in {"PART": 96, "MANY": 1, "COLUMNS": 480 if keys > 1000 else 1000}.items():
+    for name, value in {
+        "PART": 96,
+        "MANY": 1,
+        "MORE": 1,
+        "COLUMNS": 480 if keys > 1000 else 1000,
+    }.items():
         monkeypatch.setattr(rows_sm90, name, value)
     k, limits = 50, bounds(rng, keys, 50)
     ranks = drawn(kind, rng, len(limits), keys)
@@ -144,15 +187,16 @@ def test_lists_of_parts_are_joined(kind, keys, rng, monkeypatch):
 
 
 def test_many_rows_of_many_columns_are_in_parts():
-    assert rows_sm90._parts(4096, 32_768) == rows_sm90._parts(1, 131_072) == 1
+    assert rows_sm90._parts(64, 32_768) == rows_sm90._parts(1, 131_072) == 1
+    assert rows_sm90._parts(4096, 16_384) == 1 and rows_sm90._parts(4096, 32_768) == 2
     assert rows_sm90._parts(256, 131_072) == rows_sm90._parts(256, 1 << 20) == 8
     assert rows_sm90._parts(256, 40_000) == 3
 
 
 @pytest.mark.parametrize("columns", [4, 8192, 8208, 65_536, rows_sm90.COLUMNS])
 def test_a_shape_holds_a_row(columns):
-    shape = shape_of(columns)
-    assert columns <= shape.columns and shape.blocks <= 8 and shape.each <= 32
+    for shape in (shape_of(columns), shape_of(columns, 4096)):
+        assert columns <= shape.columns and shape.blocks <= 8 and shape.each <= 32
 
 
 @pytest.mark.gpu
@@ -171,12 +215,18 @@ def test_on_a_gpu(kind, keys, k, rng):
 
 
 @pytest.mark.skipif(bool(aot.available()), reason=aot.available())
-@pytest.mark.parametrize(("rows", "columns"), [(4096, 8192), (64, 32_768), (1, 131_072)])
-def test_compiles_for_sm90(rows, columns, monkeypatch):
+@pytest.mark.parametrize("form", ["places", "list", "joined"])
+@pytest.mark.parametrize(("rows", "columns"), [(4096, 16_384), (64, 32_768), (1, 131_072)])
+def test_compiles_for_sm90(rows, columns, form, monkeypatch):
     """Nothing is spilled."""
     monkeypatch.setattr(DeviceInfo, "current", lambda: aot.H200)
     spec, shape = jax.ShapeDtypeStruct, shape_of(columns)
-    row = spec((rows,), jnp.int32)
-    call = lambda *a: select(*a, k=2048, shape=shape)  # noqa: E731
-    _, (report,) = aot.compile_sm90(call, spec((rows, columns), jnp.int32), row, row)
+    row, ranks = spec((rows,), jnp.int32), spec((rows, columns), jnp.int32)
+    given, ranked = {
+        "places": ((row, row), False),
+        "list": ((row, row, row), True),
+        "joined": ((None, row, None, ranks), True),
+    }[form]
+    call = lambda *a: select(*a, k=2048, shape=shape, ranked=ranked)  # noqa: E731
+    _, (report,) = aot.compile_sm90(call, ranks, *given)
     assert not report.spilled, report.log

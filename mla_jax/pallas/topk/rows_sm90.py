@@ -4,11 +4,13 @@ Of both backends: ``mosaic`` and ``triton`` make ranks of the same order.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
 from mla_jax.pallas.topk import select_sm90
+from mla_jax.pallas.topk.select_sm90 import NO_CANDIDATE
 from mla_jax.types import Array, Int, cdiv, round_up
 
 __all__ = ["COLUMNS", "MANY", "PART", "select"]
@@ -17,10 +19,9 @@ COLUMNS = 1 << 17
 """Of a row that are scored and selected together, at most."""
 
 PART, MANY = 1 << 14, 64
-"""Columns of a thread block of the selection; rows from which on more of them are in parts."""
+"""Columns of a thread block of the selection; rows from which on three of them and more are parts.
 
-NONE = -(2**31)
-"""Rank of what is no candidate."""
+Two are where rows are many (``select_sm90.MANY``)."""
 
 
 def select(
@@ -47,26 +48,24 @@ def select(
         found = ranks(zero, round_up(longest, 16 * parts))
         if parts == 1:
             return _best(found, starts, ends, k=k)
-        places = _best_of_parts(found, starts, ends, parts=parts, k=k)
-        return jnp.where(lens > k, places, everything)
+        lists = _lists(found, starts, ends, first, parts=parts, k=k)
+        most = lists[0].shape[1]
+        return _best(lists[0], None, jnp.where(lens > k, most, lens)[:, 0], places=lists[1], k=k)
     first = first + jnp.zeros_like(ends)
 
     def chunk(i: Array, old: tuple[Array, Array]) -> tuple[Array, Array]:
         base = i * COLUMNS
         a, b = (jnp.clip(x - base, 0, COLUMNS) for x in (first, ends))
-        found = ranks(base, COLUMNS)
-        new = _best_of_parts(found, a, b, parts=parts, k=k)
-        new = jnp.where(new >= 0, new + a[:, None], -1)
-        lists = _taken(found, new, NONE), jnp.where(new >= 0, new + base, -1)
-        both = [jnp.concatenate(pair, axis=1) for pair in zip(old, lists, strict=True)]
-        both = [jnp.pad(x, ((0, 0), (0, -2 * k % 4))) for x in both]
-        at = _best(both[0], None, jnp.full_like(a, 2 * k), k=k)
-        return _taken(both[0], at, NONE), _taken(both[1], at, -1)
+        new = _lists(ranks(base, COLUMNS), a, b, first - base, parts=parts, k=k)
+        both = [jnp.concatenate(pair, axis=1) for pair in zip(old, new, strict=True)]
+        most = jnp.full_like(ends, both[0].shape[1])
+        places, kept = _best(both[0], None, most, places=both[1], k=k, ranked=True)
+        return kept, places
 
-    none = jnp.full_like(ends, NONE, shape=(len(ends), k))
+    none = jnp.full_like(ends, NO_CANDIDATE, shape=(len(ends), k))
     turns = (jnp.clip(jnp.max(ends), 0, longest) + COLUMNS - 1) // COLUMNS
     _, places = lax.fori_loop(zero, turns, chunk, (none, jnp.full_like(none, -1)))
-    return jnp.where(lens > k, places - first[:, None], everything)
+    return jnp.where(lens > k, places, everything)
 
 
 def _parts(rows: int, columns: int) -> int:
@@ -76,37 +75,42 @@ def _parts(rows: int, columns: int) -> int:
     With many rows that costs more than joining lists: selecting from 2^25 ranks took 75 us with one
     thread block for each row, 110 with two, 215 with eight (H200).
     """
-    columns = min(columns, COLUMNS)
-    if rows < MANY or columns <= 2 * PART:
-        return 1
-    return cdiv(columns, PART)
+    parts = cdiv(min(columns, COLUMNS), PART)
+    return parts if rows >= (MANY if parts > 2 else select_sm90.MANY) else 1
 
 
-def _best(ranks: Array, starts: Array | None, ends: Array, *, k: int) -> Array:
-    shape = select_sm90.shape_of(ranks.shape[1])
-    return select_sm90.select(ranks, starts, ends, k=k, shape=shape)
+def _best(
+    ranks: Array,
+    starts: Array | None,
+    ends: Array,
+    origins: Array | None = None,
+    *,
+    k: int,
+    places: Array | None = None,
+    ranked: bool = False,
+) -> Any:
+    """``select_sm90.select`` of any number of columns."""
+    rest = -ranks.shape[1] % 4
+    if rest:  # of lists; no row sees these columns, and none is chosen
+        ranks = jnp.pad(ranks, ((0, 0), (0, rest)), constant_values=NO_CANDIDATE)
+        places = None if places is None else jnp.pad(places, ((0, 0), (0, rest)))
+    shape = select_sm90.shape_of(ranks.shape[1], len(ranks))
+    given = ranks, starts, ends, origins, places
+    return select_sm90.select(*given, k=k, shape=shape, ranked=ranked)
 
 
-def _best_of_parts(
-    ranks: Array, starts: Array | None, ends: Array, *, parts: int, k: int
-) -> Int[Array, "rows {k}"]:
-    """``_best``, by the lists of equal parts of each row; -1 anywhere in a row that sees fewer."""
-    if parts == 1:
-        return _best(ranks, starts, ends, k=k)
+def _lists(
+    ranks: Array, starts: Array | None, ends: Array, origins: Array | int, *, parts: int, k: int
+) -> tuple[Int[Array, "rows lists"], Int[Array, "rows lists"]]:
+    """Ranks and places of the best ``k`` of each part of a row, one list behind the other.
+
+    A part with fewer has ``NO_CANDIDATE`` and -1 behind them. Places are counted from ``origins``.
+    """
     rows, width = len(ranks), ranks.shape[1] // parts
     low = width * jnp.arange(parts, dtype=jnp.int32)
     first = jnp.zeros_like(ends) if starts is None else jnp.maximum(starts, 0)
-    a, b = (jnp.clip(x[:, None] - low, 0, width) for x in (first, ends))
+    a, b = (jnp.clip(x[:, None] - low, 0, width).reshape(-1) for x in (first, ends))
+    origins = ((origins + jnp.zeros_like(ends))[:, None] - low).reshape(-1)
     flat = ranks.reshape(rows * parts, width)
-    found = _best(flat, a.reshape(-1), b.reshape(-1), k=k).reshape(rows, parts, k)
-    at = jnp.where(found >= 0, found + (a + low)[..., None], -1).reshape(rows, parts * k)
-    at = jnp.pad(at, ((0, 0), (0, -parts * k % 4)), constant_values=-1)
-    chosen = _best(_taken(ranks, at, NONE), None, jnp.full_like(ends, parts * k), k=k)
-    found = _taken(at, chosen, -1)
-    return jnp.where(found >= 0, found - first[:, None], -1)
-
-
-def _taken(x: Array, at: Array, none: int) -> Array:
-    """``x`` of each row at these columns; -1 is ``none``."""
-    found = jnp.take_along_axis(x, jnp.maximum(at, 0), axis=1)
-    return jnp.where(at >= 0, found, none)
+    places, found = _best(flat, a, b, origins, k=k, ranked=True)
+    return found.reshape(rows, parts * k), places.reshape(rows, parts * k)

@@ -31,7 +31,7 @@ from mla_jax.pallas import mosaic_inline as inline
 from mla_jax.pallas import mosaic_lib as lib
 from mla_jax.types import cdiv, round_up
 
-__all__ = ["Shape", "program", "select", "shape_of"]
+__all__ = ["NO_CANDIDATE", "Form", "Shape", "program", "select", "shape_of"]
 
 LEVELS = (21, 11), (10, 11), (0, 10)
 """Lowest bit and number of the bits that each table counts."""
@@ -39,17 +39,20 @@ LEVELS = (21, 11), (10, 11), (0, 10)
 ENTRIES = 2048
 """Of a table."""
 
-TOTALS = 3 * ENTRIES * 4
-"""Where totals of warps, what was found, and totals of thread blocks begin, in bytes."""
-
 AREA = 256
 """Bytes of the totals of one step: 32 of warps, then 16 of thread blocks, then 4 words found."""
 
-WORDS = (TOTALS + 5 * AREA) // 4
-"""Of shared memory."""
+TABLES = 5 * AREA
+"""Where the tables begin, in bytes; what is kept takes their place at last."""
 
 MOST = 32
 """Ranks of a thread, at most."""
+
+MANY = 512
+"""Rows from which on a multiprocessor has several at a time."""
+
+NO_CANDIDATE = -(2**31)
+"""The rank of what is none: the lowest."""
 
 NONE = "0x80000000"
 
@@ -76,34 +79,71 @@ class Shape:
         """Of a row, at most."""
         return self.blocks * self.block
 
+    def words(self, k: int, form: "Form") -> int:
+        """Of shared memory."""
+        return TABLES // 4 + max(3 * ENTRIES, min(k, self.block) * (1 + form.ranked))
 
-def shape_of(columns: int) -> Shape:
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """What a program is given beside ranks and ends, and whether it stores ranks beside places."""
+
+    starts: bool = False
+    origins: bool = False
+    places: bool = False
+    ranked: bool = False
+
+
+def shape_of(columns: int, rows: int = 1) -> Shape:
     """The fewest thread blocks: those of 512 threads, two of which share a multiprocessor.
+
+    Many short rows have 128 threads each: as many ranks are in flight then, of four times the rows,
+    and fewer threads wait at a barrier.
 
     Each block of a cluster reads the tables of all: 64 rows of 32,768 columns took 8.6 µs with two
     blocks, 19 with four of half the ranks, 47 with eight (H200, 2026-11-25).
     """
+    if rows >= MANY and columns <= 128 * MOST:
+        return Shape(blocks=1, groups=1, each=max(round_up(cdiv(columns, 128), 4), 4))
     blocks = max(cdiv(columns, 512 * MOST), 1)
     return Shape(blocks=blocks, groups=4, each=max(round_up(cdiv(columns, 512 * blocks), 4), 4))
 
 
-@lib.lowered_once("k", "shape")
+@lib.lowered_once("k", "shape", "ranked")
 def select(
-    ranks: jax.Array, starts: jax.Array | None, ends: jax.Array, *, k: int, shape: Shape
-) -> jax.Array:
+    ranks: jax.Array,
+    starts: jax.Array | None,
+    ends: jax.Array,
+    origins: jax.Array | None = None,
+    places: jax.Array | None = None,
+    *,
+    k: int,
+    shape: Shape,
+    ranked: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """``[rows, k]``: places from ``starts`` on of the best of ``ranks`` [rows, columns], ascending.
 
     A row sees columns ``starts`` (0 if there are none) to ``ends``, of those there are; one that
-    sees at most ``k`` takes all, -1 behind them. ``columns`` are a multiple of 4.
+    sees at most ``k`` takes all, -1 behind them. ``columns`` are a multiple of 4. Places are
+    counted from ``origins`` on, if there are any; or ``places`` [rows, columns] has them, and those
+    of a row that sees at most ``k`` are its columns. ``ranked``: the ranks too, ``NO_CANDIDATE``
+    where the place is -1.
     """
     rows, columns = ranks.shape
     assert columns % 4 == 0 and columns <= shape.columns
-    first = starts is not None
-    body = functools.partial(_row, k=k, columns=columns, shape=shape, first=first)
+    assert places is None or (starts is None and origins is None)
+    form = Form(
+        starts=starts is not None,
+        origins=origins is not None,
+        places=places is not None,
+        ranked=ranked,
+    )
+    body = functools.partial(_row, k=k, columns=columns, shape=shape, form=form)
+    out = jax.ShapeDtypeStruct((rows, k), jnp.int32)
     kernel = lib.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((rows, k), jnp.int32),
-        scratch_types={"table": plgpu.SMEM((WORDS,), jnp.int32)},
+        out_type=(out, out) if ranked else out,
+        scratch_types={"table": plgpu.SMEM((shape.words(k, form),), jnp.int32)},
         grid=(rows,),
         grid_names=("row",),
         cluster=(shape.blocks,),
@@ -115,42 +155,55 @@ def select(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
     )
-    return kernel(ranks, ends if starts is None else starts, ends)
+    given = (ends if x is None else x for x in (starts, ends, origins, places))
+    return kernel(ranks, *given)
 
 
-def _row(ranks_g, starts_g, ends_g, chosen_g, *, k, columns, shape, first, table) -> None:
-    @plgpu.inline_mgpu(arg_types=(*(plgpu.RefType(),) * 5, inline.SCALAR))
+def _row(
+    ranks_g, starts_g, ends_g, origins_g, places_g, *chosen_g, k, columns, shape, form, table
+) -> None:
+    @plgpu.inline_mgpu(arg_types=(*(plgpu.RefType(),) * 8, inline.SCALAR))
     def run(_, *operands):
         *refs, row = operands
         pointers = [mgpu.utils.memref_ptr(r) for r in refs]
-        code = program(k, columns, shape, first=first)
-        inline.asm(code, [*pointers, row.registers.item()], "l,l,l,l,l,r,~{memory}")
+        code = program(k, columns, shape, form)
+        inline.asm(code, [*pointers, row.registers.item()], "l,l,l,l,l,l,l,l,r,~{memory}")
 
-    run(ranks_g, starts_g, ends_g, chosen_g, table, lax.axis_index("row"))
+    chosen, best = chosen_g[0], chosen_g[-1]
+    row = lax.axis_index("row")
+    run(ranks_g, starts_g, ends_g, origins_g, places_g, chosen, best, table, row)
 
 
-def program(k: int, columns: int, shape: Shape, *, first: bool) -> str:
-    """Operands: ranks, starts (``first``: whether there are any), ends, chosen, table, row."""
+def program(k: int, columns: int, shape: Shape, form: Form) -> str:
+    """Operands: ranks, starts, ends, origins, places, chosen, their ranks, table, row.
+
+    Those that ``form`` does not have are not read.
+    """
     registers = ", ".join(f"x{i}" for i in range(shape.each))
+    start = "ld.global.b32 start, [out]; max.s32 start, start, 0;"
     return f"""{{
         .reg .pred p, q;
         .reg .b32 {registers};
-        .reg .b32 tid, lane, warp, part, start, end, count, place, table, wanted, base;
-        .reg .b32 before, some, all, mine, found, t, u, v, h<8>, c<2>, i<2>;
-        .reg .b64 at, out;
+        .reg .b32 tid, lane, warp, part, start, end, origin, count, place, table, wanted, base;
+        .reg .b32 before, earlier, some, all, mine, found, t, u, v;
+        .reg .b32 h<{max(ENTRIES // shape.threads, 2)}>, c<2>, i<2>;
+        .reg .b64 at, out, to, best;
         mov.u32 tid, %tid.x;
         and.b32 lane, tid, 31;
         shr.u32 warp, tid, 5;
         {"mov.u32 part, %cluster_ctarank;" if shape.blocks > 1 else "mov.u32 part, 0;"}
-        cvt.u32.u64 table, $4;
-        mul.wide.s32 at, $5, 4;
+        cvt.u32.u64 table, $7;
+        mul.wide.s32 at, $8, 4;
         add.u64 out, at, $1;
-        {"ld.global.b32 start, [out]; max.s32 start, start, 0;" if first else "mov.b32 start, 0;"}
+        {start if form.starts else "mov.b32 start, 0;"}
+        add.u64 out, at, $3;
+        {"ld.global.b32 origin, [out];" if form.origins else "mov.b32 origin, start;"}
         add.u64 out, at, $2;
         ld.global.b32 end, [out];
         min.s32 end, end, {columns};
-        mul.wide.s32 at, $5, {4 * k};
-        add.u64 out, at, $3;
+        mul.wide.s32 at, $8, {4 * k};
+        add.u64 out, at, $5;
+        add.u64 best, at, $6;
         sub.s32 count, end, start;
         setp.le.s32 p, count, {k};
         @p bra EVERYTHING;
@@ -162,10 +215,10 @@ def program(k: int, columns: int, shape: Shape, *, first: bool) -> str:
         {_drop(shape)}
         KNOWN:
         {_scan(4, "ge", shape)}
-        {_store(shape)}
+        {_store(k, columns, shape, form)}
         bra END;
         EVERYTHING:
-        {_everything(k, shape)}
+        {_everything(k, columns, shape, form)}
         END:
         }}"""
 
@@ -173,7 +226,8 @@ def program(k: int, columns: int, shape: Shape, *, first: bool) -> str:
 def _load(columns: int, shape: Shape) -> str:
     """``x0``, …: of each 128 columns of a warp a lane has four side by side; clear the tables.
 
-    ``place`` is the column of ``x0``; what the row does not see is ``NONE``.
+    ``place`` is the column of ``x0``, ``start`` and ``end`` are counted from there on now; what the
+    row does not see is ``NONE``.
     """
     lines = [
         f"mul.lo.u32 place, part, {shape.block};",
@@ -181,7 +235,7 @@ def _load(columns: int, shape: Shape) -> str:
         "sub.s32 v, end, place;",
         f"mad.lo.u32 place, warp, {32 * shape.each}, place;",
         "mad.lo.u32 place, lane, 4, place;",
-        f"mul.wide.s32 at, $5, {4 * columns};",
+        f"mul.wide.s32 at, $8, {4 * columns};",
         "add.u64 at, at, $0;",
         "mad.wide.u32 at, place, 4, at;",
         # q: the thread block sees all of its columns
@@ -196,9 +250,9 @@ def _load(columns: int, shape: Shape) -> str:
         lines.append(f"setp.gt.s32 p, end, {n}; setp.lt.and.s32 p, start, {n + 4}, p;")
         lines.append(f"@p ld.global.v4.b32 {{x{i}, x{i + 1}, x{i + 2}, x{i + 3}}}, [at+{4 * n}];")
     lines.append("mov.b32 t, 0; mad.lo.u32 u, tid, 16, table;")
-    for n in range(0, TOTALS, 16 * shape.threads):
-        lines.append(f"setp.lt.u32 p, tid, {(TOTALS - n) // 16};")
-        lines.append(f"@p st.shared.v4.b32 [u+{n}], {{t, t, t, t}};")
+    for n in range(0, 12 * ENTRIES, 16 * shape.threads):
+        lines.append(f"setp.lt.u32 p, tid, {(12 * ENTRIES - n) // 16};")
+        lines.append(f"@p st.shared.v4.b32 [u+{TABLES + n}], {{t, t, t, t}};")
     lines.append("bar.sync 0;")
     lines.append("@q bra SEEN;")
     for i in range(shape.each):
@@ -223,7 +277,7 @@ def _level(level: int, shape: Shape) -> str:
     kept is not below ``base``. Behind the last level ``wanted`` of the ranks ``base`` are kept.
     """
     low, bits = LEVELS[level]
-    entries, area = level * ENTRIES * 4, TOTALS + level * AREA
+    entries, area = TABLES + level * ENTRIES * 4, level * AREA
     lines = [f"add.u32 u, table, {entries};"]
     for i in range(shape.each):
         if level == 0:
@@ -322,9 +376,10 @@ def _scan(step: int, kept: str, shape: Shape) -> str:
     """How many ranks of the row that are ``kept`` (compared with ``base``) lie where.
 
     ``c``: bytes, of each four of a thread's the number of those kept in lanes before it; ``i``:
-    in the whole warp. ``before``: all in warps and thread blocks before.
+    in the whole warp. ``before``: all in warps and thread blocks before, ``earlier``: in thread
+    blocks alone, ``all``: in this one.
     """
-    area, words = TOTALS + step * AREA, (shape.each + 15) // 16
+    area, words = step * AREA, (shape.each + 15) // 16
     lines = []
     for w in range(words):
         lines.append(f"mov.b32 c{w}, 0;")
@@ -341,7 +396,7 @@ def _scan(step: int, kept: str, shape: Shape) -> str:
         f"@p st.shared.b32 [t+{area}], some;",
         "bar.sync 0;",
         _warps(area, shape),
-        "mov.b32 before, t;",
+        "mov.b32 before, t; mov.b32 earlier, 0;",
     ]
     if shape.blocks > 1:
         lines += [
@@ -353,8 +408,8 @@ def _scan(step: int, kept: str, shape: Shape) -> str:
             _meet(shape),
             "mad.lo.u32 t, lane, 4, table; setp.lt.u32 p, lane, part; mov.b32 u, 0;",
             f"@p ld.shared.b32 u, [t+{area + 128}];",
-            "redux.sync.add.s32 u, u, 0xffffffff;",
-            "add.u32 before, before, u;",
+            "redux.sync.add.s32 earlier, u, 0xffffffff;",
+            "add.u32 before, before, earlier;",
         ]
     return " ".join(lines)
 
@@ -371,40 +426,85 @@ def _groups(shape: Shape):
 
 
 def _drop(shape: Shape) -> str:
-    """Of the ranks ``base`` the first ``wanted`` rise by one, and ``base`` does."""
-    lines = []
+    """Of the ranks ``base`` all but the first ``wanted`` fall below it.
+
+    The lowest of all ranks cannot: there the first ones rise, and ``base`` does.
+    """
+    lines = [
+        f"setp.eq.s32 p, base, {NONE}; selp.b32 u, 1, 0, p; selp.b32 v, 0, -1, p;",
+        "mov.b32 found, base;",
+    ]
     for first, begin in _groups(shape):
         lines.append(begin)
         for i in range(first, first + 4):
-            lines.append(f"setp.eq.s32 p, x{i}, base; setp.lt.and.u32 q, some, wanted, p;")
-            lines.append(f"@p add.u32 some, some, 1; @q add.u32 x{i}, x{i}, 1;")
-    lines.append("add.u32 base, base, 1;")
+            lines.append(f"setp.eq.s32 p, x{i}, found; setp.lt.u32 q, some, wanted;")
+            lines.append(
+                f"selp.b32 t, u, v, q; @p add.u32 x{i}, x{i}, t; @p add.u32 some, some, 1;"
+            )
+    lines.append("add.u32 base, base, u;")
     return " ".join(lines)
 
 
-def _store(shape: Shape) -> str:
-    """Places of what is kept, counted from the first column that the row sees."""
-    lines = []
+def _store(k: int, columns: int, shape: Shape, form: Form) -> str:
+    """Places of what is kept, and its ranks, if ``form`` wants them.
+
+    A thread block gathers its columns in shared memory: a warp's threads have few of a sector of
+    the result, and each of their stores would be one of L2.
+    """
+    most, ranks = min(k, shape.block), TABLES + 4 * min(k, shape.block)
+    lines = ["sub.u32 before, before, earlier;"]
     for first, begin in _groups(shape):
         lines.append(begin)
-        lines.append("mad.wide.u32 at, some, 4, out;")
+        lines.append("mad.lo.u32 u, some, 4, table;")
         for i in range(first, first + 4):
-            lines.append(f"sub.s32 t, {32 * first + i % 4}, start;")
-            lines.append(f"setp.ge.s32 p, x{i}, base; @p st.global.b32 [at], t;")
-            lines.append("@p add.u64 at, at, 4;")
+            lines.append(f"setp.ge.s32 p, x{i}, base; add.u32 t, place, {32 * first + i % 4};")
+            lines.append(f"@p st.shared.b32 [u+{TABLES}], t;")
+            if form.ranked:
+                lines.append(f"@p st.shared.b32 [u+{ranks}], x{i};")
+            lines.append("@p add.u32 u, u, 4;")
+    lines.append("bar.sync 0;")
+    lines.append("mad.lo.u32 u, tid, 4, table; add.u32 t, tid, earlier;")
+    lines.append("mad.wide.u32 out, t, 4, out; mad.wide.u32 best, t, 4, best;")
+    lines.append(f"mul.wide.s32 at, $8, {4 * columns}; add.u64 at, at, $4;")
+    rounds = [(j, n) for j, n in enumerate(range(0, most, shape.threads))]
+    for j, n in rounds:  # all loads before all stores
+        lines.append(f"add.u32 t, tid, {n}; setp.lt.u32 p, t, all;")
+        lines.append(f"@p ld.shared.b32 x{j}, [u+{TABLES + 4 * n}];")
+        if form.places:
+            lines.append(f"mad.wide.u32 to, x{j}, 4, at; @p ld.global.b32 x{j}, [to];")
+    for j, n in rounds:
+        lines.append(f"add.u32 t, tid, {n}; setp.lt.u32 p, t, all;")
+        if not form.places:
+            lines.append(f"sub.s32 x{j}, x{j}, origin;")
+        lines.append(f"@p st.global.b32 [out+{4 * n}], x{j};")
+        if form.ranked:
+            lines.append(f"@p ld.shared.b32 v, [u+{ranks + 4 * n}];")
+            if form.places:
+                lines.append(f"setp.lt.s32 q, x{j}, 0; selp.b32 v, {NONE}, v, q;")
+            lines.append(f"@p st.global.b32 [best+{4 * n}], v;")
     return " ".join(lines)
 
 
-def _everything(k: int, shape: Shape) -> str:
+def _everything(k: int, columns: int, shape: Shape, form: Form) -> str:
     """A row that sees at most ``k`` columns takes them."""
-    lines = [f"mad.lo.u32 u, part, {shape.threads}, tid;"]
+    lines = [f"mad.lo.u32 u, part, {shape.threads}, tid;", "sub.s32 origin, start, origin;"]
+    if form.ranked:
+        lines.append(f"mul.wide.s32 at, $8, {4 * columns}; add.u64 at, at, $0;")
+        lines.append("mad.wide.u32 at, start, 4, at;")
     for n in range(0, k, shape.threads * shape.blocks):
         lines += [
             f"add.u32 t, u, {n};",
             f"setp.lt.u32 p, t, {k};",
-            "mad.wide.u32 at, t, 4, out;",
-            "setp.lt.s32 q, t, count;",
-            "selp.b32 t, t, -1, q;",
-            "@p st.global.b32 [at], t;",
+            "setp.lt.and.s32 q, t, count, p;",
+            "add.s32 v, t, origin; selp.b32 v, v, -1, q;",
+            "mad.wide.u32 to, t, 4, out;",
+            "@p st.global.b32 [to], v;",
         ]
+        if form.ranked:
+            lines += [
+                f"mov.b32 v, {NONE}; mad.wide.u32 to, t, 4, at;",
+                "@q ld.global.b32 v, [to];",
+                "mad.wide.u32 to, t, 4, best;",
+                "@p st.global.b32 [to], v;",
+            ]
     return " ".join(lines)
