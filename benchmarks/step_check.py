@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -140,13 +141,21 @@ def check(variant: str, model: str, *, tiny: bool = False) -> dict[str, Any]:
 
 
 def beside_whole(model: Any, prompts: list[list[int]], answers: list) -> dict[str, float]:
-    """How far log-probabilities of drawn tokens are off, and these below the best ones."""
+    """How far log-probabilities of drawn tokens are off, and these below the best ones.
+
+    Products of the one program are not tuned: choosing their kernels takes a minute, and it runs
+    for as long as its few sequences.
+    """
     import jax
     import jax.numpy as jnp
     from flax import nnx
 
-    @nnx.jit
-    def whole(model, ids, first):
+    graph, state = nnx.split(model)
+    options = {"xla_gpu_autotune_level": 0} if jax.default_backend() == "gpu" else None
+
+    @partial(jax.jit, compiler_options=options)
+    def whole(state, ids, first):
+        model = nnx.merge(graph, state)
         hidden = jax.lax.dynamic_slice_in_dim(model.full(ids[None])[0], first, NEW)
         return jax.nn.log_softmax(model.logits(hidden).astype(jnp.float32))
 
@@ -154,7 +163,7 @@ def beside_whole(model: Any, prompts: list[list[int]], answers: list) -> dict[st
     for prompt, (drawn, logprobs) in zip(prompts, answers, strict=True):
         ids = np.zeros(LENGTHS[1] + NEW, np.int32)
         ids[: len(prompt) + NEW] = [*prompt, *drawn]
-        want = np.asarray(whole(model, jnp.asarray(ids), len(prompt) - 1))
+        want = np.asarray(whole(state, jnp.asarray(ids), len(prompt) - 1))
         taken = want[np.arange(NEW), drawn]
         found = (np.abs(taken - logprobs).max(), (want.max(axis=1) - taken).max())
         off, below = (max(a, float(b)) for a, b in zip((off, below), found, strict=True))

@@ -488,6 +488,7 @@ def test_caches_stay_where_they_are(model, tmp_path, stored):
 
 
 @pytest.mark.gpu
+@pytest.mark.xdist_group("large")
 def test_a_step_takes_no_memory_for_a_second_cache(model, tmp_path):
     """With all default programs made ahead of time and stored, as a server does."""
     engine = Engine(model, CONFIG, num_pages=2**17, page=64, max_model_len=128, programs=tmp_path)

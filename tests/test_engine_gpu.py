@@ -10,7 +10,13 @@ from benchmarks import step_check
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("model", step_check.MODELS)
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(name, marks=pytest.mark.xdist_group(f"engine{i % 3}"))
+        for i, name in enumerate(step_check.MODELS)
+    ],
+)
 def test_tokens_of_a_batch_are_those_of_whole_sequences(model):
     """24 requests alone and together, beside whole sequences without a cache."""
     row = step_check.check("default", model)

@@ -97,6 +97,7 @@ def test_no_tokens(backend, rng):
 
 
 @pytest.mark.gpu
+@pytest.mark.xdist_group("large")
 @pytest.mark.parametrize("format", ["bf16", "v4"])
 def test_model_widths_past_31_bits(format, rng):
     """64 heads of 512, into the last layer of more than 2^31 elements; twice the same bits."""

@@ -297,6 +297,7 @@ def test_every_schedule_on_the_device(tokens, rows, rng):
 
 
 @pytest.mark.gpu
+@pytest.mark.xdist_group("large")
 @pytest.mark.parametrize("rows", [16, 32, 64, 128])
 def test_a_row_alone_is_the_row_among_neighbours_on_the_device(rows, rng):
     tokens = 100

@@ -127,6 +127,7 @@ def test_a_state_without_a_slot(backend, rng):
 
 
 @pytest.mark.gpu
+@pytest.mark.xdist_group("large")
 def test_model_widths_past_31_bits(rng):
     """Groups of 128, in the last layer of rings of more than 2^31 elements, as records."""
     s = sequences(rng, (300, 130), ratio=128, overlap=False, formats=("v4",), dtype="bfloat16")

@@ -250,6 +250,7 @@ def test_twice_the_same_bits_and_permuted_tokens(form, rng):
 
 
 @pytest.mark.gpu
+@pytest.mark.xdist_group("large")
 @pytest.mark.parametrize("form", ["ds_mla", "v4", "bf16"])
 def test_rows_beyond_four_gigabytes(form, rng):
     """The last rows of the last layer of a stack that 32-bit offsets do not reach."""

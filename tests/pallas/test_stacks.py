@@ -474,6 +474,7 @@ def test_a_step_through_the_stack_on_device(heads, format, rng):
 
 
 @pytest.mark.gpu
+@pytest.mark.xdist_group("large")
 @FORMAT
 def test_layers_behind_two_to_the_32_elements(format, rng):
     """Small pages of a few tokens in the last layer: written, gathered, attended to."""
