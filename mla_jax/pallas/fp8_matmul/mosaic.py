@@ -30,7 +30,7 @@ COLUMNS = 4 * kernels.CHUNK
 """Of a tile."""
 
 REST = 48
-"""What a tile costs beside its rows, in rows: loads of its columns, its end. A guess, not timed."""
+"""What a tile costs beside its rows, in rows: loads of its columns, its end. A guess."""
 
 EXPERT_TILES = {"most": 112, "step": 16}
 EXPERT_STAGES = 4
