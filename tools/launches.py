@@ -20,9 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import jax
 import numpy as np
 
-from mla_jax.commands.fit import Settings, abstract_caches
-from mla_jax.metadata.common import HostBatch
-from mla_jax.metadata.packed import pack
+from mla_jax.commands.fit import Settings, program
 from mla_jax.model import step as steps
 from mla_jax.model.presets import PRESETS
 from mla_jax.model.token_history import TokenHistory
@@ -38,13 +36,6 @@ TARGETS = {"__cublas": "product", "triton_kernel": "triton", "mosaic_gpu": "mosa
 def compiled(config: Any, *, batch: int, context: int) -> str:
     """The program of ``batch`` decodes of ``context`` tokens, as XLA has it after scheduling."""
     placement = Placement.of(aot.h200())
-    settings = Settings(config=config)
-    facts = {"requests": batch, "context": context, "placement": placement}
-    serving = settings.serving(**facts)
-    groups = settings.family.groups(config, serving)
-    builder = settings.family.builder(config, serving)
-    lens = np.ones(batch, np.int32), np.full(batch, context, np.int32)
-    decision = builder.decide(HostBatch.of(*lens))
 
     class NoHistory:
         def __init__(self, rows: int, vocab: int, placement: Placement):
@@ -57,10 +48,8 @@ def compiled(config: Any, *, batch: int, context: int) -> str:
         mock.patch.object(steps, "HistoryStore", NoHistory),
         mock.patch.object(DeviceInfo, "current", return_value=aot.H200),
     ):
-        step = steps.Step(settings.model(), builder, placement=placement)
-        caches = dict(abstract_caches(settings, groups, placement, batch, context))
-        layout = pack(steps.empty_batch(decision, [group.name for group in groups])).layout
-        return step._compiled(layout, caches).as_text()
+        new = np.ones(batch, np.int32)
+        return program(Settings(config=config), placement, new, context=context).as_text()
 
 
 def launches(text: str) -> Iterator[tuple[int, str, str]]:

@@ -28,8 +28,9 @@ from mla_jax.model.family import CacheGroup, Family, Serving, family_of
 from mla_jax.model.sharding import divided_axis
 from mla_jax.model.step import Step, empty_batch
 from mla_jax.placement import Placement
+from mla_jax.types import Int
 
-__all__ = ["Compiled", "Fit", "Settings", "abstract_caches", "compiled", "fit"]
+__all__ = ["Compiled", "Fit", "Settings", "compiled", "fit", "program"]
 
 CONTEXTS = tuple(1024 * 4**i for i in range(6))
 """Tokens of a request for which the largest batch is printed: 1,024 to 1,048,576."""
@@ -229,16 +230,11 @@ def compiled(settings: Settings, *, batch: int, context: int) -> Compiled:
         allowed = f"at most {len(found)}, those of this machine"
         raise EngineError("cards of a program to compile", settings.cards, allowed)
     placement = Placement.of(found[: settings.cards])
-    serving = settings.serving(requests=batch, context=context, placement=placement)
-    groups = settings.family.groups(settings.config, serving)
-    builder = settings.family.builder(settings.config, serving)
     lens = np.ones(batch, np.int32)
     lens[-1] = min(settings.prefill_chunk, context)
-    decision = builder.decide(HostBatch.of(lens, np.full(batch, context, np.int32)))
-    step = Step(settings.model(), builder, placement=placement)
-    caches = dict(abstract_caches(settings, groups, placement, batch, context))
-    layout = pack(empty_batch(decision, [group.name for group in groups])).layout
-    memory = step.compile(layout, caches).memory_analysis()  # pyright: ignore
+    memory = program(settings, placement, lens, context=context).memory_analysis()
+    serving = settings.serving(requests=batch, context=context, placement=placement)
+    groups = settings.family.groups(settings.config, serving)
     return Compiled(
         batch=batch,
         context=context,
@@ -249,7 +245,25 @@ def compiled(settings: Settings, *, batch: int, context: int) -> Compiled:
     )
 
 
-def abstract_caches(
+def program(
+    settings: Settings,
+    placement: Placement,
+    new_tokens: Int[np.ndarray, "requests"],
+    *,
+    context: int,
+) -> Any:
+    """A step of requests of up to ``context`` tokens, compiled; no weight or cache has memory."""
+    serving = settings.serving(requests=len(new_tokens), context=context, placement=placement)
+    groups = settings.family.groups(settings.config, serving)
+    builder = settings.family.builder(settings.config, serving)
+    decision = builder.decide(HostBatch.of(new_tokens, np.full_like(new_tokens, context)))
+    step = Step(settings.model(), builder, placement=placement)
+    caches = dict(_abstract_caches(settings, groups, placement, len(new_tokens), context))
+    layout = pack(empty_batch(decision, [group.name for group in groups])).layout
+    return step.compile(layout, caches)
+
+
+def _abstract_caches(
     settings: Settings,
     groups: Sequence[CacheGroup],
     placement: Placement,
