@@ -1,8 +1,9 @@
-"""``python tools/launches.py MODEL [--batch N] [--context N]``
+"""``python tools/launches.py MODEL [--batch N] [--context N] [--new N]``
 
-What a decode step launches on an H200, without one: the step is compiled with the environment of
-``tools/compile.sh`` and read. A line for each launch, those of a loop's turn indented: ``product``
-(cuBLAS), ``triton``, ``mosaic``, ``fusion``, ``copy``, and what it writes.
+What a step launches on an H200, without one: it is compiled with the environment of
+``tools/compile.sh`` and read. Each request has one new token, or ``--new``. A line for each launch,
+those of a loop's turn indented: ``product`` (cuBLAS), ``triton``, ``mosaic``, ``fusion``, ``copy``,
+and what it writes.
 """
 
 import argparse
@@ -33,8 +34,8 @@ DONE = {"fusion-done", "copy-done"}
 TARGETS = {"__cublas": "product", "triton_kernel": "triton", "mosaic_gpu": "mosaic"}
 
 
-def compiled(config: Any, *, batch: int, context: int) -> str:
-    """The program of ``batch`` decodes of ``context`` tokens, as XLA has it after scheduling."""
+def compiled(config: Any, *, batch: int, context: int, new: int = 1) -> str:
+    """The program of ``batch`` requests of ``context`` tokens, as XLA has it after scheduling."""
     placement = Placement.of(aot.h200())
 
     class NoHistory:
@@ -48,8 +49,9 @@ def compiled(config: Any, *, batch: int, context: int) -> str:
         mock.patch.object(steps, "HistoryStore", NoHistory),
         mock.patch.object(DeviceInfo, "current", return_value=aot.H200),
     ):
-        new = np.ones(batch, np.int32)
-        return program(Settings(config=config), placement, new, context=context).as_text()
+        settings = Settings(config=config, prefill_chunk=max(batch * new, 512))
+        tokens = np.full(batch, new, np.int32)
+        return program(settings, placement, tokens, context=context).as_text()
 
 
 def launches(text: str) -> Iterator[tuple[int, str, str]]:
@@ -89,8 +91,10 @@ def main() -> None:
     parser.add_argument("model", choices=sorted(PRESETS))
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument("--new", type=int, default=1)
     given = parser.parse_args()
-    text = compiled(PRESETS[given.model], batch=given.batch, context=given.context)
+    facts = {"batch": given.batch, "context": given.context, "new": given.new}
+    text = compiled(PRESETS[given.model], **facts)
     for depth, kind, shape in launches(text):
         print(f"{'    ' * depth}{kind:8} {'' if kind == 'while' else shape}")
 

@@ -57,12 +57,14 @@ GPU_OPTIONS: dict[str, bool | int | str] = LOOPS_IN_GRAPHS | {
     "xla_gpu_enable_triton_gemm": False,
     "xla_gpu_dot_merger_threshold_mb": 0,
     "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
+    "xla_disable_hlo_passes": "rematerialization",
 }
 """Options of a step whose layers are scanned: no weight is copied out of its stack, no gaps.
 
 Products by cuBLAS and custom calls read a layer's weights at their address in the stack. XLA's own
 Triton products would have them copied first, and merging two products copies both weights. Kernels
-that do not need each other's results run at the same time.
+that do not need each other's results run at the same time. Where weights and caches take more than
+80 % of the device's memory, XLA would compute products anew to save some, which it cannot.
 """
 
 UNROLLED: dict[str, bool | int | str] = {"xla_gpu_command_buffer_unroll_loops": True}

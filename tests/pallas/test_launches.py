@@ -53,3 +53,10 @@ def test_compiles_a_decode_step_of_few_launches():
     # attention and its merge
     # a norm, the shared expert's product; the layer's number, a gain, the loop's counter
     assert collections.Counter(turn) == {"product": 8, "triton": 6, "mosaic": 2, "fusion": 5}
+
+
+@pytest.mark.skipif(bool(WITHOUT), reason=WITHOUT)
+def test_compiles_a_step_that_fills_the_memory():
+    """131 GB of weights and caches on an H200: nothing is computed twice to save memory."""
+    full = launches.compiled(V2_LITE, batch=32, context=100_352)
+    assert ".remat" not in full
