@@ -75,17 +75,17 @@ _ROWS = (plgpu.TilingTransform((1, 128)), plgpu.SwizzleTransform(128))
 @lib.lowered_once("columns", "queries")
 def gathered_ranks(
     q: jax.Array, side: jax.Array, keys: jax.Array, scales: jax.Array, bounds: jax.Array,
-    base: jax.Array, *, columns: int, queries: int,
+    base: jax.Array, first: jax.Array, *, columns: int, queries: int,
 ) -> jax.Array:  # fmt: skip
     """Ranks ``[queries, columns]`` of keys from ``base`` on; what nobody sees is left as it was.
 
-    ``q`` [queries, heads, DIM] and ``keys`` [keys, DIM] are codes, ``side`` [queries, words] words:
-    halves of weights, then the key behind the last one. ``bounds`` [groups, 2] are the first key
+    ``q`` [all queries, heads, DIM] and ``keys`` [keys, DIM] are codes, the queries those from
+    ``first`` on. ``side`` [queries, words] are words: halves of weights, then the key behind the
+    last one. ``bounds`` [groups, 2] are the first key
     and the one behind the last of each ``queries`` queries. ``base`` and the number of keys are
     multiples of 8.
     """
-    count, heads, _ = q.shape
-    words = side.shape[1]
+    heads, (count, words) = q.shape[1], side.shape
     body = functools.partial(_gathered, columns=columns, queries=queries, heads=heads)
     kernel = lib.kernel(
         body,
@@ -106,7 +106,7 @@ def gathered_ranks(
         kernel_name="mla_index_ranks",
         compiler_params=_PARAMS,
     )
-    return kernel(q.reshape(count * heads, DIM), side, keys, scales, bounds, base.reshape(1))
+    return kernel(q.reshape(-1, DIM), side, keys, scales, bounds, jnp.stack([base, first]))
 
 
 def _gathered(
@@ -127,7 +127,7 @@ def _gathered(
         slot = lax.rem(jnp.asarray(p, I32), PAIRS)
         if not isinstance(p, int):
             pl.when(p >= PAIRS)(lambda: plgpu.barrier_wait(free.at[slot]))
-        start = pl.multiple_of((first + 2 * p) * heads, 8)
+        start = pl.multiple_of((base_g[1] + first + 2 * p) * heads, 8)
         sources = q_g.at[pl.ds(start, 2 * heads)], side_g.at[pl.ds(first + 2 * p, 2)]
         for src, name in zip(sources, ("q", "side"), strict=True):
             plgpu.copy_gmem_to_smem(src, refs[name].at[slot], full.at[slot])

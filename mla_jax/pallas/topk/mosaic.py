@@ -46,7 +46,7 @@ def select_decode(
     pages = cache.pages.reshape(cache.layers or 1, cache.num_pages, -1)
     number = jnp.zeros((), jnp.int32) if layer is None else layer
 
-    def some(q: Array, weights: Array, page_table: Array, lens: Array) -> Array:
+    def some(_, q: Array, weights: Array, page_table: Array, lens: Array) -> Array:
         def ranks(base: Array, columns: int) -> Array:
             blocks = cdiv(columns, scores.STREAMS * page)
             span = _span(len(q), blocks, scores.RESIDENT * sms)
@@ -79,22 +79,23 @@ def select_prefill(
     rest = round_up(count, 8) - count
     keys, scales = jnp.pad(keys, ((0, rest), (0, 0))), jnp.pad(scales, (0, rest))
 
-    def some(q: Array, side: Array, starts: Array, ends: Array) -> Array:
+    def some(first: Array, side: Array, starts: Array, ends: Array) -> Array:
         def ranks(base: Array, columns: int) -> Array:
-            block = _block(len(q), cdiv(columns, scores.KEYS), sms)
-            pad, scored = (0, round_up(len(q), block) - len(q)), ends - starts > k
+            queries = len(side)
+            block = _block(queries, cdiv(columns, scores.KEYS), sms)
+            pad, scored = (0, round_up(queries, block) - queries), ends - starts > k
             low = jnp.pad(jnp.where(scored, starts, count), pad, constant_values=count)
             high = jnp.pad(jnp.where(scored, ends, 0), pad)
             bounds = low.reshape(-1, block).min(axis=1), high.reshape(-1, block).max(axis=1)
             return scores.gathered_ranks(
-                q, side, keys, scales, jnp.stack(bounds, axis=1), base,
+                q, side, keys, scales, jnp.stack(bounds, axis=1), base, first,
                 columns=columns, queries=block,
             )  # fmt: skip
 
         return rows_sm90.select(ranks, starts, ends, count, k=k)
 
     side = _side(weights, ends, multiple=scores.SIDE)
-    return _by_rows(some, (q, side, starts, ends), min(count, rows_sm90.COLUMNS))
+    return _by_rows(some, (side, starts, ends), min(count, rows_sm90.COLUMNS))
 
 
 def _span(rows: int, blocks: int, workers: int) -> int:
@@ -121,19 +122,25 @@ def _block(queries: int, tiles: int, workers: int) -> int:
 def _by_rows(
     one: Callable[..., Array], arrays: Sequence[Array], columns: int
 ) -> Int[Array, "rows ..."]:
-    """``one`` of all ``arrays``, of some of their rows after others: those of a workspace."""
+    """``one`` of the first row's number and of all ``arrays``, as many rows at a time as a
+    workspace has room for.
+    """
     rows = len(arrays[0])
     some = max(WORKSPACE // max(columns, 1), 1)
     if rows <= some:
-        return one(*arrays)
+        return one(jnp.int32(0), *arrays)
     parts = cdiv(rows, some)
     some = cdiv(rows, parts)
     if parts <= UNROLLED:
-        found = [one(*(x[i : i + some] for x in arrays)) for i in range(0, rows, some)]
+        found = [
+            one(jnp.int32(i), *(x[i : i + some] for x in arrays)) for i in range(0, rows, some)
+        ]
         return jnp.concatenate(found)
     pad = parts * some - rows
     padded = [jnp.pad(x, ((0, pad), *((0, 0),) * (x.ndim - 1))) for x in arrays]
-    found = lax.map(lambda x: one(*x), [x.reshape(parts, some, *x.shape[1:]) for x in padded])
+    firsts = some * jnp.arange(parts, dtype=jnp.int32)
+    of_parts = [x.reshape(parts, some, *x.shape[1:]) for x in padded]
+    found = lax.map(lambda x: one(*x), [firsts, *of_parts])
     return found.reshape(-1, *found.shape[2:])[:rows]
 
 
