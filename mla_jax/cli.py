@@ -520,7 +520,7 @@ def parity_command(
     Exit code 1 if they do. Needs torch and transformers: pip install 'mla-jax[parity]'.
     """
     keys = ignore_key or ()
-    config = model_of(str(model_dir), ignore_keys=keys)
+    config = read_config(model_dir, ignore_keys=keys)
     ids = None
     if prompt_ids is not None:
         ids = ids_of(prompt_ids, vocab=config.vocab, where="--prompt-ids")

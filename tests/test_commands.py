@@ -271,7 +271,7 @@ def test_the_largest_batch_is_the_largest():
     for context, batch in found.largest.items():
         pages = math.ceil(context / 64)
         assert (1 + batch * pages) * 64 * 31_104 <= left < (1 + (batch + 1) * pages) * 64 * 31_104
-    assert found.tokens == left // 31_104
+    assert found.tokens == left // 31_104 - 64  # and the page that is never given
 
 
 def test_e4m3_weights_halve_what_products_take():
@@ -287,6 +287,15 @@ def test_a_window_costs_each_request_the_same():
     assert found.fixed > 0
     assert found.groups["window"] == 0
     assert found.largest == {256: found.largest[256]}
+
+
+def test_the_largest_batch_of_a_tiny_model_has_no_bound():
+    """Not 2^20, where a search could stop; bytes add up."""
+    found = fit(Settings(config=v4.config(), page=4), memory=2**44)
+    batch = found.largest[256]
+    assert batch > 2**20
+    used = found.weights + found.derived + found.once + batch * (found.fixed + 256 * found.token)
+    assert used == pytest.approx(found.room, rel=1e-3)
 
 
 def test_where_nothing_fits(run):

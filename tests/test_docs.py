@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mla_jax.commands.fit import Settings, fit
 from mla_jax.config import MLADims, ModelConfig, RopeConfig
 from mla_jax.model import weights
 from mla_jax.model.presets import PRESETS
-from mla_jax.model.weight_table import expected_shapes, num_params
+from mla_jax.model.weight_table import expected_shapes
 from tests import imports
 
 
@@ -95,13 +96,17 @@ def test_the_readme_says_how_large_models_are():
         "V2-Lite": "V2_LITE",
         "GLM-4.7-Flash": "GLM_4_7_FLASH",
         "V2": "V2",
-        "V3, R1, V3.2": "V3",
+        "V3, R1": "V3",
+        "V3.2": "V3_2",
+        "GLM-5": "GLM_5",
         "Kimi-K2": "KIMI_K2",
+        "V4-Flash": "V4_FLASH",
+        "V4-Pro": "V4_PRO",
     }
-    assert set(presets) <= set(found)
+    assert set(presets) == set(found)
     for name, preset in presets.items():
-        size = 2 * num_params(PRESETS[preset]) / 1e9
-        assert found[name][0] == pytest.approx(size, rel=1e-3, abs=0.5 if size > 99 else 0.05), name
+        size = fit(Settings(config=PRESETS[preset]), memory=1e12).weights / 1e9
+        assert found[name][0] == round(size, 1 if size < 100 else 0), name
         assert found[name][1] == ("yes" if size < 80 else "no"), name
 
 

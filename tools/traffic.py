@@ -31,6 +31,8 @@ def main(mixes: int = 10_000, seed: int = 0, name: str = "v3") -> int:
 
 
 if __name__ == "__main__":
+    if any(word.startswith("-") for word in sys.argv[1:]):
+        sys.exit(__doc__)
     numbers = [int(word) for word in sys.argv[1:] if word not in traffic.KINDS]
     names = [word for word in sys.argv[1:] if word in traffic.KINDS]
     sys.exit(main(*numbers, **({"name": names[0]} if names else {})))

@@ -105,7 +105,7 @@ def difference(name: str, mine: np.ndarray, theirs: np.ndarray) -> tuple[float, 
     delta = np.abs(mine.astype(np.float64) - theirs)
     largest = float(delta.max(initial=0.0))
     if name.endswith(".selected"):
-        return largest, float((delta > 0).mean()) > _SETS
+        return largest, bool(np.count_nonzero(delta) > _SETS * delta.size)
     if name.endswith(".router_choice"):
         return largest, largest > 0
     return largest, largest > TOLERANCE * max(float(np.abs(theirs).max(initial=0.0)), 1e-30)

@@ -37,6 +37,9 @@ CONTEXTS = tuple(1024 * 4**i for i in range(6))
 
 _MOST_BYTES = 2**60
 
+_MANY = 2**20
+"""Requests, of which each takes as much as the next."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -95,7 +98,8 @@ class Fit:
     weights: int  # bytes of one card
     derived: int  # bytes of one card
     groups: dict[str, float]  # of each cache group: bytes of one more token in all of its layers
-    fixed: int  # bytes that each request takes whatever its length: windows and rings
+    once: int  # bytes of caches that do not grow: pages never given, and those of a step's tokens
+    fixed: int  # and of what each request takes whatever its length: windows and rings
     largest: dict[int, int]  # tokens of a request to requests at once
 
     @property
@@ -106,7 +110,7 @@ class Fit:
     @property
     def tokens(self) -> int:
         """Tokens of one request that fit; 0 where the weights alone do not."""
-        left = self.room - self.weights - self.derived - self.fixed
+        left = self.room - self.weights - self.derived - self.once - self.fixed
         return max(0, int(left / self.token)) if self.token else 0
 
 
@@ -147,13 +151,19 @@ def fit(
     weights, derived = _weights(settings)
     left = room - weights - derived
     longest = settings.config.max_positions
+    many, more = (
+        sum(_bytes(g, settings, n, longest) for g in groups if not g.grows)
+        for n in (_MANY, _MANY + 1)
+    )
+    each = more - many
     return Fit(
         settings=settings,
         room=room,
         weights=weights,
         derived=derived,
         groups={group.name: group.token_bytes for group in groups},
-        fixed=sum(_bytes(g, settings, 1, longest) for g in groups if not g.grows),
+        once=many - _MANY * each + sum(g.page_bytes for g in groups if g.grows),
+        fixed=each,
         largest={
             n: _most(settings, groups, n, left)
             for n in sorted({*contexts, longest})
@@ -165,7 +175,7 @@ def fit(
 def _most(settings: Settings, groups: Sequence[CacheGroup], context: int, left: int) -> int:
     """The largest batch whose caches fit, by bisection: more requests never take less."""
     low, high = 0, 1
-    while _caches(settings, groups, high, context) <= left and high < 2**20:
+    while _caches(settings, groups, high, context) <= left and high < _MOST_BYTES:
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2

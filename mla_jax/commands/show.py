@@ -170,7 +170,8 @@ def fit_report(fit: Fit, compiled: Compiled | None = None) -> RenderableType:
         ("derived weights", f"{fit.derived:,}"),
         *((f"cache {name}, one token", f"{size:,.1f}") for name, size in fit.groups.items()),
         ("caches, one token", f"{fit.token:,.1f}"),
-        ("caches, one request of any length", f"{fit.fixed:,}"),
+        ("caches, each request of any length", f"{fit.fixed:,}"),
+        ("caches, once", f"{fit.once:,}"),
     ]
     title = f"{settings.config.family}, {settings.cards} x: {settings.dtype}"
     title += ", e4m3 weights" if settings.fp8 else ""
