@@ -466,7 +466,7 @@ def _store(k: int, columns: int, shape: Shape, form: Form) -> str:
     lines.append("mad.lo.u32 u, tid, 4, table; add.u32 t, tid, earlier;")
     lines.append("mad.wide.u32 out, t, 4, out; mad.wide.u32 best, t, 4, best;")
     lines.append(f"mul.wide.s32 at, $8, {4 * columns}; add.u64 at, at, $4;")
-    rounds = [(j, n) for j, n in enumerate(range(0, most, shape.threads))]
+    rounds = list(enumerate(range(0, most, shape.threads)))
     for j, n in rounds:  # all loads before all stores
         lines.append(f"add.u32 t, tid, {n}; setp.lt.u32 p, t, all;")
         lines.append(f"@p ld.shared.b32 x{j}, [u+{TABLES + 4 * n}];")
