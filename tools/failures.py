@@ -11,4 +11,4 @@ def pytest_runtest_logreport(report):
     """Called by pytest where results arrive: with pytest-xdist in the process that was started."""
     if report.failed:
         told = report.longreprtext.splitlines()[-LINES:]
-        print("\n".join(("", f"FAILED {report.nodeid} ({report.when})", *told)), flush=True)
+        print("\n".join(("", f"-- {report.nodeid} ({report.when})", *told)), flush=True)

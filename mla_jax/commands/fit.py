@@ -38,7 +38,7 @@ CONTEXTS = tuple(1024 * 4**i for i in range(6))
 _MOST_BYTES = 2**60
 
 _MANY = 2**20
-"""Requests, of which each takes as much as the next."""
+"""So many requests that each further one takes equally many pages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +98,8 @@ class Fit:
     weights: int  # bytes of one card
     derived: int  # bytes of one card
     groups: dict[str, float]  # of each cache group: bytes of one more token in all of its layers
-    once: int  # bytes of caches that do not grow: pages never given, and those of a step's tokens
-    fixed: int  # and of what each request takes whatever its length: windows and rings
+    once: int  # bytes of caches for no request: a spare page a group, windows of a step's prompts
+    fixed: int  # bytes of caches that each request takes whatever its length: windows and rings
     largest: dict[int, int]  # tokens of a request to requests at once
 
     @property
@@ -280,7 +280,7 @@ def _abstract_caches(
     batch: int,
     context: int,
 ) -> Iterator[tuple[str, Any]]:
-    """Caches of so many requests as large as ``fit`` counts them, without memory: names, stacks."""
+    """Names and stacks of caches of the sizes that ``_caches`` counts, without memory."""
     for group in groups:
         pages = _pages(group, settings, batch, context)
         shapes = jax.eval_shape(lambda g=group, n=pages: g.alloc(n, placement))

@@ -155,9 +155,9 @@ def trace_v4(model: Any, config: V4Config, token_ids: Sequence[int]) -> Trace:
     def states(at: str) -> Callable[..., None]:
         def hook(module: Any, given: Any, out: Any) -> None:
             rows, bias = out
-            states = rows[0, 0].float().numpy().copy()
-            none = np.zeros((len(token_ids), len(states)), np.float32)
-            found.put(f"{at}.states", states)
+            pooled = rows[0, 0].float().numpy().copy()
+            none = np.zeros((len(token_ids), len(pooled)), np.float32)
+            found.put(f"{at}.states", pooled)
             # With fewer tokens than a group has, there is no state and nothing to select.
             found.put(f"{at}.selected", none if bias is None else flat(bias[0, 0] == 0))
 

@@ -63,8 +63,8 @@ GPU_OPTIONS: dict[str, bool | int | str] = LOOPS_IN_GRAPHS | {
 
 Products by cuBLAS and custom calls read a layer's weights at their address in the stack. XLA's own
 Triton products would have them copied first, and merging two products copies both weights. Kernels
-that do not need each other's results run at the same time. Where weights and caches take more than
-80 % of the device's memory, XLA would compute products anew to save some, which it cannot.
+that do not need each other's results run at the same time. XLA's rematerialization is off: where
+weights and caches take more than 80 % of the memory, it computes products again and saves nothing.
 """
 
 UNROLLED: dict[str, bool | int | str] = {"xla_gpu_command_buffer_unroll_loops": True}

@@ -161,11 +161,7 @@ def test_lists_of_parts_are_joined(kind, keys, rng, monkeypatch):
     """Rows in parts of 96, the longer ones in chunks of five parts; garbage outside."""
     monkeypatch.setattr(rows_sm90.select_sm90, "select", by_sorting)
     monkeypatch.setattr(rows_sm90.select_sm90, "MANY", 1)
-    for name, value in {
-        "PART": 96,
-        "MANY": 1,
-        "COLUMNS": 480 if keys > 1000 else 1000,
-    }.items():
+    for name, value in {"PART": 96, "MANY": 1, "COLUMNS": 480 if keys > 1000 else 1000}.items():
         monkeypatch.setattr(rows_sm90, name, value)
     k, limits = 50, bounds(rng, keys, 50)
     ranks = drawn(kind, rng, len(limits), keys)

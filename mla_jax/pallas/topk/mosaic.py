@@ -122,8 +122,9 @@ def _block(queries: int, tiles: int, workers: int) -> int:
 def _by_rows(
     one: Callable[..., Array], arrays: Sequence[Array], columns: int
 ) -> Int[Array, "rows ..."]:
-    """``one`` of the first row's number and of all ``arrays``, as many rows at a time as a
-    workspace has room for.
+    """The results of ``one(first row's number, *rows of each array)``, laid end to end.
+
+    Each call takes as many rows as the workspace holds.
     """
     rows = len(arrays[0])
     some = max(WORKSPACE // max(columns, 1), 1)

@@ -448,8 +448,8 @@ def _drop(shape: Shape) -> str:
 def _store(k: int, columns: int, shape: Shape, form: Form) -> str:
     """Places of what is kept, and its ranks, if ``form`` wants them.
 
-    A thread block gathers its columns in shared memory: a warp's threads have few of a sector of
-    the result, and each of their stores would be one of L2.
+    A thread block first gathers its columns in shared memory, then writes them in order. A warp
+    keeps few of its columns: written at once, each store would be an L2 transaction of a few bytes.
     """
     most, ranks = min(k, shape.block), TABLES + 4 * min(k, shape.block)
     lines = ["sub.u32 before, before, earlier;"]
