@@ -186,11 +186,16 @@ def barrier(arrivals: int = 1, count: int = 1) -> plgpu.Barrier:
     return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
 
 
+def cluster_barrier(axis: str, arrivals: int = 1, count: int = 1) -> plgpu.ClusterBarrier:
+    """``barrier`` at which every thread block of a cluster arrives, for all of them."""
+    return plgpu.ClusterBarrier(collective_axes=(axis,), num_arrivals=arrivals, num_barriers=count)
+
+
 def shared_bytes(scratch: dict) -> int:
     """Shared memory of a scratch dictionary: buffers in whole kilobytes, 8 bytes a barrier."""
     total = 0
     for item in scratch.values():
-        if isinstance(item, plgpu.Barrier):
+        if isinstance(item, plgpu.Barrier | plgpu.ClusterBarrier):
             total += 8 * math.prod(item.num_barriers)
         else:
             total += round_up(math.prod(item.shape) * jnp.dtype(item.dtype).itemsize, 1024)

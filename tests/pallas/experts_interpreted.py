@@ -136,14 +136,15 @@ def test_the_plan(pairs, rng):
         (700, 3, 7, 32, 96, 2),
         (1, 1, 3, 16, 64, 8),
         (513, 2, 40, 16, 48, 8),
-        (600, 2, 5, 32, 192, 1),
+        (600, 2, 5, 32, 192, 4),
     ],
 )
-def test_the_plan_of_many_rows(tokens, topk, count, step, most, group, rng):
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_the_plan_of_many_rows(tokens, topk, count, step, most, group, cluster, rng):
     """The definition's, with experts that nobody chose and choices that are no expert."""
     experts = rng.integers(-1, count + 2, (tokens, topk))
     experts = jnp.asarray(np.where(experts == 3, 1, experts), jnp.int32)
-    facts = {"step": step, "most": most, "group": group}
+    facts = {"step": step, "most": most, "group": group, "cluster": cluster}
     got, want = mosaic.plan(experts, count, **facts), tiles.lay_out(experts, count, **facts)
     np.testing.assert_array_equal(got.places, want.places)
     np.testing.assert_array_equal(got.used, want.used)

@@ -71,7 +71,8 @@ def test_rows_are_quantised_only_where_asked_for():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gated", [False, True])
-def test_interpreted_with_race_detection(gated, rng, monkeypatch):
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_interpreted_with_race_detection(cluster, gated, rng, monkeypatch):
     """Control flow, barriers, races and scales on a CPU; not asynchrony of products."""
     from mla_jax.pallas.fp8_matmul import mosaic_sm90
     from mla_jax.pallas.grouped_matmul.mosaic_sm90 import Sizes
@@ -83,13 +84,16 @@ def test_interpreted_with_race_detection(gated, rng, monkeypatch):
     values, scales = quantised(x)
     w = [weight(rng, 2, columns, channels, std=channels**-0.5) for _ in range(1 + gated)]
     # expert, first tile of the group, tiles of it, row / 8, size
-    table = np.array([[0, 0, 1, 0, 0], [1, 1, 2, 4, 0], [1, 1, 2, 8, 0], [-1] * 5], np.int32)
+    alone = [[0, 0, 1, 0, 0], [1, 1, 2, 4, 0], [1, 1, 2, 8, 0], [-1] * 5]
+    pairs = [[0, 0, 2, 0, 0], [0, 0, 2, 0, -1], [1, 2, 2, 4, 0], [1, 2, 2, 8, 0], [-1] * 5]
+    table = np.array((alone, pairs)[cluster - 1], np.int32)
+    used, sizes = len(table) - 1, Sizes(most=32, step=32, stages=2, workers=4, cluster=cluster)
     table = np.pad(table, ((0, 0), (0, tiles.FIELDS - 5)))
     params = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=4)
     got = mosaic_sm90.multiply(
         jnp.asarray(values), jnp.asarray(scales), tuple(w), jnp.asarray(table),
-        jnp.asarray([3], jnp.int32), sizes=Sizes(most=32, step=32, stages=2, workers=2),
-        out_dtype=jnp.bfloat16, interpret=params,
+        jnp.asarray([used], jnp.int32), sizes=sizes, out_dtype=jnp.bfloat16,
+        interpret=params,
     )  # fmt: skip
     assert not get_races().races_found
     owner = np.repeat([0, 1], [32, 64])
@@ -101,7 +105,7 @@ def test_interpreted_with_race_detection(gated, rng, monkeypatch):
 @pytest.mark.skipif(mosaic is None, reason=missing("triton") or "installed")
 def test_rows_of_a_tile():
     """The fewest rows that the busiest thread block computes; whole tiles where it is the same."""
-    assert mosaic.tile_rows(4096, 4096, workers=132) == 128  # four turns of 132 thread blocks
+    assert mosaic.tile_rows(4096, 4096, workers=132) == 128  # four turns of 66 pairs
     assert mosaic.tile_rows(4096, 2112, workers=132) == 96  # three turns, as of 128
     assert mosaic.tile_rows(1024, 2112, workers=132) == 80  # one
     assert mosaic.tile_rows(1 << 20, 256, workers=132) in mosaic.ROWS

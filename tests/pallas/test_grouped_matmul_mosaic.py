@@ -24,7 +24,8 @@ V2_LITE = {"dtype": "bfloat16", "experts": 64, "topk": 6, "hidden": 2048, "width
 V3 = {"dtype": "bfloat16", "experts": 256, "topk": 8, "hidden": 7168, "width": 2048}
 mosaic = module_of("grouped_matmul.mosaic")  # its rows are moved in Triton
 pytestmark = pytest.mark.skipif(mosaic is None, reason=missing("triton") or "installed")
-SMALL = mosaic and mosaic.Tuning(most=64, step=16, stages=2, group=2, workers=2)
+SMALL = mosaic and mosaic.Tuning(most=64, step=16, stages=2, group=2, workers=2, cluster=1)
+PAIRS = mosaic and mosaic.Tuning(most=64, step=16, stages=2, group=2, workers=4, cluster=2)
 
 
 def problem(model, tokens):
@@ -57,7 +58,18 @@ def test_requirements(change, reason):
 
 
 @pytest.mark.parametrize(
-    "change", [{"most": 224}, {"most": 40}, {"step": 8}, {"stages": 0}, {"group": 0}], ids=str
+    "change",
+    [
+        {"most": 224},
+        {"most": 40},
+        {"step": 8},
+        {"stages": 0},
+        {"group": 0},
+        {"cluster": 0},
+        {"cluster": 2, "group": 3},
+        {"cluster": 2, "workers": 131},
+    ],
+    ids=str,
 )
 def test_a_tuning_refuses_what_no_kernel_can_be(change):
     with pytest.raises(ArgumentError, match=r"routed_experts: .*: given .*; allowed: "):
@@ -70,20 +82,23 @@ def test_a_tuning_refuses_what_no_kernel_can_be(change):
     step=st.sampled_from([16, 32, 48]),
     units=st.integers(1, 4),
     group=st.integers(1, 3),
+    cluster=st.integers(1, 2),
     seed=st.integers(0, 99),
 )
-def test_the_plan_places_every_pair_once(sizes, step, units, group, seed):
+def test_the_plan_places_every_pair_once(sizes, step, units, group, cluster, seed):
     count, most = len(sizes), step * units
     chosen = np.repeat(np.arange(count), sizes)
     # As many choices in every example: shapes are compiled.
     chosen = np.concatenate([chosen, [count, 1000], np.full(900 - len(chosen), -1)])
     np.random.default_rng(seed).shuffle(chosen)
-    found = tiles.lay_out(
-        jnp.asarray(chosen[:, None], jnp.int32), count, step=step, most=most, group=group
-    )
+    group *= cluster
+    facts = {"step": step, "most": most, "cluster": cluster}
+    found = tiles.lay_out(jnp.asarray(chosen[:, None], jnp.int32), count, group=group, **facts)
     places, table = np.asarray(found.places)[:, 0], np.asarray(found.table)
     used = int(found.used[0])
-    assert len(table) == tiles.most_tiles(len(chosen), count, step=step, most=most) >= used
+    assert len(table) == tiles.most_tiles(len(chosen), count, **facts) >= used
+    assert used % cluster == 0 and (table[:used, tiles.FIRST] % cluster == 0).all()
+    assert (table[:used, tiles.TOGETHER] % cluster == 0).all()
     assert (table[used:, tiles.EXPERT] == -1).all()
     owner = np.full(tiles.most_rows(len(chosen), count, step), -1)
     for e, first, together, row, choice, *_ in table[:used]:
@@ -106,7 +121,8 @@ def interpreted(c, tuning, limit=None):
     from mla_jax.pallas.grouped_matmul import mosaic_sm90
 
     params = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=4)
-    count, facts = len(c.gate), {"step": tuning.step, "most": tuning.most}
+    count = len(c.gate)
+    facts = {"step": tuning.step, "most": tuning.most, "cluster": tuning.cluster}
     plan = tiles.lay_out(jnp.asarray(c.experts), count, group=tuning.group, **facts)
     places = np.asarray(plan.places)
     rows = tiles.most_rows(c.experts.size, count, tuning.step)
@@ -135,15 +151,16 @@ INTERPRETED = {
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize("name", INTERPRETED)
-def test_interpreted_with_race_detection(name, rng, monkeypatch):
+def test_interpreted_with_race_detection(name, cluster, rng, monkeypatch):
     """Control flow, barriers and races on a CPU; not asynchrony of products, nor registers."""
     monkeypatch.setattr(DeviceInfo, "current", lambda: aot.H200)
     tokens, only, limit = (INTERPRETED[name].get(k) for k in ("tokens", "only", "limit"))
     c = case(rng, tokens, experts=4, hidden=256, width=128, topk=2)
     choices = np.where(c.experts == 1, -1, c.experts) if only is None else 0 * c.experts + only
     c = c.with_choices(choices).poisoned()
-    judge(interpreted(c, SMALL, limit), c, limit)
+    judge(interpreted(c, (SMALL, PAIRS)[cluster - 1], limit), c, limit)
 
 
 AOT = aot.available() or missing("triton")
@@ -207,6 +224,7 @@ TUNINGS = {
     "small": {"most": 64, "step": 16, "stages": 3, "group": 2},
     "large": {"most": 192, "step": 32, "stages": 3},
     "equal": {"most": 128, "step": 128, "stages": 4},
+    "alone": {"most": 128, "step": 32, "stages": 4, "cluster": 1},
 }
 
 
@@ -267,7 +285,7 @@ def test_the_plan_on_the_device(rng):
     for tokens, topk, count in ((700, 3, 7), (8192, 6, 64), (5000, 8, 256)):
         experts = rng.integers(-2, count + 2, (tokens, topk))
         experts = jnp.asarray(np.where(experts == 3, 5, experts), jnp.int32)
-        facts = {"step": 32, "most": 192, "group": 8}
+        facts = {"step": 32, "most": 192, "group": 8, "cluster": 2}
         got = jax.jit(functools.partial(mosaic.plan, count=count, **facts))(experts)
         want = tiles.lay_out(experts, count, **facts)
         np.testing.assert_array_equal(got.places, want.places)

@@ -15,6 +15,7 @@ from mla_jax.metadata.deepseek_v32 import V32MetadataBuilder
 from mla_jax.metadata.indexer import Indexer
 from mla_jax.ops import indexer_logits, select_topk, write_rows
 from mla_jax.pallas.device import DeviceInfo
+from mla_jax.pallas.indexer import paged_sm90
 from mla_jax.pallas.indexer.ref import quantise_queries
 from mla_jax.pallas.topk import mosaic, rows_sm90, xla
 from mla_jax.pallas.topk.ref import best_positions
@@ -360,6 +361,32 @@ def coded(rng, count):
     return jnp.asarray(codes, jnp.float8_e4m3fn), scales, scores * scales
 
 
+def coded_cache(rng, table, *, form):
+    """The second layer of a stack holds ``coded`` keys at the pages of ``table``: ``(cache, scores)``.
+
+    All else is NaN.
+    """
+    width, scores = table.shape[1], []
+    size = {"num_pages": table.size + 3, "page": 64, "format": form, "layers": 2}
+    if form == "index_key":
+        cache = RecordCache.alloc(**size)
+        pages = np.full(cache.pages.shape, 0x7F, np.uint8)
+    else:
+        cache = LatentCache.alloc(**size, rank=128, rope=0)
+        pages = np.full(cache.pages.shape, np.nan, np.float32)
+    for row in table:
+        codes, scales, found = coded(rng, width * 64)
+        scores.append(found)
+        if form == "index_key":
+            raw = np.asarray(jax.lax.bitcast_convert_type(codes, jnp.uint8))
+            pages[1, row, : 64 * 128] = raw.reshape(width, -1)
+            pages[1, row, 64 * 128 :] = scales.reshape(width, -1).view(np.uint8)
+        else:
+            scaled = codes.astype(jnp.float32) * scales[:, None]
+            pages[1, row] = np.asarray(scaled).reshape(width, 64, 128)
+    return replace(cache, pages=jnp.asarray(pages, cache.pages.dtype)), scores
+
+
 def coded_probes(*axes):
     q = jnp.zeros((64, 128)).at[5, 0].set(1).at[63, 1].set(1).astype(jnp.float8_e4m3fn)
     w = jnp.zeros(64).at[5].set(1).at[63].set(-1)
@@ -370,30 +397,24 @@ def coded_probes(*axes):
 @pytest.mark.parametrize("module", [mosaic, topk])
 @pytest.mark.parametrize(("workspace", "columns"), [(1 << 25, 1 << 17), (1 << 25, 4096), (1, 4096)])
 @pytest.mark.parametrize("queries", [1, 3])
-def test_on_a_gpu_over_pages_of_codes(module, workspace, columns, queries, rng, monkeypatch):
+@pytest.mark.parametrize("form", ["index_key", "bf16", "fp16"])
+def test_on_a_gpu_over_shuffled_pages(module, workspace, columns, queries, form, rng, monkeypatch):
     """Rows of several blocks of pages; pages that are no row's, or missing, hold NaN or nothing."""
     monkeypatch.setattr(module, "WORKSPACE", workspace)
     if module is mosaic:
         monkeypatch.setattr(rows_sm90, "COLUMNS", columns)
     k, width, rows = 300, 200, 5
-    cache = RecordCache.alloc(num_pages=rows * width + 3, page=64, format="index_key", layers=2)
-    pages = np.full((2, rows * width + 3, 64 * 132), 0x7F, np.uint8)
     table = rng.permutation(rows * width).reshape(rows, width).astype(np.int32)
-    scores = []
-    for row in table:
-        codes, scales, found = coded(rng, width * 64)
-        raw = np.asarray(jax.lax.bitcast_convert_type(codes, jnp.uint8))
-        pages[1, row, : 64 * 128] = raw.reshape(width, -1)
-        pages[1, row, 64 * 128 :] = scales.reshape(width, -1).view(np.uint8)
-        scores.append(found)
+    cache, scores = coded_cache(rng, table, form=form)
     table[0, 7], table[1, 9], scores[0][448:512], scores[1][576:640] = -1, 2**30, 0, 0
     lens = rng.integers(k, width * 64 + 1, (rows, queries)).astype(np.int32)
     lens[2], lens[3, 0] = -1, k
     for r, row in enumerate(table):
         row[-(-int(lens[r].max()) // 64) :] = GARBAGE_PAGE
-    cache = replace(cache, pages=jnp.asarray(pages))
+    q, w = coded_probes(rows, queries)
+    q = q if form == "index_key" else q.astype(cache.pages.dtype)
     select = jax.jit(lambda *a: module.select_decode(*a, k=k, layer=jnp.int32(1)))
-    got = select(*coded_probes(rows, queries), cache, jnp.asarray(table), jnp.asarray(lens))
+    got = select(q, w, cache, jnp.asarray(table), jnp.asarray(lens))
     want = [[oracle(row, n, k) for n in each] for row, each in zip(scores, lens, strict=True)]
     np.testing.assert_array_equal(got, want)
 
@@ -422,26 +443,51 @@ def test_on_a_gpu_over_gathered_codes(module, workspace, columns, rng, monkeypat
 WITHOUT = aot.available() or missing("triton")
 
 
-@pytest.mark.skipif(bool(WITHOUT), reason=WITHOUT)
-@pytest.mark.parametrize("queries", [1, 4])
-def test_mosaic_compiles_for_sm90(queries, monkeypatch):
-    """No register is spilled, and no product waits for another."""
-    monkeypatch.setattr(DeviceInfo, "current", lambda: aot.H200)
-    spec, code = jax.ShapeDtypeStruct, jnp.float8_e4m3fn
-    cache = jax.eval_shape(
-        lambda: RecordCache.alloc(num_pages=4096, page=64, format="index_key", layers=8)
+def _stack(form):
+    """Shapes of a stack of index keys."""
+    facts = {"num_pages": 4096, "page": 64, "format": form, "layers": 8}
+    return jax.eval_shape(
+        lambda: (
+            RecordCache.alloc(**facts)
+            if form == "index_key"
+            else LatentCache.alloc(**facts, rank=128, rope=0)
+        )
     )
+
+
+@pytest.mark.skipif(bool(WITHOUT), reason=WITHOUT)
+@pytest.mark.parametrize("form", ["index_key", "bf16", "fp16"])
+@pytest.mark.parametrize("queries", [1, 4])
+def test_mosaic_compiles_for_sm90(queries, form, monkeypatch):
+    """No register is spilled, no product waits for another; thread blocks fit a multiprocessor."""
+    monkeypatch.setattr(DeviceInfo, "current", lambda: aot.H200)
+    spec, records = jax.ShapeDtypeStruct, form == "index_key"
+    dtypes = {"index_key": jnp.float8_e4m3fn, "bf16": jnp.bfloat16, "fp16": jnp.float16}
     table, lens = spec((128, 512), jnp.int32), spec((128, queries), jnp.int32)
-    q, w = spec((128, queries, 64, 128), code), spec((128, queries, 64), jnp.float32)
-    paged = lambda *a: mosaic.select_decode(*a[:-1], k=2048, layer=a[-1])  # noqa: E731
-    compiled, reports = aot.compile_sm90(paged, q, w, cache, table, lens, spec((), jnp.int32))
+    q, w = spec((128, queries, 64, 128), dtypes[form]), spec((128, queries, 64), jnp.float32)
+    run = lambda *a: mosaic.select_decode(*a[:-1], k=2048, layer=a[-1])  # noqa: E731
+    given = q, w, _stack(form), table, lens, spec((), jnp.int32)
+    compiled, reports = aot.compile_sm90(run, *given)
     used = compiled.memory_analysis().temp_size_in_bytes
     assert used < 4 * (128 * 512 * 64 + 8 * 128 * queries * 2048) * queries + 2**20, used
+    (paged,) = (r for r in reports if "index_ranks" in r.name)
+    blocks = paged_sm90.resident(queries, records=records)
+    assert blocks * (paged.shared + 1024) <= 228 * 1024, paged.shared
+    assert blocks * paged_sm90.STREAMS * 128 * paged.registers <= 2**16, paged.registers
+    for report in reports:
+        assert not report.spilled and not report.serialized, report.log
+
+
+@pytest.mark.skipif(bool(WITHOUT), reason=WITHOUT)
+def test_mosaic_over_gathered_codes_compiles_for_sm90(monkeypatch):
+    """As above."""
+    monkeypatch.setattr(DeviceInfo, "current", lambda: aot.H200)
+    spec, code = jax.ShapeDtypeStruct, jnp.float8_e4m3fn
     bounds = [spec((4096,), jnp.int32)] * 2
     gathered = lambda *a: mosaic.select_prefill(*a[:-1], k=2048, scales=a[-1])  # noqa: E731
     q, w, keys = spec((4096, 64, 128), code), spec((4096, 64), jnp.float32), spec((8192, 128), code)
-    _, more = aot.compile_sm90(gathered, q, w, keys, *bounds, spec((8192,), jnp.float32))
-    for report in (*reports, *more):
+    _, reports = aot.compile_sm90(gathered, q, w, keys, *bounds, spec((8192,), jnp.float32))
+    for report in reports:
         assert not report.spilled and not report.serialized, report.log
 
 
@@ -451,14 +497,7 @@ def test_mosaic_compiles_for_sm90(queries, monkeypatch):
 def test_compiles_for_sm90(sm, triton, mosaic, form, monkeypatch):
     """Three launches for V3.2's decode of 128 requests, two on Hopper; no copy of the cache."""
     monkeypatch.setattr(DeviceInfo, "current", lambda: replace(aot.H200, sm=sm))
-    facts = {"num_pages": 4096, "page": 64, "format": form, "layers": 8}
-    cache = jax.eval_shape(
-        lambda: (
-            RecordCache.alloc(**facts)
-            if form == "index_key"
-            else LatentCache.alloc(**facts, rank=128, rope=0)
-        )
-    )
+    cache = _stack(form)
     spec = jax.ShapeDtypeStruct
     dtype = jnp.float8_e4m3fn if form == "index_key" else jnp.bfloat16
 

@@ -42,15 +42,20 @@ class Tuning:
     stages: int  # steps of 64 channels in shared memory
     group: int = 8  # tiles of an expert that read a block of weights together
     workers: int  # thread blocks: as many as there are multiprocessors
+    cluster: int = 2  # thread blocks that load weights together
 
     def __post_init__(self):
-        names = ("most", "step", "stages", "group", "workers")
+        names = ("most", "step", "stages", "group", "workers", "cluster")
         tuning_table.at_least_one("routed_experts", **{k: getattr(self, k) for k in names})
         if self.step % 16:
             raise ArgumentError("routed_experts: tuning.step", self.step, "a multiple of 16 rows")
         if self.most % self.step or self.most > 192:
             allowed = f"a multiple of step={self.step}, 192 at most"
             raise ArgumentError("routed_experts: tuning.most", self.most, allowed)
+        for name in ("group", "workers"):
+            if (given := getattr(self, name)) % self.cluster:
+                allowed = f"a multiple of cluster={self.cluster}"
+                raise ArgumentError(f"routed_experts: tuning.{name}", given, allowed)
 
 
 def tune(problem: Problem, device: DeviceInfo) -> Tuned:
@@ -59,11 +64,9 @@ def tune(problem: Problem, device: DeviceInfo) -> Tuned:
 
 
 def heuristic(problem: Problem, device: DeviceInfo) -> Tuning:
-    """The largest tiles, which read the fewest weights, where an expert has many. With fewer rows,
-    weights come from memory for two tiles or three, and another step in shared memory hides that.
-    """
-    most, stages = (192, 3) if int(problem["rows_each"]) >= 512 else (128, 4)
-    return Tuning(most=most, step=32, stages=stages, workers=device.sms)
+    """The largest tiles, which read the fewest weights; thread blocks in pairs."""
+    del problem
+    return Tuning(most=192, step=32, stages=3, workers=device.sms // 2 * 2)
 
 
 def routed_experts(
@@ -74,7 +77,7 @@ def routed_experts(
     (tokens, hidden), topk, count = x.shape, experts.shape[1], gate.shape[0]
     if not tokens * topk:
         return add_norm(jnp.zeros_like(x), then)
-    facts = {"most": tuning.most, "step": tuning.step}
+    facts = {"most": tuning.most, "step": tuning.step, "cluster": tuning.cluster}
     found = plan(experts, count, group=tuning.group, **facts)
     rows = tiles.most_rows(experts.size, count, tuning.step)
     spread = triton_lib.call(
@@ -109,11 +112,13 @@ CHUNK = 512
 """Pairs that one program places."""
 
 
-def plan(experts: Choices, count: int, *, step: int, most: int, group: int) -> tiles.Plan:
+def plan(
+    experts: Choices, count: int, *, step: int, most: int, group: int, cluster: int = 1
+) -> tiles.Plan:
     """``tiles.lay_out`` by the planning kernels."""
     pairs, bins = experts.size, max(16, power_of_two(count))
     chunks = cdiv(pairs, CHUNK)
-    most_tiles = tiles.most_tiles(pairs, count, step=step, most=most)
+    most_tiles = tiles.most_tiles(pairs, count, step=step, most=most, cluster=cluster)
     spec = jax.ShapeDtypeStruct
     sizes: dict[str, Any] = {"EXPERTS": count, "BINS": bins, "CHUNK": CHUNK}
     counts = triton_lib.call(
@@ -128,6 +133,7 @@ def plan(experts: Choices, count: int, *, step: int, most: int, group: int) -> t
             spec((1,), jnp.int32),
             spec((chunks, bins), jnp.int32),
         ),
-        grid=chunks, warps=8, stages=1, TILE=(step, most, group), **sizes,
+        grid=chunks, warps=8, stages=1, TILE=(step, most, group, cluster),
+        **sizes,
     )  # fmt: skip
     return tiles.Plan(places, table, used)

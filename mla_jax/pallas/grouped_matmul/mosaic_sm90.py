@@ -13,7 +13,12 @@ columns, which come in eights: an expert's last tile costs what its rows do::
 A warpgroup's two products are gate and up of the same columns. Items go to thread blocks in turn,
 the tiles of one expert under one block of columns one after the other: those weights come from
 memory once. There is code for each multiple of ``step`` rows; nothing that a row meets depends on
-which one runs it. The bound: 4096 FLOP a cycle; a tile of 128 rows reads 48 bytes a cycle from L2.
+which one runs it.
+
+Thread blocks of a cluster have tiles of one expert under the same block of columns: each loads its
+part of the weights for both. A tile that stands in for one that is not there has no rows, and its
+thread block only keeps step. The bound: 4096 FLOP a cycle; a tile of 128 rows reads 48 bytes a
+cycle from L2, one of a pair 32.
 """
 
 # Mosaic GPU states its types in part only; roles are decided while tracing.
@@ -47,6 +52,7 @@ CHUNK = 64  # channels of a step, and columns of a square of weights
 GROUPS = 2  # warpgroups that multiply
 BLOCK = 2 * GROUPS * CHUNK  # columns of weights in a step, of both products
 AHEAD = 2  # items that the loader tells of
+MEMBER = "member"  # the axis of a cluster's thread blocks
 REGISTERS = (40, 232)  # of a thread of the loader, and of a multiplier: 504 of three warpgroups
 
 I32 = jnp.int32
@@ -61,7 +67,13 @@ class Sizes:
     step: int  # of which rows of tiles are multiples
     stages: int  # steps in shared memory
     workers: int  # thread blocks: as many as there are multiprocessors
+    cluster: int = 1  # of which so many share weights
     limit: float | None = None  # V4's clamp
+
+    @property
+    def clusters(self) -> int:
+        """That take turns."""
+        return self.workers // self.cluster
 
     @property
     def menu(self) -> tuple[int, ...]:
@@ -75,13 +87,15 @@ def scratch(sizes: Sizes, dtype: Any, out: Any) -> dict:
     Barriers: who arrives -> who waits, once for every use of what they guard.
     """
     channels = 128 // jnp.dtype(dtype).itemsize  # of a step
+    alone = sizes.cluster == 1
+    barrier = lib.barrier if alone else functools.partial(lib.cluster_barrier, MEMBER)
     return {
         "w": lib.swizzled((sizes.stages, 2 * GROUPS, CHUNK, channels), dtype),
         "x": lib.swizzled((sizes.stages, sizes.most, channels), dtype),
         "y": lib.swizzled((GROUPS, sizes.most, CHUNK), out),
         "facts": plgpu.SMEM((AHEAD, len(Item._fields)), I32),
         "full": lib.barrier(2 * GROUPS + 1, sizes.stages),  # copy engine -> both
-        "free": lib.barrier(GROUPS, sizes.stages),  # both -> loader
+        "free": barrier(GROUPS, sizes.stages),  # both, of the whole cluster -> loader
         "told": lib.barrier(count=AHEAD),  # loader -> both
         "heard": lib.barrier(GROUPS, AHEAD),  # both -> loader
     }
@@ -132,13 +146,15 @@ def launch(
     def body(*refs, **scratch):
         *given, used, result = refs
         wg, worker = lax.axis_index("wg"), lax.axis_index("worker")
-        rest = jnp.maximum(used[0] * blocks - worker + (sizes.workers - 1), 0)
-        items, simulate = lax.div(rest, jnp.int32(sizes.workers)), interpret is not None
+        member = 0 if sizes.cluster == 1 else lax.axis_index(MEMBER)
+        all_items = lax.div(used[0], jnp.int32(sizes.cluster)) * blocks
+        rest = jnp.maximum(all_items - worker + (sizes.clusters - 1), 0)
+        items, simulate = lax.div(rest, jnp.int32(sizes.clusters)), interpret is not None
         facts: dict[str, Any] = dict(
             sizes=sizes, items=items, steps=steps, simulate=simulate, told=told, refs=scratch
         )
         loader, multiplier, own = roles(
-            *given, facts=facts, blocks=blocks, columns=columns, worker=worker
+            *given, facts=facts, blocks=blocks, columns=columns, worker=worker, member=member
         )
 
         @pl.when(wg < GROUPS)
@@ -159,8 +175,9 @@ def launch(
         sliced=sliced,
         out_type=out,
         scratch_types=buffers,
-        grid=(sizes.workers,),
+        grid=(sizes.clusters,),
         grid_names=("worker",),
+        **({} if sizes.cluster == 1 else {"cluster": (sizes.cluster,), "cluster_names": (MEMBER,)}),
         num_threads=GROUPS + 1,
         thread_name="wg",
         kernel_name=name,
@@ -177,7 +194,7 @@ class Item(NamedTuple):
 
     row: Any  # the first one, in eights
     column: Any  # of the result, the first one
-    choice: Any  # which multiple of a step its rows are
+    choice: Any  # which multiple of a step its rows are; -1: it has none
     expert: Any  # None where only the loader needs it
 
 
@@ -210,7 +227,8 @@ class Loader(Role):
     table: Any
     blocks: int  # of columns
     columns: int  # of a block
-    worker: Any
+    worker: Any  # the number of the cluster
+    member: Any  # of the thread block in it
 
     def run(self) -> None:
         pl.loop(0, self.items)(self._item)
@@ -226,13 +244,14 @@ class Loader(Role):
             plgpu.barrier_wait(self.refs["heard"].at[self.place(t)])
 
     def _item(self, t) -> None:
-        number, g = self.worker + t * self.sizes.workers, t * self.steps
-        # The tiles of a group take turns under each block of columns.
-        own = lax.div(number, jnp.int32(self.blocks))
-        first, together = self.table[own, tt.FIRST], self.table[own, tt.TOGETHER]
+        number, g = self.worker + t * self.sizes.clusters, t * self.steps
+        # The tiles of a group take turns under each block of columns, a cluster's together.
+        cluster = jnp.int32(self.sizes.cluster)
+        own = lax.div(number, jnp.int32(self.blocks)) * cluster
+        first, together = (lax.div(self.table[own, i], cluster) for i in (tt.FIRST, tt.TOGETHER))
         local = number - first * self.blocks
         block = lax.div(local, together)
-        tile = first + local - block * together
+        tile = (first + local - block * together) * cluster + self.member
         expert, row, choice = (self.table[tile, i] for i in (tt.EXPERT, tt.ROW, tt.CHOICE))
         item = Item(row, block * self.columns, choice, expert)
         self._tell(t, item)
@@ -242,8 +261,9 @@ class Loader(Role):
             s = self.slot(g + k)
             pl.when(g + k >= self.sizes.stages)(lambda: plgpu.barrier_wait(self.refs["free"].at[s]))
             self._load_weights(s, k, item)
-            for i, n in enumerate(self.sizes.menu):
-                pl.when(item.choice == i)(functools.partial(self._load_rows, s, k, item, n))
+            for i, n in enumerate(self.sizes.menu):  # of no rows any, so that as much arrives
+                mine = item.choice == i if i else item.choice <= 0
+                pl.when(mine)(functools.partial(self._load_rows, s, k, item, n))
 
     def _tell(self, t, item: Item) -> None:
         """The others of item ``t``."""
@@ -265,9 +285,11 @@ class Loader(Role):
         return source.at[pl.ds(k * CHUNK, CHUNK), pl.ds(column, CHUNK)]
 
     def _load_weights(self, s, k, item: Item) -> None:
+        axes = None if self.sizes.cluster == 1 else MEMBER
         for j, source, column in self._squares(item):
             piece = self._square(source, k, column)
-            plgpu.copy_gmem_to_smem(piece, self.refs["w"].at[s, j], self.refs["full"].at[s])
+            to, full = self.refs["w"].at[s, j], self.refs["full"].at[s]
+            plgpu.copy_gmem_to_smem(piece, to, full, collective_axes=axes)
 
     def _load_rows(self, s, k, item: Item, n: int) -> None:
         piece = self.x.at[pl.ds(item.row * tt.EIGHT, n), pl.ds(k * CHUNK, CHUNK)]
@@ -295,6 +317,17 @@ class Multiplier(Role):
         plgpu.barrier_arrive(self.refs["heard"].at[s])
         for i, n in enumerate(self.sizes.menu):
             pl.when(item.choice == i)(functools.partial(self._tile, n, t * self.steps, item))
+        if self.sizes.cluster > 1:
+            pl.when(item.choice < 0)(lambda: self._nothing(t * self.steps))
+
+    def _nothing(self, g) -> None:
+        """The steps of a tile that has no rows."""
+
+        @pl.loop(0, self.steps)
+        def _(k):
+            s = self.slot(g + k)
+            plgpu.barrier_wait(self.refs["full"].at[s])
+            plgpu.barrier_arrive(self.refs["free"].at[s])
 
     def _tile(self, n: int, g, item: Item) -> None:
         """The products of ``n`` rows, steps ``g`` and on, and their way to memory."""

@@ -44,11 +44,13 @@ def place(
     """The rows of a chunk's pairs to ``places``, and a share of the tiles to ``table``.
 
     ``used`` [1] is the number of tiles, ``starts`` [chunks, BINS] memory to work in. ``TILE`` is a
-    step of rows, the most rows, and the most tiles of a group.
+    step of rows, the most rows, the most tiles of a group, and tiles of a cluster.
     """
     STEP: tl.constexpr = TILE[0]
     MOST: tl.constexpr = TILE[1]
     GROUP: tl.constexpr = TILE[2]
+    CLUSTER: tl.constexpr = TILE[3]
+    LARGE: tl.constexpr = CLUSTER * MOST // STEP
     chunk = tl.program_id(0)
     bins = tl.arange(0, BINS)
     total = tl.zeros((BINS,), tl.int32)
@@ -78,7 +80,7 @@ def place(
     first = tl.load(own + chosen, mask=real, other=0)
     tl.store(places + at + i, tl.where(real, first + rank, -1), mask=at + i < pairs)
 
-    needed = (units + MOST // STEP - 1) // (MOST // STEP)
+    needed = (units + LARGE - 1) // LARGE * CLUSTER
     ends = tl.cumsum(needed, 0)
     if chunk == 0:
         tl.store(used, tl.sum(needed, 0))
@@ -100,7 +102,8 @@ def place(
         tl.store(to, tl.where(some, e, -1), mask=inside)
         tl.store(to + 1, beyond - tiles + group, mask=inside)
         tl.store(to + 2, tl.minimum(tiles - group, GROUP), mask=inside)
-        row += STEP * (local * each + tl.minimum(local, more))
+        unit = tl.minimum(local * each + tl.minimum(local, more), tl.maximum(size - 1, 0))
+        row += STEP * unit
         tl.store(to + 3, row // 8, mask=inside)
         tl.store(to + 4, each + (local < more).to(tl.int32) - 1, mask=inside)
 

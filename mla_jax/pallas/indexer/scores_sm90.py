@@ -1,16 +1,15 @@
-"""Index scores of e4m3 codes on Hopper, as integers of the same order: Pallas Mosaic GPU.
+"""Index scores on Hopper, as integers of the same order: Pallas Mosaic GPU.
 
 ``score[i, s] = scale[s] * sum_h w[i, h] relu(q[i, h] . k[s])``; what comes out are ranks, as those
 of ``kernels_triton``. Keys are the rows of a product and heads its columns, so a thread sums most
-heads by itself. ``relu(x)`` is ``(x + |x|) / 2``: an addition runs at twice the rate of a maximum,
-and the half is in the weights.
+heads by itself. Of codes ``relu(x)`` is ``(x + |x|) / 2``: an addition runs at twice the rate of a
+maximum, and the half is in the weights.
 
-  gathered   a thread block has 256 keys and some queries. Four warpgroups hold 64 keys each in
-             registers, queries stream through shared memory: a product reads only them there.
-             Two queries are one product; a warpgroup sums while others multiply.
-  paged      a warpgroup has a stream of pages of its own, 64 keys each, and one row's queries.
-
-The bound of 256 keys and a query: 512 tensor-core cycles, and about 500 of instructions.
+Here are the sums, and the kernel over gathered codes: a thread block has 256 keys and some queries.
+Four warpgroups hold 64 keys each in registers, queries stream through shared memory: a product
+reads only them there. Two queries are one product; a warpgroup sums while others multiply. The
+bound of 256 keys and a query: 512 tensor-core cycles, and about 500 of instructions. The kernel
+over pages is in ``paged_sm90``.
 """
 
 # Mosaic GPU states its types in part only; roles are decided while tracing.
@@ -30,13 +29,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from mla_jax.pallas import mosaic_inline as inline
 from mla_jax.pallas import mosaic_lib as lib
 from mla_jax.pallas.mosaic_inline import arith, ir, nvvm
-from mla_jax.types import cdiv, round_up
+from mla_jax.types import cdiv
 
-__all__ = ["DIM", "KEYS", "SIDE", "gathered_ranks", "paged_ranks"]
+__all__ = [
+    "BLOCK", "DIM", "F8", "I32", "KEYS", "MISSING", "PARAMS", "SIDE", "cdiv_", "gathered_ranks",
+    "lane_numbers", "multiply", "scale_of", "shared_as", "store_ranks",
+]  # fmt: skip
 
 DIM = 128
 """Elements of a key: a row of shared memory."""
@@ -52,24 +55,12 @@ SIDE = 32
 PAIRS, AHEAD = 8, 6
 """Pairs of queries in shared memory, and those loaded ahead: a warpgroup may lag by the rest."""
 
-STREAMS, RESIDENT = 3, 2
-"""Warpgroups of a thread block over pages, each of which hides what another one waits for; and
-thread blocks that share a multiprocessor: one begins where another ends."""
-
 I32, F8 = jnp.int32, jnp.float8_e4m3fn
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
 EIGHT = plgpu.Layout.WGMMA_8BIT
-_TILES = (plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128))
-SHARED = plgpu.RefType(_TILES)
-_PARAMS = plgpu.CompilerParams(
+PARAMS = plgpu.CompilerParams(
     approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
 )
-
-SCALES = 2
-"""Rows of a page, behind its keys, that hold their scales."""
-
-_ROWS = (plgpu.TilingTransform((1, 128)), plgpu.SwizzleTransform(128))
-"""The same bytes, for the copy engine to start at any row of global memory."""
 
 
 @lib.lowered_once("columns", "queries")
@@ -104,7 +95,7 @@ def gathered_ranks(
         num_threads=GROUPS,
         thread_name="wg",
         kernel_name="mla_index_ranks",
-        compiler_params=_PARAMS,
+        compiler_params=PARAMS,
     )
     return kernel(q.reshape(-1, DIM), side, keys, scales, bounds, jnp.stack([base, first]))
 
@@ -143,8 +134,8 @@ def _gathered(
 
         plgpu.barrier_wait(refs["k_full"])
         k = plgpu.load(refs["k"].at[pl.ds(wg * BLOCK, BLOCK)], layout=EIGHT)
-        lanes = _lanes()
-        scale = _scale(refs["s"], wg * BLOCK + lanes[1])
+        lanes = lane_numbers()
+        scale = scale_of(refs["s"], wg * BLOCK + lanes[1])
         mine = column + wg * BLOCK
         limit = columns - mine
         facts = {"lanes": lanes, "column": mine, "columns": columns, "base": key - column}
@@ -154,9 +145,14 @@ def _gathered(
             pl.when((wg == 0) & (p + AHEAD < pairs))(lambda: load(p + AHEAD))
             slot = lax.rem(p, PAIRS)
             plgpu.barrier_wait(full.at[slot])
-            both = lib.landed(_multiply(k, refs["q"].at[slot]), 0)
-            _store(both, refs["side"].at[slot], scale, ranks_g, first + 2 * p, limit, **facts)
+            both = lib.landed(multiply(k, refs["q"].at[slot], EIGHT, shared_as(F8)), 0)
+            store_ranks(both, refs["side"].at[slot], scale, ranks_g, first + 2 * p, limit, **facts)
             plgpu.barrier_arrive(free.at[slot])
+
+
+def shared_as(dtype: DTypeLike) -> plgpu.RefType:
+    """The type of a part of ``lib.swizzled`` in instructions."""
+    return plgpu.RefType(lib.swizzled((), dtype).transforms)
 
 
 def cdiv_(a, b: int):
@@ -164,131 +160,12 @@ def cdiv_(a, b: int):
     return lax.div(a + (b - 1), b)
 
 
-@lib.lowered_once("columns", "span", "least")
-def paged_ranks(
-    q: jax.Array, weights: jax.Array, pages: jax.Array, table: jax.Array, lens: jax.Array,
-    layer: jax.Array, base: jax.Array, *, columns: int, span: int, least: int,
-) -> jax.Array:  # fmt: skip
-    """Ranks ``[rows * queries, columns]`` of positions from ``base`` on, keys in pages.
-
-    ``q`` [rows, queries, heads, DIM], ``pages`` [layers, pages, bytes] ``index_key`` records in
-    pages of BLOCK, ``lens`` [rows, queries]: one of at most ``least`` needs no ranks. A warpgroup
-    has ``span`` pages.
-    """
-    rows, queries, heads, _ = q.shape
-    layers, count, size = pages.shape
-    assert size == BLOCK * (DIM + 4)
-    slots = 4 if queries < 3 else 3  # pages of a warpgroup in shared memory
-    shape = STREAMS, slots, BLOCK, DIM
-    facts = {"columns": columns, "span": span, "least": least, "layers": layers}
-    body = functools.partial(_paged, **facts)
-    weights = weights.astype(jnp.float32).reshape(rows * queries, heads)
-    if rest := round_up(heads, SIDE) - heads:
-        weights = jnp.pad(weights, ((0, 0), (0, rest)))
-    kernel = lib.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((rows * queries, columns), I32),
-        scratch_types={
-            "q": lib.swizzled((queries, heads, DIM), F8),
-            "w": plgpu.SMEM((queries, weights.shape[1]), jnp.float32),
-            "k": plgpu.RefUnion(
-                lib.swizzled(shape, F8), plgpu.SMEM(shape, jnp.uint8, transforms=_ROWS)
-            ),
-            "s": plgpu.SMEM((STREAMS, slots, SCALES, DIM), jnp.uint8),
-            "q_full": lib.barrier(2 * queries),
-            "full": lib.barrier(2, STREAMS * slots),
-            "free": lib.barrier(1, STREAMS * slots),
-        },
-        grid=(rows * cdiv(columns, STREAMS * BLOCK * span),),
-        grid_names=("item",),
-        num_threads=STREAMS,
-        thread_name="wg",
-        kernel_name="mla_index_ranks_paged",
-        compiler_params=_PARAMS,
-    )
-    flat = pages.reshape(layers * count, BLOCK + SCALES, DIM)
-    return kernel(q, weights, flat, table, lens, layer.reshape(1), base.reshape(1))
-
-
-def _paged(
-    q_g, w_g, pages_g, table_g, lens_g, layer_g, base_g, ranks_g,
-    *, columns, span, least, layers, **refs,
-) -> None:  # fmt: skip
-    """One thread block: a row's queries, and a stream of its pages for each warpgroup."""
-    wg, item = lax.axis_index("wg"), lax.axis_index("item")
-    queries, (_, slots, *_) = refs["q"].shape[0], refs["s"].shape
-    spans = cdiv(columns, STREAMS * BLOCK * span)
-    row, part = lax.div(item, spans), lax.rem(item, spans)
-    base, count = base_g[0], pages_g.shape[0] // layers
-    offset = jnp.clip(layer_g[0], 0, layers - 1) * count
-    column = part * (STREAMS * BLOCK * span)
-    ends = [jnp.minimum(lens_g[row, j], table_g.shape[1] * BLOCK) for j in range(queries)]
-    longest = functools.reduce(jnp.maximum, [jnp.where(n > least, n, 0) for n in ends])
-    # Positions of the thread block.
-    seen = jnp.minimum(jnp.minimum(longest - base, columns) - column, STREAMS * BLOCK * span)
-    codes, copied = refs["k"]
-    full, free = (lambda s, x=refs[name]: x.at[wg * slots + s] for name in ("full", "free"))
-
-    def place(i):
-        """Where page ``i`` of this stream lies, or -1."""
-        at = lax.div(base + column, BLOCK) + i * STREAMS + wg
-        found = table_g[row, jnp.minimum(at, table_g.shape[1] - 1)]
-        return jnp.where((found >= 0) & (found < count), found + offset, -1)
-
-    def load(i, where):
-        slot, source = lax.rem(jnp.asarray(i, I32), slots), pages_g.at[jnp.maximum(where, 0)]
-        if not isinstance(i, int):  # all warps of this group have read what was there
-            pl.when(i >= slots)(lambda: plgpu.barrier_wait(free(slot)))
-        pieces = (pl.ds(0, BLOCK), copied), (pl.ds(BLOCK, SCALES), refs["s"])
-        for rows, to in pieces:
-            plgpu.copy_gmem_to_smem(source.at[rows], to.at[wg, slot], full(slot))
-
-    def step(i, carry):
-        here, ahead = carry  # of pages i and i + slots - 1
-        slot = lax.rem(i, slots)
-        pl.when(i + slots - 1 < n)(lambda: load(i + slots - 1, ahead))
-        after = place(jnp.minimum(i + 1, n - 1)), place(jnp.minimum(i + slots, n - 1))
-        plgpu.barrier_wait(full(slot))
-        lanes = _lanes()
-        scale = jnp.where(here >= 0, _scale(refs["s"].at[wg, slot], lanes[1], half=True), MISSING)
-        at = column + (i * STREAMS + wg) * BLOCK
-        facts = {"lanes": lanes, "column": at, "columns": columns, "base": base}
-
-        @pl.loop(0, queries)
-        def _(j):
-            x = lib.landed(_multiply(codes.at[wg, slot], refs["q"].at[j], SHARED), 0)
-            pl.when(j == queries - 1)(lambda: plgpu.barrier_arrive(free(slot)))
-            end = ends[0]
-            for i in range(1, queries):
-                end = jnp.where(j == i, ends[i], end)
-            limit, w = jnp.minimum(end - base, columns) - at, refs["w"].at[pl.ds(j, 1)]
-            _store(x, w, scale, ranks_g, row * queries + j, limit, **facts)
-
-        return after
-
-    n = cdiv_(jnp.maximum(cdiv_(jnp.maximum(seen, 0), BLOCK) - wg, 0), STREAMS)
-
-    @pl.when(seen > 0)
-    def _():
-        @pl.when(wg == 0)
-        def _():
-            for j in range(queries):
-                for src, name in ((q_g.at[row, j], "q"), (w_g.at[row * queries + j], "w")):
-                    plgpu.copy_gmem_to_smem(src, refs[name].at[j], refs["q_full"])
-
-        for i in range(slots - 1):
-            pl.when(i < n)(lambda i=i: load(i, place(jnp.int32(i))))
-        plgpu.barrier_wait(refs["q_full"])
-        first = place(jnp.int32(0)), place(jnp.clip(n - 1, 0, slots - 1))
-        lax.fori_loop(0, n, step, first)
-
-
-def _multiply(k, q, kind=EIGHT) -> jax.Array:
-    """``k q^T`` [64, columns] in flight. ``kind``: keys in registers, or ``SHARED``."""
+def multiply(k, q, *kinds) -> jax.Array:
+    """``k q^T`` [64, columns] in flight. ``kinds``: where each is, keys in registers or not."""
     columns = q.shape[0]
 
     @plgpu.inline_mgpu(
-        arg_types=(kind, SHARED),
+        arg_types=kinds,
         return_type=plgpu.ShapeDtypeStruct((BLOCK, columns), jnp.float32, layout=lib.WGMMA),
     )
     def issue(_, k, q):
@@ -314,7 +191,7 @@ _LANE = """
 """Of a product's rows a thread sums up ``row``: one of the two that its quad of lanes has."""
 
 
-def _lanes():
+def lane_numbers():
     """Numbers that differ from thread to thread: its lane of a quad, and its key of a product."""
 
     @plgpu.inline_mgpu(arg_types=(), return_type=(inline.NUMBER,) * 2)
@@ -331,7 +208,7 @@ def _lanes():
     return read()
 
 
-def _scale(scales, key, *, half: bool = False):
+def scale_of(scales, key, *, half: bool = False):
     """The scale of a thread's key, or its half."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), inline.SCALAR), return_type=inline.NUMBER)
@@ -381,12 +258,17 @@ _SINGLE = """
 """The same of one query: two lanes have the same sum."""
 
 
-def _sums(count: int, heads: int, words: int, first: int, some: int) -> str:
+_TWICE, _ONCE = "abs.f32 y, {x}; add.f32 y, y, {x};", "max.NaN.f32 y, {x}, 0f00000000;"
+"""``2 relu(x)`` of finite ``x``, and ``relu(x)`` of any."""
+
+
+def _sums(count: int, heads: int, words: int, first: int, some: int, *, codes: bool) -> str:
     """``s[2 i + row]``: a thread's part of query ``i``'s sums, of operands from ``$first`` on.
 
     ``part`` is where the thread's weights begin, ``words`` those of a query; of ``some`` tiles of
-    eight heads they lie side by side.
+    eight heads they lie side by side. Those of ``codes`` are in shared memory.
     """
+    space, relu = ("shared", _TWICE) if codes else ("global.nc", _ONCE)
     lines, tiles = [], heads // 8
     for i in range(count):
         sums = [[f"s{2 * i + row}", f"r{row}"] for row in range(2)]
@@ -394,11 +276,11 @@ def _sums(count: int, heads: int, words: int, first: int, some: int) -> str:
             if tile % some == 0:
                 names = ", ".join(f"w{n}" for n in range(2 * some))
                 at = 4 * (i * words + 8 * tile)
-                lines.append(f"ld.shared.v{2 * some}.f32 {{{names}}}, [part+{at}];")
+                lines.append(f"ld.{space}.v{2 * some}.f32 {{{names}}}, [part+{at}];")
             for n in range(4):
                 x = f"${first + 4 * (i * tiles + tile) + n}"
                 sum_, weight = sums[n // 2][n % 2], f"w{2 * (tile % some) + n % 2}"
-                lines.append(f"abs.f32 y, {x}; add.f32 y, y, {x};")
+                lines.append(relu.format(x=x))
                 lines.append(
                     f"fma.rn.f32 {sum_}, y, {weight}, {sum_};" if tile
                     else f"mul.f32 {sum_}, y, {weight};"
@@ -407,12 +289,12 @@ def _sums(count: int, heads: int, words: int, first: int, some: int) -> str:
     return " ".join(lines)
 
 
-def _store(x, side, scale, ranks, query, limit, *, lanes, column, base, columns: int) -> None:
+def store_ranks(x, side, scale, ranks, query, limit, *, lanes, column, base, columns: int) -> None:
     """Sum up ``x`` [64, heads], and store ranks of keys whose row of it is below ``limit``.
 
     ``x`` may be of two queries side by side: ``side`` are words of each, halves of weights, then
     the key behind the last one; column 0 is key ``base``. Of one query ``side`` are its weights,
-    in order, and its page may be missing.
+    in order, and its page may be missing; weights in global memory say that keys are no codes.
     """
     kinds = lib.WGMMA, plgpu.RefType(), plgpu.RefType(), *(inline.SCALAR,) * 7
 
@@ -423,13 +305,14 @@ def _store(x, side, scale, ranks, query, limit, *, lanes, column, base, columns:
         count, words = ir.MemRefType(side.type).shape
         heads = 2 * len(values) // count
         some = 2 if count == 2 and heads > 8 else 1
+        codes = mgpu.utils.is_smem_ref(side)
         code = f"""{{
             .reg .pred p, odd, other;
             .reg .u32 t, u, last;
             .reg .u64 at, part;
             .reg .f32 y, z, s<4>, r<2>, w<4>;
             mad.wide.u32 part, $2, {8 * some}, $1;
-            {_sums(count, heads, words, 9, some)}
+            {_sums(count, heads, words, 9, some, codes=codes)}
             and.b32 t, $2, 1;
             setp.ne.u32 odd, t, 0;
             setp.ge.u32 other, $2, 2;

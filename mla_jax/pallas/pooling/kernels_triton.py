@@ -47,7 +47,8 @@ def pool(
 
     ``given`` are values, gates and their bias.
     ``TILE`` are a power of two from the span on and channels of a program. A program of no group
-    reads its ``ends`` alone; places of this step read nothing of the ring.
+    reads where its places are and nothing of them, so that these wait for no branch; places of this
+    step read nothing of the ring.
     """
     values, gates, bias = given
     HALVES: tl.constexpr = POOL[0]
@@ -55,12 +56,12 @@ def pool(
     SPAN: tl.constexpr = RING[3]
     BLOCKS: tl.constexpr = (DIM + TILE[1] - 1) // TILE[1]
     group = tl.program_id(0) // BLOCKS
-    if tl.load(ends + group) >= 0:
-        j = tl.arange(0, TILE[0])
+    j = tl.arange(0, TILE[0])
+    end, layer = tl.load(ends + group), tl.load(number)
+    token = tl.load(tokens + group * SPAN + j, mask=j < SPAN, other=-1)
+    row = tl.load(kept + group * SPAN + j, mask=j < SPAN, other=-1)
+    if end >= 0:
         c = (tl.program_id(0) % BLOCKS) * TILE[1] + tl.arange(0, TILE[1])[None, :]
-        token = tl.load(tokens + group * SPAN + j, mask=j < SPAN, other=-1)
-        row = tl.load(kept + group * SPAN + j, mask=j < SPAN, other=-1)
-        layer = tl.load(number)
         here = token >= 0
         row = tl.where(here, -1, row)
         there = here | (row >= 0)
@@ -95,13 +96,14 @@ def _state(
     cos, sin = angles
     ends, slots = groups
     DIM: tl.constexpr = POOL[1]
+    c = tl.arange(0, COLUMNS)[None, :]
     end = tl.load(ends + group)
-    if end >= 0:
+    x = tl.load(pooled + group.to(tl.int64) * DIM + c, mask=c < DIM, other=0.0)
+    y = tl.load(gain + c, mask=c < DIM, other=0.0).to(tl.float32)
+    if end >= 0:  # what was read before waits for no branch
         here, layer, slot = place(slots, number, end, ROW.layers, ROW.slots)
         if here:
-            c = tl.arange(0, COLUMNS)[None, :]
-            x = tl.load(pooled + group.to(tl.int64) * DIM + c, mask=c < DIM, other=0.0)
-            y = tl.load(gain + c, mask=c < DIM, other=0.0).to(tl.float32) * normalise(x, DIM, EPS)
+            y *= normalise(x, DIM, EPS)
             y = rotate_tail(y, cos, sin, group, DIM, POOL[3]).to(gain.dtype.element_ty)
             store_row(y, pages, layer, slot, ROW)
 

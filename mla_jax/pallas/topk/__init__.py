@@ -8,7 +8,7 @@ _SIZES = {"dim": OneOf(128), "heads": OneOf(8, 16, 32, 64)}
 MOSAIC_DECODE = Requirement(
     sm=OneOf(90),
     features={
-        "dtype+cache": OneOf("float8_e4m3fn+index_key"),
+        "dtype+cache": OneOf("float8_e4m3fn+index_key", "bfloat16+bf16", "float16+fp16"),
         **_SIZES,
         "queries": Within(high=4),
         "page": OneOf(64),

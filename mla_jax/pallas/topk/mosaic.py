@@ -1,6 +1,7 @@
-"""Selection on Hopper over e4m3 codes, in Mosaic GPU: scores, then the best of each row.
+"""Selection on Hopper in Mosaic GPU: scores, then the best of each row.
 
-``indexer/scores_sm90`` scores some rows, ``rows_sm90`` takes the best of each; then the next.
+``indexer/paged_sm90`` and, over gathered codes, ``indexer/scores_sm90`` score some rows,
+``rows_sm90`` takes the best of each; then the next.
 """
 
 from collections.abc import Callable, Sequence
@@ -8,8 +9,9 @@ from collections.abc import Callable, Sequence
 import jax.numpy as jnp
 from jax import lax
 
-from mla_jax.cache import RecordCache
+from mla_jax.cache import LatentCache, RecordCache
 from mla_jax.pallas.device import DeviceInfo
+from mla_jax.pallas.indexer import paged_sm90 as paged
 from mla_jax.pallas.indexer import scores_sm90 as scores
 from mla_jax.pallas.topk import rows_sm90
 from mla_jax.types import Array, Float, Int, cdiv, round_up
@@ -33,7 +35,7 @@ and a warpgroup then has ``LEAST`` pages."""
 def select_decode(
     q: Float[Array, "rows queries heads dim"],
     weights: Float[Array, "rows queries heads"],
-    cache: RecordCache,
+    cache: LatentCache | RecordCache,
     page_table: Int[Array, "rows width"],
     lens: Int[Array, "rows queries"],
     *,
@@ -43,14 +45,17 @@ def select_decode(
     """``xla.select_decode``."""
     queries = q.shape[1]
     width, page, sms = page_table.shape[1], cache.page, DeviceInfo.current().sms
-    pages = cache.pages.reshape(cache.layers or 1, cache.num_pages, -1)
+    records = isinstance(cache, RecordCache)
+    size = (-1,) if records else (page, -1)
+    pages = cache.pages.reshape(cache.layers or 1, cache.num_pages, *size)
+    workers = paged.resident(queries, records=records) * sms
     number = jnp.zeros((), jnp.int32) if layer is None else layer
 
     def some(_, q: Array, weights: Array, page_table: Array, lens: Array) -> Array:
         def ranks(base: Array, columns: int) -> Array:
-            blocks = cdiv(columns, scores.STREAMS * page)
-            span = _span(len(q), blocks, scores.RESIDENT * sms)
-            return scores.paged_ranks(
+            blocks = cdiv(columns, paged.STREAMS * page)
+            span = _span(len(q), blocks, workers)
+            return paged.paged_ranks(
                 q, weights, pages, page_table, lens, number, base,
                 columns=columns, span=span, least=k,
             )  # fmt: skip
