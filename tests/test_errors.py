@@ -95,6 +95,7 @@ INTERNAL = {
     "pages": "the scheduler asks what is free before it takes pages",
     "pallas/cache_io/row_layout": "what a record format of ours says",
     "pallas/dense_prefill/steps_sm90": "a layout that is written out twice",
+    "pallas/indexer/paged_sm90": "what the backend requires",
     "pallas/indexer/scores_sm90": "a layout written out twice, and what the backend requires",
     "pallas/topk/select_sm90": "the wrapper rounds columns up and chooses a shape that holds them",
     "pallas/triton_lib": "what the compiler said of a kernel",

@@ -362,10 +362,7 @@ def coded(rng, count):
 
 
 def coded_cache(rng, table, *, form):
-    """The second layer of a stack holds ``coded`` keys at the pages of ``table``: ``(cache, scores)``.
-
-    All else is NaN.
-    """
+    """``coded`` keys at the pages of ``table`` in the second layer, NaN elsewhere; their scores."""
     width, scores = table.shape[1], []
     size = {"num_pages": table.size + 3, "page": 64, "format": form, "layers": 2}
     if form == "index_key":

@@ -145,26 +145,31 @@ def launch(
 
     def body(*refs, **scratch):
         *given, used, result = refs
-        wg, worker = lax.axis_index("wg"), lax.axis_index("worker")
-        member = 0 if sizes.cluster == 1 else lax.axis_index(MEMBER)
-        all_items = lax.div(used[0], jnp.int32(sizes.cluster)) * blocks
-        rest = jnp.maximum(all_items - worker + (sizes.clusters - 1), 0)
-        items, simulate = lax.div(rest, jnp.int32(sizes.clusters)), interpret is not None
-        facts: dict[str, Any] = dict(
-            sizes=sizes, items=items, steps=steps, simulate=simulate, told=told, refs=scratch
-        )
-        loader, multiplier, own = roles(
-            *given, facts=facts, blocks=blocks, columns=columns, worker=worker, member=member
-        )
+        wg, simulate = lax.axis_index("wg"), interpret is not None
+
+        def parts():
+            """What both roles are made of; each reads it, so that no register holds it before."""
+            worker = lax.axis_index("worker")
+            all_items = lax.div(used[0], jnp.int32(sizes.cluster)) * blocks
+            rest = jnp.maximum(all_items - worker + (sizes.clusters - 1), 0)
+            facts: dict[str, Any] = dict(
+                sizes=sizes, items=lax.div(rest, jnp.int32(sizes.clusters)), steps=steps,
+                simulate=simulate, told=told, refs=scratch,
+            )  # fmt: skip
+            member = 0 if sizes.cluster == 1 else lax.axis_index(MEMBER)
+            places = dict(blocks=blocks, columns=columns, worker=worker, member=member)
+            return facts, *roles(*given, facts=facts, **places)
 
         @pl.when(wg < GROUPS)
         def _():
             plgpu.set_max_registers(registers[1], action="increase")
+            facts, _, multiplier, own = parts()
             multiplier(wg=wg, out=result, gated=gated, **own, **facts).run()
 
         @pl.when(wg == GROUPS)
         def _():
             plgpu.set_max_registers(registers[0], action="decrease")
+            _, loader, *_ = parts()
             if simulate:  # there are no warps
                 loader.run()
             else:

@@ -103,9 +103,8 @@ def _state(
     if end >= 0:  # what was read before waits for no branch
         here, layer, slot = place(slots, number, end, ROW.layers, ROW.slots)
         if here:
-            y *= normalise(x, DIM, EPS)
-            y = rotate_tail(y, cos, sin, group, DIM, POOL[3]).to(gain.dtype.element_ty)
-            store_row(y, pages, layer, slot, ROW)
+            z = rotate_tail(y * normalise(x, DIM, EPS), cos, sin, group, DIM, POOL[3])
+            store_row(z.to(gain.dtype.element_ty), pages, layer, slot, ROW)
 
 
 @jit
