@@ -76,9 +76,9 @@ def candidates(name: str) -> list[AnyTuning]:
     if not isinstance(first, mosaic.Tuning):
         return [*triton_candidates(name)]
     changes = (
-        dict(most=192, step=32, stages=3, cluster=1), dict(most=128, step=32, stages=4, cluster=1),
-        dict(most=128, step=32, stages=4), dict(most=160, step=32, stages=3),
-        dict(most=160, step=16, stages=3), dict(most=192, step=16, stages=3),
+        dict(most=128, step=32, stages=4, cluster=1), dict(most=160, step=16, stages=3),
+        dict(most=192, step=16, stages=3), dict(most=160, step=32, stages=3),
+        dict(most=192, step=32, stages=3, cluster=1),
     )  # fmt: skip
     found = [first, *(replace(first, **change) for change in changes)]
     return list(dict.fromkeys([*found, *triton_candidates(name)[:1]]))

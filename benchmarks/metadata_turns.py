@@ -1,8 +1,9 @@
 """``python -m benchmarks.metadata_turns TREE … --out FILE``: host times of several commits in turn.
 
-Each TREE is a folder with ``mla_jax`` and ``benchmarks`` of a commit (``git archive``). Every one has
-a process of its own that waits until it is its turn, so machines whose speed changes from minute to
-minute treat all alike. Rows are medians of turns of ``benchmarks.metadata.host_times``.
+Each TREE is a folder with ``mla_jax`` and ``benchmarks`` of a commit (``git archive``). Every one
+has a process of its own that waits for its turn, first or last in turn, so a machine whose speed
+changes from minute to minute treats all alike. Rows are medians of turns of
+``benchmarks.metadata.host_times``, the first turn left out.
 """
 
 import argparse
@@ -55,13 +56,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.metadata_turns", description=__doc__)
     parser.add_argument("trees", type=Path, nargs="+")
     parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--cases", nargs="*", default=["v3", "v32", "v4"])
+    parser.add_argument("--sync", action="store_true", help="without asynchronous dispatch only")
     parser.add_argument("--out", type=Path, required=True, help="JSON file")
     given = parser.parse_args()
     rows = []
-    for asynchronous in (False, True):
+    for asynchronous in (False,) if given.sync else (False, True):
         children = [_started(tree, asynchronous) for tree in given.trees]
-        for name in ("v3", "v32", "v4"):
-            found = [[_row(child, name) for child in children] for _ in range(given.turns)]
+        for name in given.cases:
+            found = []
+            for turn in range(given.turns):
+                order = list(enumerate(children))[:: -1 if turn % 2 else 1]
+                each = {i: _row(child, name) for i, child in order}
+                found.append([each[i] for i in range(len(children))])
             for tree, own in zip(given.trees, zip(*found[1:], strict=True), strict=True):
                 medians = {k: round(statistics.median(row[k] for row in own), 1) for k in FIELDS}
                 case = f"{name}{'_async' * asynchronous}"

@@ -32,10 +32,7 @@ COLUMNS = 4 * kernels.CHUNK
 REST = 48
 """What a tile costs beside its rows, in rows: loads of its columns, its end. A guess."""
 
-CLUSTER = 2
-"""Thread blocks that load weights together."""
-
-EXPERT_TILES = {"most": 112, "step": 16, "cluster": CLUSTER}
+EXPERT_TILES = {"most": 112, "step": 16}
 EXPERT_STAGES = 4
 TOGETHER = 16
 """Tiles that read a block of weights together."""
@@ -43,52 +40,41 @@ TOGETHER = 16
 
 def matmul_fp8(x: Float[Array, "tokens into"], weight: BlockScaled) -> Float[Array, "tokens out"]:
     """``ref.matmul_fp8`` of the quantised rows, accumulated in float32, rounded once."""
-    (tokens, _), workers = x.shape, _workers()
+    (tokens, _), workers = x.shape, DeviceInfo.current().sms
     rows = tile_rows(tokens, weight.values.shape[0], workers=workers)
     values, scales = quantise(x, room=round_up(tokens, tiles.EIGHT))
     table = table_of(tokens, rows)
     whole = BlockScaled(values=weight.values[None], scale=weight.scale[None])
-    stages = 3 if rows > 112 else 4
     y = mosaic_sm90.multiply(
         values, scales, (whole,), jnp.asarray(table), jnp.asarray([len(table)], jnp.int32),
-        sizes=kernels.Sizes(
-            most=rows, step=rows, stages=stages, workers=workers, cluster=CLUSTER
-        ),
+        sizes=kernels.Sizes(most=rows, step=rows, stages=3 if rows > 112 else 4, workers=workers),
         out_dtype=x.dtype,
     )  # fmt: skip
     return y if len(y) == tokens else y[:tokens]
 
 
-def _workers() -> int:
-    """Thread blocks: as many as there are multiprocessors, in whole clusters."""
-    return DeviceInfo.current().sms // CLUSTER * CLUSTER
-
-
 def tile_rows(tokens: int, columns: int, *, workers: int) -> int:
     """Rows of a tile: those whose tiles end soonest, the most of equals.
 
-    Every cluster takes as many tiles as the busiest one, each of which costs its rows and
-    ``REST``. 4096 rows of 2,112 columns are 16 pairs of tiles of 128 under 9 blocks of columns,
-    three turns of 66 pairs, or 22 pairs of 96, three turns of fewer rows.
+    Every thread block takes as many tiles as the busiest one, each of which costs its rows and
+    ``REST``. 4096 rows of 2,112 columns are 288 tiles of 128, three turns of 132 of them, or 387 of
+    96, three turns of fewer rows.
     """
 
     def cost(rows: int) -> int:
-        items = cdiv(tokens, CLUSTER * rows) * cdiv(columns, COLUMNS)
-        return cdiv(CLUSTER * items, workers) * (rows + REST)
+        return cdiv(cdiv(tokens, rows) * cdiv(columns, COLUMNS), workers) * (rows + REST)
 
     return min(reversed(ROWS), key=cost)
 
 
 def table_of(tokens: int, rows: int) -> np.ndarray:
-    """The tiles of so many rows of one matrix, as ``tiles.Plan`` has them, in whole clusters."""
-    real = cdiv(tokens, rows)
-    count = round_up(real, CLUSTER)
+    """The tiles of so many rows of one matrix, as ``tiles.Plan`` has them."""
+    count = cdiv(tokens, rows)
     table = np.zeros((count, tiles.FIELDS), np.int32)
     t = np.arange(count)
     table[:, tiles.FIRST] = t // TOGETHER * TOGETHER
     table[:, tiles.TOGETHER] = np.minimum(count - table[:, tiles.FIRST], TOGETHER)
-    table[:, tiles.ROW] = np.minimum(t, real - 1) * (rows // tiles.EIGHT)
-    table[real:, tiles.CHOICE] = -1
+    table[:, tiles.ROW] = t * (rows // tiles.EIGHT)
     return table
 
 
@@ -123,7 +109,9 @@ def routed_experts_fp8(
         out=(spec((room, hidden), E4M3), spec((spans, room), jnp.float32)),
         grid=tokens, warps=4, stages=1, TOPK=topk, HIDDEN=hidden, SPANS=min(spans & -spans, 8),
     )  # fmt: skip
-    sizes = kernels.Sizes(stages=EXPERT_STAGES, workers=_workers(), limit=limit, **EXPERT_TILES)
+    sizes = kernels.Sizes(
+        stages=EXPERT_STAGES, workers=DeviceInfo.current().sms, limit=limit, **EXPERT_TILES
+    )
     facts = {"sizes": sizes, "out_dtype": x.dtype}
     plan = found.table, found.used
     h = mosaic_sm90.multiply(spread, scales, (gate, up), *plan, **facts)
