@@ -87,7 +87,10 @@ def test_interpreted_with_race_detection(cluster, gated, rng, monkeypatch):
     alone = [[0, 0, 1, 0, 0], [1, 1, 2, 4, 0], [1, 1, 2, 8, 0], [-1] * 5]
     pairs = [[0, 0, 2, 0, 0], [0, 0, 2, 0, -1], [1, 2, 2, 4, 0], [1, 2, 2, 8, 0], [-1] * 5]
     table = np.array((alone, pairs)[cluster - 1], np.int32)
-    used, sizes = len(table) - 1, Sizes(most=32, step=32, stages=2, workers=4, cluster=cluster)
+    used, sizes = (
+        len(table) - 1,
+        Sizes(most=32, step=32, stages=2, workers=2 * cluster, cluster=cluster),
+    )
     table = np.pad(table, ((0, 0), (0, tiles.FIELDS - 5)))
     params = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=4)
     got = mosaic_sm90.multiply(
