@@ -156,10 +156,12 @@ def trace_v4(model: Any, config: V4Config, token_ids: Sequence[int]) -> Trace:
         def hook(module: Any, given: Any, out: Any) -> None:
             rows, bias = out
             pooled = rows[0, 0].float().numpy().copy()
-            none = np.zeros((len(token_ids), len(pooled)), np.float32)
+            if bias is None:  # fewer tokens than a group has: no state, and nothing to select
+                selected = np.zeros((len(token_ids), len(pooled)), np.float32)
+            else:
+                selected = flat(bias[0, 0] == 0)
             found.put(f"{at}.states", pooled)
-            # With fewer tokens than a group has, there is no state and nothing to select.
-            found.put(f"{at}.selected", none if bias is None else flat(bias[0, 0] == 0))
+            found.put(f"{at}.selected", selected)
 
         return hook
 

@@ -181,14 +181,17 @@ def swizzled(shape: Sequence[int], dtype: DTypeLike) -> plgpu.SMEM:
     return plgpu.SMEM(tuple(shape), dtype, transforms=transforms)
 
 
-def barrier(arrivals: int = 1, count: int = 1) -> plgpu.Barrier:
-    """``count`` barriers, each of which lets go after so many arrivals."""
-    return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+def barrier(
+    arrivals: int = 1, count: int = 1, *, axis: str | None = None
+) -> plgpu.Barrier | plgpu.ClusterBarrier:
+    """``count`` barriers, each of which lets go after so many arrivals of a thread block.
 
-
-def cluster_barrier(axis: str, arrivals: int = 1, count: int = 1) -> plgpu.ClusterBarrier:
-    """``barrier`` at which every thread block of a cluster arrives, for all of them."""
-    return plgpu.ClusterBarrier(collective_axes=(axis,), num_arrivals=arrivals, num_barriers=count)
+    With the ``axis`` of a cluster every thread block of it must arrive, and all are let go.
+    """
+    sizes = {"num_arrivals": arrivals, "num_barriers": count}
+    if axis is None:
+        return plgpu.Barrier(**sizes)
+    return plgpu.ClusterBarrier(collective_axes=(axis,), **sizes)
 
 
 def shared_bytes(scratch: dict) -> int:

@@ -468,7 +468,7 @@ def test_mosaic_compiles_for_sm90(queries, form, monkeypatch):
     used = compiled.memory_analysis().temp_size_in_bytes
     assert used < 4 * (128 * 512 * 64 + 8 * 128 * queries * 2048) * queries + 2**20, used
     (paged,) = (r for r in reports if "index_ranks" in r.name)
-    blocks = paged_sm90.resident(queries, records=records)
+    blocks = paged_sm90.fit(queries, records=records).blocks
     assert blocks * (paged.shared + 1024) <= 228 * 1024, paged.shared
     assert blocks * paged_sm90.STREAMS * 128 * paged.registers <= 2**16, paged.registers
     for report in reports:
@@ -477,7 +477,7 @@ def test_mosaic_compiles_for_sm90(queries, form, monkeypatch):
 
 @pytest.mark.skipif(bool(WITHOUT), reason=WITHOUT)
 def test_mosaic_over_gathered_codes_compiles_for_sm90(monkeypatch):
-    """As above."""
+    """No register is spilled, no product waits for another."""
     monkeypatch.setattr(DeviceInfo, "current", lambda: aot.H200)
     spec, code = jax.ShapeDtypeStruct, jnp.float8_e4m3fn
     bounds = [spec((4096,), jnp.int32)] * 2

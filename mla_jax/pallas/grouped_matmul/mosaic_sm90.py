@@ -15,10 +15,11 @@ the tiles of one expert under one block of columns one after the other: those we
 memory once. There is code for each multiple of ``step`` rows; nothing that a row meets depends on
 which one runs it.
 
-Thread blocks of a cluster have tiles of one expert under the same block of columns: each loads its
-part of the weights for both. A tile that stands in for one that is not there has no rows, and its
-thread block only keeps step. The bound: 4096 FLOP a cycle; a tile of 128 rows reads 48 bytes a
-cycle from L2, one of a pair 32.
+Thread blocks of a cluster have tiles of one expert under the same block of columns, and each loads
+its part of the weights for all of them. Where an expert has too few tiles, one without rows fills
+the cluster: its thread block waits for weights and frees them, and computes nothing.
+
+The bound: 4096 FLOP a cycle; a tile of 128 rows reads 48 bytes a cycle from L2, one of a pair 32.
 """
 
 # Mosaic GPU states its types in part only; roles are decided while tracing.
@@ -76,6 +77,11 @@ class Sizes:
         return self.workers // self.cluster
 
     @property
+    def axis(self) -> str | None:
+        """Of a cluster's thread blocks; None: each is alone."""
+        return None if self.cluster == 1 else MEMBER
+
+    @property
     def menu(self) -> tuple[int, ...]:
         """Rows that a tile may have."""
         return tuple(range(self.step, self.most + 1, self.step))
@@ -87,15 +93,13 @@ def scratch(sizes: Sizes, dtype: Any, out: Any) -> dict:
     Barriers: who arrives -> who waits, once for every use of what they guard.
     """
     channels = 128 // jnp.dtype(dtype).itemsize  # of a step
-    alone = sizes.cluster == 1
-    barrier = lib.barrier if alone else functools.partial(lib.cluster_barrier, MEMBER)
     return {
         "w": lib.swizzled((sizes.stages, 2 * GROUPS, CHUNK, channels), dtype),
         "x": lib.swizzled((sizes.stages, sizes.most, channels), dtype),
         "y": lib.swizzled((GROUPS, sizes.most, CHUNK), out),
         "facts": plgpu.SMEM((AHEAD, len(Item._fields)), I32),
         "full": lib.barrier(2 * GROUPS + 1, sizes.stages),  # copy engine -> both
-        "free": barrier(GROUPS, sizes.stages),  # both, of the whole cluster -> loader
+        "free": lib.barrier(GROUPS, sizes.stages, axis=sizes.axis),  # both, of all -> loader
         "told": lib.barrier(count=AHEAD),  # loader -> both
         "heard": lib.barrier(GROUPS, AHEAD),  # both -> loader
     }
@@ -156,7 +160,7 @@ def launch(
                 sizes=sizes, items=lax.div(rest, jnp.int32(sizes.clusters)), steps=steps,
                 simulate=simulate, told=told, refs=scratch,
             )  # fmt: skip
-            member = 0 if sizes.cluster == 1 else lax.axis_index(MEMBER)
+            member = 0 if sizes.axis is None else lax.axis_index(sizes.axis)
             places = dict(blocks=blocks, columns=columns, worker=worker, member=member)
             return facts, *roles(*given, facts=facts, **places)
 
@@ -182,7 +186,8 @@ def launch(
         scratch_types=buffers,
         grid=(sizes.clusters,),
         grid_names=("worker",),
-        **({} if sizes.cluster == 1 else {"cluster": (sizes.cluster,), "cluster_names": (MEMBER,)}),
+        cluster=() if sizes.axis is None else (sizes.cluster,),
+        cluster_names=() if sizes.axis is None else (sizes.axis,),
         num_threads=GROUPS + 1,
         thread_name="wg",
         kernel_name=name,
@@ -290,11 +295,10 @@ class Loader(Role):
         return source.at[pl.ds(k * CHUNK, CHUNK), pl.ds(column, CHUNK)]
 
     def _load_weights(self, s, k, item: Item) -> None:
-        axes = None if self.sizes.cluster == 1 else MEMBER
         for j, source, column in self._squares(item):
             piece = self._square(source, k, column)
             to, full = self.refs["w"].at[s, j], self.refs["full"].at[s]
-            plgpu.copy_gmem_to_smem(piece, to, full, collective_axes=axes)
+            plgpu.copy_gmem_to_smem(piece, to, full, collective_axes=self.sizes.axis)
 
     def _load_rows(self, s, k, item: Item, n: int) -> None:
         piece = self.x.at[pl.ds(item.row * tt.EIGHT, n), pl.ds(k * CHUNK, CHUNK)]

@@ -15,7 +15,7 @@ another one waits for, and a thread block begins where another ends.
 # pyright: reportReturnType=false
 
 import functools
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from mla_jax.pallas.indexer import scores_sm90 as scores
 from mla_jax.pallas.indexer.scores_sm90 import BLOCK, DIM, F8, I32, MISSING, SIDE, cdiv_
 from mla_jax.types import cdiv, round_up
 
-__all__ = ["STREAMS", "paged_ranks", "resident"]
+__all__ = ["STREAMS", "Fit", "fit", "paged_ranks"]
 
 STREAMS = 3
 """Warpgroups of a thread block, each of which has every third page of its span."""
@@ -43,23 +43,18 @@ _ROWS = (plgpu.TilingTransform((1, 128)), plgpu.SwizzleTransform(128))
 """The bytes of ``lib.swizzled``, for the copy engine to start at any row of global memory."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Fit:
-    """What shared memory has room for."""
+class Fit(NamedTuple):
+    """What the shared memory of a multiprocessor has room for."""
 
     slots: int  # pages of a warpgroup
-    blocks: int  # thread blocks of a multiprocessor
+    blocks: int  # thread blocks
 
 
-def _fit(queries: int, *, records: bool) -> _Fit:
+def fit(queries: int, *, records: bool) -> Fit:
+    """For so many queries of each row, over records or 16-bit elements."""
     if records:
-        return _Fit(slots=4 if queries < 3 else 3, blocks=2)
-    return _Fit(slots=2, blocks=2) if queries == 1 else _Fit(slots=3, blocks=1)
-
-
-def resident(queries: int, *, records: bool) -> int:
-    """Thread blocks that share a multiprocessor."""
-    return _fit(queries, records=records).blocks
+        return Fit(slots=4 if queries < 3 else 3, blocks=2)
+    return Fit(slots=2, blocks=2) if queries == 1 else Fit(slots=3, blocks=1)
 
 
 @lib.lowered_once("columns", "span", "least")
@@ -78,18 +73,18 @@ def paged_ranks(
     records = pages.dtype == jnp.uint8
     assert size == ([BLOCK * (DIM + 4)] if records else [BLOCK, DIM])
     kind = F8 if records else pages.dtype
-    slots = _fit(queries, records=records).slots
+    slots = fit(queries, records=records).slots
+    copies = 2 if records else 1  # of a page, and of what goes with a query
     shape = STREAMS, slots, BLOCK, DIM
     keys = lib.swizzled(shape, kind)
-    facts = {"columns": columns, "span": span, "least": least, "layers": layers}
     weights = weights.astype(jnp.float32).reshape(rows * queries, heads)
     if rest := round_up(heads, SIDE) - heads:
         weights = jnp.pad(weights, ((0, 0), (0, rest)))
     scratch = {
         "q": lib.swizzled((queries, heads, DIM), kind),
         "k": keys,
-        "q_full": lib.barrier((2 if records else 1) * queries),
-        "full": lib.barrier(2 if records else 1, STREAMS * slots),
+        "q_full": lib.barrier(copies * queries),
+        "full": lib.barrier(copies, STREAMS * slots),
         "free": lib.barrier(1, STREAMS * slots),
     }
     if records:  # of elements two thread blocks would not fit with the weights in shared memory too
@@ -100,7 +95,7 @@ def paged_ranks(
             "w": plgpu.SMEM((queries, weights.shape[1]), jnp.float32),
         }
     kernel = lib.kernel(
-        functools.partial(_paged, **facts),
+        functools.partial(_paged, columns=columns, span=span, least=least, layers=layers),
         out_type=jax.ShapeDtypeStruct((rows * queries, columns), I32),
         scratch_types=scratch,
         grid=(rows * cdiv(columns, STREAMS * BLOCK * span),),
@@ -162,7 +157,7 @@ def _paged(
         lanes = scores.lane_numbers()
         scale = jnp.where(here >= 0, factor(slot, lanes), MISSING)
         at = column + (i * STREAMS + wg) * BLOCK
-        facts = {"lanes": lanes, "column": at, "columns": columns, "base": base}
+        facts = {"lanes": lanes, "column": at, "columns": columns, "base": base, "codes": records}
 
         @pl.loop(0, queries)
         def _(j):

@@ -259,16 +259,17 @@ _SINGLE = """
 
 
 _TWICE, _ONCE = "abs.f32 y, {x}; add.f32 y, y, {x};", "max.NaN.f32 y, {x}, 0f00000000;"
-"""``2 relu(x)`` of finite ``x``, and ``relu(x)`` of any."""
+"""``y = 2 relu(x)`` of finite ``x``, and ``y = relu(x)`` of any, which keeps NaN."""
 
 
-def _sums(count: int, heads: int, words: int, first: int, some: int, *, codes: bool) -> str:
+def _sums(
+    count: int, heads: int, words: int, first: int, some: int, *, relu: str, space: str
+) -> str:
     """``s[2 i + row]``: a thread's part of query ``i``'s sums, of operands from ``$first`` on.
 
     ``part`` is where the thread's weights begin, ``words`` those of a query; of ``some`` tiles of
-    eight heads they lie side by side. Those of ``codes`` are in shared memory.
+    eight heads they lie side by side, in the state space ``space``. ``relu`` makes ``y`` of ``x``.
     """
-    space, relu = ("shared", _TWICE) if codes else ("global.nc", _ONCE)
     lines, tiles = [], heads // 8
     for i in range(count):
         sums = [[f"s{2 * i + row}", f"r{row}"] for row in range(2)]
@@ -289,12 +290,14 @@ def _sums(count: int, heads: int, words: int, first: int, some: int, *, codes: b
     return " ".join(lines)
 
 
-def store_ranks(x, side, scale, ranks, query, limit, *, lanes, column, base, columns: int) -> None:
+def store_ranks(
+    x, side, scale, ranks, query, limit, *, lanes, column, base, columns: int, codes: bool = True
+) -> None:
     """Sum up ``x`` [64, heads], and store ranks of keys whose row of it is below ``limit``.
 
     ``x`` may be of two queries side by side: ``side`` are words of each, halves of weights, then
     the key behind the last one; column 0 is key ``base``. Of one query ``side`` are its weights,
-    in order, and its page may be missing; weights in global memory say that keys are no codes.
+    in order, and its page may be missing. Products of ``codes`` are finite.
     """
     kinds = lib.WGMMA, plgpu.RefType(), plgpu.RefType(), *(inline.SCALAR,) * 7
 
@@ -305,14 +308,15 @@ def store_ranks(x, side, scale, ranks, query, limit, *, lanes, column, base, col
         count, words = ir.MemRefType(side.type).shape
         heads = 2 * len(values) // count
         some = 2 if count == 2 and heads > 8 else 1
-        codes = mgpu.utils.is_smem_ref(side)
+        space = "shared" if mgpu.utils.is_smem_ref(side) else "global.nc"
+        relu = _TWICE if codes else _ONCE
         code = f"""{{
             .reg .pred p, odd, other;
             .reg .u32 t, u, last;
             .reg .u64 at, part;
             .reg .f32 y, z, s<4>, r<2>, w<4>;
             mad.wide.u32 part, $2, {8 * some}, $1;
-            {_sums(count, heads, words, 9, some, codes=codes)}
+            {_sums(count, heads, words, 9, some, relu=relu, space=space)}
             and.b32 t, $2, 1;
             setp.ne.u32 odd, t, 0;
             setp.ge.u32 other, $2, 2;

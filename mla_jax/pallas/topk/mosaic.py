@@ -48,7 +48,7 @@ def select_decode(
     records = isinstance(cache, RecordCache)
     size = (-1,) if records else (page, -1)
     pages = cache.pages.reshape(cache.layers or 1, cache.num_pages, *size)
-    workers = paged.resident(queries, records=records) * sms
+    workers = paged.fit(queries, records=records).blocks * sms
     number = jnp.zeros((), jnp.int32) if layer is None else layer
 
     def some(_, q: Array, weights: Array, page_table: Array, lens: Array) -> Array:
