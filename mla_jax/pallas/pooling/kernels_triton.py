@@ -46,9 +46,9 @@ def pool(
     """Some channels of one group: values summed by the softmax of their gates, float32.
 
     ``given`` are values, gates and their bias.
-    ``TILE`` are a power of two from the span on and channels of a program. A program of no group
-    reads where its places are and nothing of them, so that these wait for no branch; places of this
-    step read nothing of the ring.
+    ``TILE`` are a power of two from the span on and channels of a program. Indices are loaded while
+    it is not known yet whether there is a group; values and gates are loaded only for a group.
+    Places of this step read nothing of the ring.
     """
     values, gates, bias = given
     HALVES: tl.constexpr = POOL[0]
@@ -100,7 +100,7 @@ def _state(
     end = tl.load(ends + group)
     x = tl.load(pooled + group.to(tl.int64) * DIM + c, mask=c < DIM, other=0.0)
     y = tl.load(gain + c, mask=c < DIM, other=0.0).to(tl.float32)
-    if end >= 0:  # what was read before waits for no branch
+    if end >= 0:  # state and gain are loaded while this is not known yet
         here, layer, slot = place(slots, number, end, ROW.layers, ROW.slots)
         if here:
             z = rotate_tail(y * normalise(x, DIM, EPS), cos, sin, group, DIM, POOL[3])
