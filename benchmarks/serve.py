@@ -248,12 +248,18 @@ def _floor_us(case: Case, steps_behind: int = 0) -> float:
 def _breakdown(events: list[dict], us: float, sparse: int | None = None) -> dict:
     """Microseconds of each kernel in a step, and of the time in which any runs.
 
-    ``sparse`` layers call the experts' first kernel once in a step each; None: all is one step.
+    ``sparse`` layers call the experts' first kernel once in a step each, and ``TRACED`` steps
+    count: behind them requests end, the longest first, and steps are smaller. None: all is one
+    step.
     """
-    if not events:
+    steps = 1
+    if sparse:
+        starts = [e["ts"] for e in events if e["name"] == EXPERTS][::sparse]
+        steps = min(TRACED, len(starts) - 1)
+        if steps > 0:
+            events = [e for e in events if starts[0] <= e["ts"] < starts[steps]]
+    if not events or steps < 1:
         return {}
-    names = Counter(e["name"] for e in events)
-    steps = names[EXPERTS] / sparse if sparse else 1
     each: Counter[str] = Counter()
     end, busy = events[0]["ts"], 0.0
     for e in events:

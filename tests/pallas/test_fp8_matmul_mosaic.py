@@ -108,8 +108,8 @@ def test_interpreted_with_race_detection(cluster, gated, rng, monkeypatch):
 @pytest.mark.skipif(mosaic is None, reason=missing("triton") or "installed")
 def test_rows_of_a_tile():
     """The fewest rows that the busiest thread block computes; whole tiles where it is the same."""
-    assert mosaic.tile_rows(4096, 4096, workers=132) == 128  # four turns of 66 pairs
-    assert mosaic.tile_rows(4096, 2112, workers=132) == 96  # three turns, as of 128
+    assert mosaic.tile_rows(4096, 4096, workers=132) == 88  # six turns, as of 96
+    assert mosaic.tile_rows(4096, 2112, workers=132) == 96  # three turns
     assert mosaic.tile_rows(1024, 2112, workers=132) == 80  # one
     assert mosaic.tile_rows(1 << 20, 256, workers=132) in mosaic.ROWS
 

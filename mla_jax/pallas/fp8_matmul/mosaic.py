@@ -23,7 +23,7 @@ from mla_jax.types import SCALE_BLOCK, Array, BlockScaled, Float, cdiv, round_up
 __all__ = ["matmul_fp8", "routed_experts_fp8", "table_of", "tile_rows"]
 
 E4M3 = jnp.float8_e4m3fn
-ROWS = range(64, 129, 8)
+ROWS = range(64, 97, 8)
 """That a tile of a layer's product may have: those of whole products, and what fits registers."""
 
 COLUMNS = 4 * kernels.CHUNK
@@ -32,8 +32,8 @@ COLUMNS = 4 * kernels.CHUNK
 REST = 48
 """What a tile costs beside its rows, in rows: loads of its columns, its end. A guess."""
 
-EXPERT_TILES = {"most": 112, "step": 16}
-EXPERT_STAGES = 4
+EXPERT_TILES = {"most": 96, "step": 16}
+STAGES = 4
 TOGETHER = 16
 """Tiles that read a block of weights together."""
 
@@ -47,7 +47,7 @@ def matmul_fp8(x: Float[Array, "tokens into"], weight: BlockScaled) -> Float[Arr
     whole = BlockScaled(values=weight.values[None], scale=weight.scale[None])
     y = mosaic_sm90.multiply(
         values, scales, (whole,), jnp.asarray(table), jnp.asarray([len(table)], jnp.int32),
-        sizes=kernels.Sizes(most=rows, step=rows, stages=3 if rows > 112 else 4, workers=workers),
+        sizes=kernels.Sizes(most=rows, step=rows, stages=STAGES, workers=workers),
         out_dtype=x.dtype,
     )  # fmt: skip
     return y if len(y) == tokens else y[:tokens]
@@ -57,8 +57,8 @@ def tile_rows(tokens: int, columns: int, *, workers: int) -> int:
     """Rows of a tile: those whose tiles end soonest, the most of equals.
 
     Every thread block takes as many tiles as the busiest one, each of which costs its rows and
-    ``REST``. 4096 rows of 2,112 columns are 288 tiles of 128, three turns of 132 of them, or 387 of
-    96, three turns of fewer rows.
+    ``REST``. 4096 rows of 4,096 columns are 688 tiles of 96, six turns of 132 of them, or 752 of
+    88, six turns of fewer rows.
     """
 
     def cost(rows: int) -> int:
@@ -110,7 +110,7 @@ def routed_experts_fp8(
         grid=tokens, warps=4, stages=1, TOPK=topk, HIDDEN=hidden, SPANS=min(spans & -spans, 8),
     )  # fmt: skip
     sizes = kernels.Sizes(
-        stages=EXPERT_STAGES, workers=DeviceInfo.current().sms, limit=limit, **EXPERT_TILES
+        stages=STAGES, workers=DeviceInfo.current().sms, limit=limit, **EXPERT_TILES
     )
     facts = {"sizes": sizes, "out_dtype": x.dtype}
     plan = found.table, found.used

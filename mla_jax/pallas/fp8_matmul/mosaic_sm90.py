@@ -3,7 +3,9 @@
 The roles, tiles and blocks are those of ``grouped_matmul.mosaic_sm90``. A step is 128 channels, one
 block of scales: its product has a sum of its own, as the tensor core adds e4m3 products with 13
 bits or so, and goes times the scales of its rows and of its block of weights to the sum in float32.
-One warpgroup does that while the other one multiplies. The bound: 8192 FLOP a cycle.
+One warpgroup does that while the other one multiplies. Both products of a step are in flight at
+once, so a tile has at most 96 rows: four products of 64 x 96 and their factors fill the registers.
+The bound: 8192 FLOP a cycle, and 128 bytes a cycle of shared memory (8 + 12 KiB a product).
 """
 
 # Mosaic GPU states its types in part only; roles are decided while tracing.
@@ -111,43 +113,43 @@ class _Multiplier(experts.Multiplier, lib.Turns):
             *sums, here, s = carry
             after = self._scales(item, jnp.minimum(k + 1, self.steps - 1))
             plgpu.barrier_wait(self.refs["full"].at[s])
-            factor = None
-            for i in range(len(sums)):
-                scale = here[i] if i < len(here) else None  # None: the same factor once more
-                found, factor = self._product(n, s, i, scale, factor)
-                sums[i] = sums[i] + found * factor
+            sums = self._step(n, s, here, sums)
             return *sums, after, jnp.where(s + 1 == self.sizes.stages, 0, s + 1)
 
         first = self._scales(item, jnp.int32(0))
         *sums, _, _ = lax.fori_loop(0, self.steps, step, (zeros, zeros, first, self.slot(g)))
         return sums
 
-    def _product(self, n: int, s, i: int, scale, factor):
-        """Product ``i`` of a step's channels, and what it is to be multiplied with.
+    def _step(self, n: int, s, scales, sums):
+        """``sums`` and both products of a step, times the scales of rows and ``scales``.
 
-        The warpgroups take turns, so that one multiplies while the other one scales: what the
-        product need not be there for, is done before it is.
+        The warpgroups take turns in issuing: one scales while the products of the other run, and
+        the first product while the second one runs.
         """
-        last = i == 1
 
-        def add(acc):
-            rows = self.refs["x"].at[s, pl.ds(0, n)]
-            w = self.refs["w"].at[s, 2 * self.wg + i]
-            lib.matmul(acc, w, rows.T, simulate=self.simulate)
-            self._give_turn()
-            found = factor
-            if scale is not None:
-                by_row = plgpu.load(self.refs["x_scale"].at[s, pl.ds(0, n)], layout=COLUMN)
-                found = lax.broadcast_in_dim(by_row * scale, (CHUNK, n), [1])
-            if last:
-                lib.fence(simulate=self.simulate)  # before the copy engine writes there
-            product = acc[...]
-            if last:
-                plgpu.barrier_arrive(self.refs["free"].at[s])
-            return product, found
+        def add(*products):
+            for i, product in enumerate(products):
+                rows = self.refs["x"].at[s, pl.ds(0, n)]
+                w = self.refs["w"].at[s, 2 * self.wg + i]
+                lib.matmul(product, w, rows.T, simulate=self.simulate)
+            by_row = plgpu.load(self.refs["x_scale"].at[s, pl.ds(0, n)], layout=COLUMN)
+            factors = [lax.broadcast_in_dim(by_row * x, (CHUNK, n), [1]) for x in scales]
+            self._give_turn()  # behind the factors, or the assembler makes them after the wait
+            first = sums[0] + self._landed(products[0], 1) * factors[0]
+            if self.simulate:  # scales were read before; an interpreter wants to be told
+                plgpu.commit_smem()
+            last = self._landed(products[1], 0)
+            plgpu.barrier_arrive(self.refs["free"].at[s])
+            return first, sums[1] + last * factors[-1]
 
         self._take_turn()
-        return pl.run_scoped(add, plgpu.ACC((CHUNK, n), F32))
+        return pl.run_scoped(add, *2 * [plgpu.ACC((CHUNK, n), F32)])
+
+    def _landed(self, product, later: int):
+        """A product, while the ``later`` ones issued behind it may go on."""
+        if self.simulate:
+            return product[...]
+        return lib.landed(plgpu.wgmma_accumulator_load(product, wait_n=later), later)
 
     def _scales(self, item: Item, k):
         """Of the blocks of weights of both products, or of the one that both are of."""
