@@ -17,14 +17,6 @@ from mla_jax.types import Array, Float, Int
 
 __all__ = ["Block", "DeepseekV3"]
 
-LAYERS_A_TURN = 2
-"""Of the loop over layers in a step that has decodes only.
-
-The loop's counter and the slices of small arrays wait for the turn before: with two layers a turn
-they do so half as often. One request's step of 27 layers took 3,204 us with one and 3,156 with two,
-3,186 with all of them in one turn (H100); compiling takes as long with two.
-"""
-
 
 class _State(NamedTuple):
     """What goes from layer to layer."""
@@ -119,9 +111,8 @@ class DeepseekV3(Decoder[Block]):
 
         state = _State(h, self.first_norm(h), cache)
         derived = self.derive() if derived is None else derived
-        together = LAYERS_A_TURN if meta.bucket.prefills == 0 else 1
         for stack, beside in zip(self.stacks, derived, strict=True):
-            state = stack.run(state, layer, beside=beside, together=together)
+            state = stack.run(state, layer, beside=beside)
         return state.x, {"latent": state.cache}
 
     def full(

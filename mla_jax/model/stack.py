@@ -7,7 +7,6 @@ period of each run, and each weight stays where it is: a turn of the loop reads 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -107,13 +106,11 @@ class Stack[Block: nnx.Module](nnx.Module):
         layer: Callable[[Block, Any, Int[Array, ""] | int, Carry], Carry],
         *,
         beside: Sequence[Any] | None = None,
-        together: int = 1,
     ) -> Carry:
         """``carry = layer(block, extra, number, carry)`` over all layers, in order.
 
         ``beside`` has a pytree for each block of the period whose leaves are stacked as the
         weights are; ``extra`` is one layer's part of it, ``number`` the layer's in the decoder.
-        A turn of the loop runs ``together`` periods: fewer turns, a longer program.
         """
         graph, state = nnx.split(self.blocks)
         beside = [None] * len(self.blocks) if beside is None else beside
@@ -130,25 +127,7 @@ class Stack[Block: nnx.Module](nnx.Module):
             only = jax.tree.map(lambda leaf: leaf[0], (state, list(beside)))
             return turn(carry, (first, *only))[0]
         starts = first + length * jnp.arange(self.period.repeats, dtype=jnp.int32)
-        each = starts, state, list(beside)
-        if together == 1:
-            return lax.scan(turn, carry, each)[0]
-
-        def at(number: Any, carry: Carry) -> Carry:
-            # Not lax.scan's unroll: that slices all rows of a turn first, which copies them.
-            row = partial(lax.dynamic_index_in_dim, index=number, keepdims=False)
-            return turn(carry, jax.tree.map(row, each))[0]
-
-        def turns(i: Any, carry: Carry) -> Carry:
-            for k in range(together):
-                carry = at(together * i + k, carry)
-            return carry
-
-        whole = self.period.repeats // together
-        carry = lax.fori_loop(0, whole, turns, carry)
-        for number in range(whole * together, self.period.repeats):
-            carry = at(number, carry)
-        return carry
+        return lax.scan(turn, carry, (starts, state, list(beside)))[0]
 
 
 class Layers[Block: nnx.Module](Sequence[Block]):

@@ -4,11 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mla_jax.model.stack import Period, Stack, periods_of, places_of
+from mla_jax.model.stack import Period, periods_of, places_of
 from tests.model import tiny
 
 
@@ -54,27 +53,6 @@ def test_a_stack_is_its_layers_one_after_the_other(sparse):
     assert [block.sparse for block in model.layers[1:]] == list(sparse[1:])
     with pytest.raises(IndexError):
         model.layers[cfg.layers]
-
-
-@pytest.mark.parametrize("repeats", [2, 5])
-@pytest.mark.parametrize("together", [1, 2, 3])
-def test_periods_of_a_turn_change_no_result(together, repeats):
-    """Numbers and extras too; a rest of periods runs behind the loop."""
-    period = Period(first=3, kinds=("a", "b"), repeats=repeats)
-    stack = Stack(period, lambda kind, rngs: nnx.Linear(4, 4, rngs=rngs), nnx.Rngs(0))
-    beside = [jnp.linspace(0, 1, repeats), jnp.linspace(2, 3, repeats)]
-
-    def layer(block, extra, number, h):
-        return jnp.tanh(block(h) + extra) * jnp.float32(number)
-
-    def run(h):
-        return stack.run(h, layer, beside=beside, together=together)
-
-    want = h = jnp.linspace(-1, 1, 12).reshape(3, 4)
-    for place in places_of([period]):
-        number = 3 + 2 * place.index + place.block
-        want = layer(stack.block(place), beside[place.block][place.index], number, want)
-    np.testing.assert_allclose(jax.jit(run)(h), want, rtol=1e-5)
 
 
 def test_one_program_text_for_any_depth():
