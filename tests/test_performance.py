@@ -1,5 +1,7 @@
 """docs/performance.md and docs/starting.md have the figures of the committed results."""
 
+import pytest
+
 from benchmarks import table
 
 
@@ -9,3 +11,16 @@ def test_the_page_is_up_to_date():
 
 def test_the_figures_of_starting_are_the_newest():
     assert table.STARTING.read_text() == table.starting(), "run `python -m benchmarks.table`"
+
+
+def test_smaller_steps_behind_the_traced_ones_do_not_count():
+    """A trace runs on until all requests have ended; kernels of fewer requests are shorter."""
+    serve = pytest.importorskip("benchmarks.serve")
+    events = []
+    for step in range(serve.TRACED + 4):
+        us = 40 if step <= serve.TRACED else 1
+        layers = [{"name": serve.EXPERTS, "ts": 100 * step + 50 * k, "dur": us} for k in range(2)]
+        events += layers
+    found = serve._breakdown(events, 100.0, sparse=2)
+    assert found["busy_percent"] == 80 and found["kernels"] == {serve.EXPERTS: 80}
+    assert serve._breakdown(events[:1], 100.0, sparse=2) == {}
