@@ -248,17 +248,15 @@ def _floor_us(case: Case, steps_behind: int = 0) -> float:
 def _breakdown(events: list[dict], us: float, sparse: int | None = None) -> dict:
     """Microseconds of each kernel in a step, and of the time in which any runs.
 
-    ``sparse`` layers call the experts' first kernel once in a step each, and ``TRACED`` steps
-    count: behind them requests end, the longest first, and steps are smaller. None: all is one
-    step.
+    Each of the ``sparse`` layers calls the experts' first kernel once in a step. The first
+    ``TRACED`` steps count: later ones are shorter, as requests have ended. None: all is one step.
     """
     steps = 1
     if sparse:
-        starts = [e["ts"] for e in events if e["name"] == EXPERTS][::sparse]
-        steps = min(TRACED, len(starts) - 1)
-        if steps > 0:
-            events = [e for e in events if starts[0] <= e["ts"] < starts[steps]]
-    if not events or steps < 1:
+        starts = [e["ts"] for e in events if e["name"] == EXPERTS][::sparse][: TRACED + 1]
+        steps = len(starts) - 1
+        events = [e for e in events if starts and starts[0] <= e["ts"] < starts[-1]]
+    if not events:
         return {}
     each: Counter[str] = Counter()
     end, busy = events[0]["ts"], 0.0

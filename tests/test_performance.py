@@ -1,4 +1,4 @@
-"""docs/performance.md and docs/starting.md have the figures of the committed results."""
+"""The pages have the figures of the committed results; a trace of served steps is counted right."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def test_the_figures_of_starting_are_the_newest():
 
 
 def test_smaller_steps_behind_the_traced_ones_do_not_count():
-    """A trace runs on until all requests have ended; kernels of fewer requests are shorter."""
+    """A trace goes on until all requests have ended, and steps of fewer requests are shorter."""
     serve = pytest.importorskip("benchmarks.serve")
     events = []
     for step in range(serve.TRACED + 4):

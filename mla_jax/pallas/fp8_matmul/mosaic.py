@@ -24,7 +24,7 @@ __all__ = ["matmul_fp8", "routed_experts_fp8", "table_of", "tile_rows"]
 
 E4M3 = jnp.float8_e4m3fn
 ROWS = range(64, 97, 8)
-"""That a tile of a layer's product may have: those of whole products, and what fits registers."""
+"""Of a tile of a product: multiples of eight for the tensor core, at most what registers hold."""
 
 COLUMNS = 4 * kernels.CHUNK
 """Of a tile."""

@@ -4,8 +4,9 @@ The roles, tiles and blocks are those of ``grouped_matmul.mosaic_sm90``. A step 
 block of scales: its product has a sum of its own, as the tensor core adds e4m3 products with 13
 bits or so, and goes times the scales of its rows and of its block of weights to the sum in float32.
 One warpgroup does that while the other one multiplies. Both products of a step are in flight at
-once, so a tile has at most 96 rows: four products of 64 x 96 and their factors fill the registers.
-The bound: 8192 FLOP a cycle, and 128 bytes a cycle of shared memory (8 + 12 KiB a product).
+once, so a tile has at most 96 rows: two sums and two products of 64 x 96 fill the registers. The
+bound: 8192 FLOP a cycle, and 128 bytes a cycle of shared memory, of which a product reads 8 KiB of
+weights and 12 KiB of rows.
 """
 
 # Mosaic GPU states its types in part only; roles are decided while tracing.
@@ -121,10 +122,10 @@ class _Multiplier(experts.Multiplier, lib.Turns):
         return sums
 
     def _step(self, n: int, s, scales, sums):
-        """``sums`` and both products of a step, times the scales of rows and ``scales``.
+        """``sums`` plus both products of a step, each times the scales of its rows and weights.
 
-        The warpgroups take turns in issuing: one scales while the products of the other run, and
-        the first product while the second one runs.
+        The warpgroups issue products in turn. One scales while the products of the other run, and
+        its own first product while its second one runs.
         """
 
         def add(*products):
@@ -134,9 +135,9 @@ class _Multiplier(experts.Multiplier, lib.Turns):
                 lib.matmul(product, w, rows.T, simulate=self.simulate)
             by_row = plgpu.load(self.refs["x_scale"].at[s, pl.ds(0, n)], layout=COLUMN)
             factors = [lax.broadcast_in_dim(by_row * x, (CHUNK, n), [1]) for x in scales]
-            self._give_turn()  # behind the factors, or the assembler makes them after the wait
+            self._give_turn()  # given sooner, the assembler computes the factors after the wait
             first = sums[0] + self._landed(products[0], 1) * factors[0]
-            if self.simulate:  # scales were read before; an interpreter wants to be told
+            if self.simulate:  # the scales are in registers, but a race detector cannot see that
                 plgpu.commit_smem()
             last = self._landed(products[1], 0)
             plgpu.barrier_arrive(self.refs["free"].at[s])
@@ -146,10 +147,10 @@ class _Multiplier(experts.Multiplier, lib.Turns):
         return pl.run_scoped(add, *2 * [plgpu.ACC((CHUNK, n), F32)])
 
     def _landed(self, product, later: int):
-        """A product, while the ``later`` ones issued behind it may go on."""
+        """A complete product; the ``later`` ones issued behind it may go on."""
         if self.simulate:
             return product[...]
-        return lib.landed(plgpu.wgmma_accumulator_load(product, wait_n=later), later)
+        return lib.landed(plgpu.wgmma_accumulator_load(product, wait_n=None), later)
 
     def _scales(self, item: Item, k):
         """Of the blocks of weights of both products, or of the one that both are of."""
