@@ -8,11 +8,13 @@ knows no products of bfloat16, so everything is float16. Results begin as NaN, i
 import os
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from mla_jax.pallas import triton_lib
+from mla_jax.pallas.axes import AddNorm
 from mla_jax.pallas.fp8_matmul import mosaic as fp8
 from mla_jax.pallas.fp8_matmul import rows_triton as fp8_rows
 from mla_jax.pallas.grouped_matmul import kernels_triton, mosaic, rows_triton, tiles, triton
@@ -176,10 +178,14 @@ def test_rows_go_to_their_places_and_back(rng):
     others = np.setdiff1d(np.arange(rows), places)
     assert np.isnan(np.asarray(spread)[others]).all()
     assert not isinstance(spread, tuple)
-    back = mosaic.back(spread, jnp.asarray(places), jnp.asarray(np.where(own, weights, np.nan)))
+    given = spread, jnp.asarray(places), jnp.asarray(np.where(own, weights, np.nan))
+    back = mosaic.back(*given, None)
+    assert isinstance(back, jax.Array)
     share = np.where(own, weights, 0).sum(axis=1, keepdims=True)
     np.testing.assert_allclose(back, share * x.astype(np.float32), rtol=2e-3, atol=1e-4)
     assert not np.asarray(back)[4].any()
+    then = AddNorm(*(jnp.asarray(rng.normal(size=s), x.dtype) for s in (x.shape, hidden)), 1e-6)
+    judge_added(mosaic.back(*given, then), back, then)
 
 
 def test_rows_in_e4m3_have_a_scale_for_every_span(rng):

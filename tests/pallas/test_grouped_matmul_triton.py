@@ -173,7 +173,9 @@ def parts(model, tokens, t):
         t.down_stages,
     )
     columns = triton.power_of_two(model["hidden"])
-    yield "add_norm", dict(SIZES=sizes[:3], COLUMNS=columns, EPS=1e-6), triton.SUM_WARPS, 1
+    for placed in (False, True):
+        facts = dict(SIZES=sizes[:3], PLACED=placed, COLUMNS=columns, EPS=1e-6)
+        yield "add_norm", facts, triton.SUM_WARPS, 1
     if t.planned:
         yield "plan", triton.plan_sizes(pairs, model["experts"], rows=t.rows, group=t.group), 4, 1
 

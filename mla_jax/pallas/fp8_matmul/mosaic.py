@@ -116,4 +116,4 @@ def routed_experts_fp8(
     plan = found.table, found.used
     h = mosaic_sm90.multiply(spread, scales, (gate, up), *plan, **facts)
     y = mosaic_sm90.multiply(*quantise(h, room=room), (down,), *plan, **facts)
-    return add_norm(grouped.back(y, found.places, weights), then)
+    return grouped.back(y, found.places, weights, then)

@@ -263,10 +263,11 @@ def down(
 @jit
 def add_norm(
     y, weights, experts, residual, gain, out, normed,
-    SIZES: tl.constexpr, COLUMNS: tl.constexpr, EPS: tl.constexpr,
+    SIZES: tl.constexpr, PLACED: tl.constexpr, COLUMNS: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     """A token's choices, weighted and added up, to its residual: ``out``; and the norm of that.
 
+    ``SIZES`` are the experts, choices and channels; ``PLACED``: rows of ``y`` instead of experts.
     A program has a token. The sum of the choices is rounded before it is added, as it is where
     nothing follows, and the other sum before it is normalised.
     """
@@ -280,7 +281,8 @@ def add_norm(
         e = tl.load(experts + token * TOPK + k)
         chosen = (e >= 0) & (e < SIZES[0])
         weight = tl.where(chosen, tl.load(weights + token * TOPK + k), 0.0)
-        row = y + (token * TOPK + k) * HIDDEN + column
+        line = e.to(tl.int64) if PLACED else token * TOPK + k
+        row = y + line * HIDDEN + column
         read = column < tl.where(chosen, HIDDEN, 0)
         total += weight * tl.load(row, mask=read, other=0.0).to(tl.float32)
     like = out.dtype.element_ty

@@ -6,7 +6,8 @@ For hundreds of rows an expert, where products bound a call. Six launches::
     permute        rows of x to their places                            rows_triton.py
     gate_up        silu(x gate) * (x up)    [rows, width]  in x's dtype mosaic_sm90.py
     down           the product with down    [rows, hidden] in x's dtype mosaic_sm90.py
-    gather_sum     sum over choices, weighted, in float32               rows_triton.py
+    gather_sum     sum over choices, weighted, in float32               rows_triton.py; or
+    add_norm       the same, added to a residual and normalised         kernels_triton.py
 
 Each expert's rows begin at a multiple of ``step``; between them are rows that nobody writes, which
 are multiplied all the same and never read: a row meets no other row. Nothing is added atomically,
@@ -24,7 +25,7 @@ from mla_jax.pallas import triton_lib
 from mla_jax.pallas import tuning as tuning_table
 from mla_jax.pallas.axes import AddNorm, Choices, ChoiceWeights, ExpertsIn, ExpertsOut, Hidden
 from mla_jax.pallas.device import DeviceInfo
-from mla_jax.pallas.grouped_matmul import mosaic_sm90, tiles
+from mla_jax.pallas.grouped_matmul import mosaic_sm90, tiles, triton
 from mla_jax.pallas.grouped_matmul import rows_triton as kernels
 from mla_jax.pallas.grouped_matmul.ref import add_norm
 from mla_jax.pallas.registry import Problem, Tuned
@@ -88,14 +89,16 @@ def routed_experts(
     sizes = mosaic_sm90.Sizes(stages=tuning.stages, workers=tuning.workers, limit=limit, **facts)
     h = mosaic_sm90.multiply(spread, (gate, up), found.table, found.used, sizes=sizes)
     y = mosaic_sm90.multiply(h, (down,), found.table, found.used, sizes=sizes)
-    return add_norm(back(y, found.places, weights), then)
+    return back(y, found.places, weights, then)
 
 
 def back(
-    y: Float[Array, "rows hidden"], places: Choices, weights: ChoiceWeights
-) -> Float[Array, "tokens hidden"]:
-    """The weighted sum of each token's rows, in float32, first choice first."""
-    (tokens, topk), hidden = places.shape, y.shape[1]
+    y: Float[Array, "rows hidden"], places: Choices, weights: ChoiceWeights, then: AddNorm | None
+) -> Hidden | tuple[Hidden, Hidden]:
+    """The weighted sum of each token's rows, in float32, first choice first; and what follows."""
+    (tokens, topk), (rows, hidden) = places.shape, y.shape
+    if then is not None:
+        return triton.sum_and_norm(y, places, weights, then, count=rows, placed=True)
     return triton_lib.call(
         kernels.gather_sum, y, places, weights,
         out=jax.ShapeDtypeStruct((tokens, hidden), y.dtype),
@@ -108,8 +111,11 @@ def _piece(hidden: int) -> int:
     return min(hidden & -hidden, 2048)
 
 
-CHUNK = 512
-"""Pairs that one program places."""
+CHUNK, PART = 512, 32
+"""Pairs that one program places, and those that it compares with them at a time."""
+
+COUNTS = 8192
+"""Counts, of chunks and experts, that a program reads at a time."""
 
 
 def plan(
@@ -134,6 +140,7 @@ def plan(
             spec((chunks, bins), jnp.int32),
         ),
         grid=chunks, warps=8, stages=1, TILE=(step, most, group, cluster),
+        TURN=(min(power_of_two(chunks), max(COUNTS // bins, 8)), PART),
         **sizes,
     )  # fmt: skip
     return tiles.Plan(places, table, used)

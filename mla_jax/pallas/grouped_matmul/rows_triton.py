@@ -20,10 +20,8 @@ from mla_jax.pallas.triton_lib import jit, tl
 __all__ = ["count", "gather_sum", "permute", "place"]
 
 FIELDS = tl.constexpr(8)
-PART = tl.constexpr(32)
-"""Pairs that are compared with a chunk at a time."""
-LINES = tl.constexpr(8)
-"""Chunks whose counts are read at a time."""
+TILES = tl.constexpr(8)
+"""Of the table, that a program makes at a time."""
 
 
 @jit
@@ -39,13 +37,17 @@ def count(experts, pairs, counts, EXPERTS: tl.constexpr, BINS: tl.constexpr, CHU
 @jit
 def place(
     experts, counts, pairs, chunks, tile_count, places, table, used, starts,
-    EXPERTS: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
+    EXPERTS: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, TURN: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """The rows of a chunk's pairs to ``places``, and a share of the tiles to ``table``.
 
-    ``used`` [1] is the number of tiles, ``starts`` [chunks, BINS] memory to work in. ``TILE`` is a
-    step of rows, the most rows, the most tiles of a group, and tiles of a cluster.
+    ``used`` [1] is the number of tiles, ``starts`` [chunks, BINS] memory to work in. ``TURN`` are
+    the chunks whose counts are read at a time, and the pairs that a chunk is compared with.
+    ``TILE`` is a step of rows, the most rows, the most tiles of a group, and tiles of a cluster.
     """
+    LINES: tl.constexpr = TURN[0]
+    PART: tl.constexpr = TURN[1]
     STEP: tl.constexpr = TILE[0]
     MOST: tl.constexpr = TILE[1]
     GROUP: tl.constexpr = TILE[2]
@@ -72,7 +74,7 @@ def place(
     chosen = tl.load(experts + at + i, mask=at + i < pairs, other=-1)
     real = (chosen >= 0) & (chosen < EXPERTS)
     rank = tl.zeros((CHUNK,), tl.int32)
-    for c in range(0, CHUNK, PART):
+    for c in tl.static_range(0, CHUNK, PART):
         j = c + tl.arange(0, PART)
         others = tl.load(experts + at + j, mask=at + j < pairs, other=-1)
         same = (others[None, :] == chosen[:, None]) & (j[None, :] < i[:, None])
@@ -84,8 +86,8 @@ def place(
     ends = tl.cumsum(needed, 0)
     if chunk == 0:
         tl.store(used, tl.sum(needed, 0))
-    for c in range(chunk * LINES, tile_count, chunks * LINES):
-        t = c + tl.arange(0, LINES)
+    for c in range(chunk * TILES, tile_count, chunks * TILES):
+        t = c + tl.arange(0, TILES)
         e = tl.sum((ends[None, :] <= t[:, None]).to(tl.int32), 1)
         mine = bins[None, :] == e[:, None]
         tiles = tl.sum(tl.where(mine, needed[None, :], 0), 1)

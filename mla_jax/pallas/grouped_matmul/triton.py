@@ -47,6 +47,7 @@ __all__ = [
     "routed_experts",
     "shared_bytes",
     "spec",
+    "sum_and_norm",
     "tune",
 ]
 
@@ -234,20 +235,34 @@ def combine(
     kernel of its own: XLA makes two of it.
     """
     if then is not None:
-        (tokens, topk, hidden), like = y.shape, spec((y.shape[0], y.shape[2]), y.dtype)
-        return triton_lib.call(
-            kernels.add_norm,
-            y, weights, experts, then.residual, then.gain,
-            out=(like, like),
-            grid=tokens, warps=SUM_WARPS, stages=1,
-            SIZES=(count, topk, hidden), COLUMNS=power_of_two(hidden), EPS=float(then.eps),
-        )  # fmt: skip
+        return sum_and_norm(y, experts, weights, then, count=count, placed=False)
     chosen = (experts >= 0) & (experts < count)
     total = jnp.zeros(y[:, 0].shape, jnp.float32)
     for k in range(y.shape[1]):
         part = weights[:, k, None] * y[:, k].astype(jnp.float32)
         total = total + jnp.where(chosen[:, k, None], part, 0.0)
     return total.astype(y.dtype)
+
+
+def sum_and_norm(
+    y: Float[Array, "... hidden"], chosen: Choices, weights: ChoiceWeights, then: AddNorm, *,
+    count: int, placed: bool,
+) -> tuple[Hidden, Hidden]:  # fmt: skip
+    """``ref.add_norm`` of the weighted sum of each token's rows of ``y``, in one kernel.
+
+    What of ``chosen`` is in ``[0, count)`` counts: it is a row of ``y`` itself if ``placed``; else
+    the rows are those of each token's choices in order.
+    """
+    (tokens, topk), hidden = chosen.shape, y.shape[-1]
+    like = spec((tokens, hidden), y.dtype)
+    return triton_lib.call(
+        kernels.add_norm,
+        y, weights, chosen, then.residual, then.gain,
+        out=(like, like),
+        grid=tokens, warps=SUM_WARPS, stages=1,
+        SIZES=(count, topk, hidden), PLACED=placed, COLUMNS=power_of_two(hidden),
+        EPS=float(then.eps),
+    )  # fmt: skip
 
 
 def plan_sizes(pairs: int, count: int, *, rows: int, group: int) -> dict[str, Any]:

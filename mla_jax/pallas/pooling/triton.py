@@ -23,7 +23,7 @@ from mla_jax.types import cdiv, power_of_two
 
 __all__ = ["pool_states"]
 
-ELEMENTS = 1024
+ELEMENTS = 256
 """Of a warp of ``pool``: places times channels; up to four warps, 32 channels or more."""
 
 

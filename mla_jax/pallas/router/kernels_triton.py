@@ -23,12 +23,14 @@ __all__ = ["choose", "logits"]
 def logits(
     x, kernel, tokens, out,
     SIZES: tl.constexpr, PIECE: tl.constexpr, COUNT: tl.constexpr, TILE: tl.constexpr,
+    PARTED: tl.constexpr,
 ):  # fmt: skip
     """``out[program] = x @ kernel`` over ``COUNT`` pieces of channels, for one tile of tokens.
 
     ``SIZES`` are hidden and experts, ``TILE`` tokens, experts (a power of two) and channels of one
     turn. Each piece is summed by itself, and then added. Products are as exact as float32's: of
-    bfloat16 rows they are those of three bfloat16 numbers that make up a weight.
+    bfloat16 rows they are those of three bfloat16 numbers that make up a weight; ``PARTED``:
+    ``kernel`` has these already, the largest first.
     """
     HIDDEN: tl.constexpr = SIZES[0]
     EXPERTS: tl.constexpr = SIZES[1]
@@ -51,12 +53,16 @@ def logits(
                 mask=(t < tokens)[:, None] & here[None, :],
                 other=0.0,
             )
-            weights = tl.load(
-                kernel + k[:, None] * EXPERTS + e[None, :],
-                mask=here[:, None] & (e < EXPERTS)[None, :],
-                other=0.0,
-            )
-            if rows.dtype == tl.bfloat16:
+            at = kernel + k[:, None] * EXPERTS + e[None, :]
+            mask = here[:, None] & (e < EXPERTS)[None, :]
+            weights = tl.load(at, mask=mask, other=0.0)
+            if PARTED:
+                middle = tl.load(at + HIDDEN * EXPERTS, mask=mask, other=0.0)
+                low = tl.load(at + 2 * HIDDEN * EXPERTS, mask=mask, other=0.0)
+                piece = tl.dot(rows, low, piece)
+                piece = tl.dot(rows, middle, piece)
+                piece = tl.dot(rows, weights, piece)
+            elif rows.dtype == tl.bfloat16:
                 high = weights.to(tl.bfloat16)
                 weights -= high.to(tl.float32)
                 middle = weights.to(tl.bfloat16)

@@ -11,6 +11,7 @@ its neighbours. With many tokens one program adds all pieces of its own.
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from mla_jax.config import MoEConfig
 from mla_jax.pallas import triton_lib
@@ -89,10 +90,11 @@ def product_pieces(
     pieces, columns = cdiv(hidden, depth), max(power_of_two(out), LEAST)
     many = tokens > MOST_CUT
     programs, rows = (1, MANY_TOKENS) if many else (pieces, TOKENS)
+    parted = many and x.dtype == jnp.bfloat16
     return triton_lib.call(
         kernels.logits,
         x,
-        kernel.astype(jnp.float32),
+        _parts(kernel) if parted else kernel.astype(jnp.float32),
         tokens,
         out=jax.ShapeDtypeStruct((programs, tokens, out), jnp.float32),
         grid=cdiv(tokens, rows) * programs,
@@ -102,7 +104,21 @@ def product_pieces(
         PIECE=depth,
         COUNT=pieces // programs,
         TILE=(rows, columns, DEPTH),
+        PARTED=parted,
     )
+
+
+def _parts(kernel: Float[Array, "hidden out"]) -> Float[Array, "parts hidden out"]:
+    """Three bfloat16 numbers that add up to each weight, the largest first.
+
+    Made once: with many tokens each program would make them again, 64 times one after another.
+    """
+    rest, parts = kernel.astype(jnp.float32), []
+    for _ in range(3):
+        part = lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)  # casts may be removed
+        parts.append(part.astype(jnp.bfloat16))
+        rest = rest - part
+    return jnp.stack(parts)
 
 
 def piece_depth(hidden: int, most: int = MOST_PIECES) -> int:
