@@ -87,8 +87,8 @@ class SparseMLA(MLA):
         index keys; ``plan`` is that of a dense step. The state's ``h`` and ``x`` stay as they are.
         """
         low = self.query_latents(x, backend=backend)
-        queries = self._split_queries(self.q_up(low, backend=backend), angles)
-        new = Rows(*queries, *self.latents(x, angles, backend=backend))
+        q = self._rotate_queries(self.q_up(low, backend=backend), angles)
+        new = Rows(q, *self.latents(x, angles, backend=backend))
         latent, keys, slots = state.latent, state.index_keys, state.slots
         writing = ops.named("write_rows", backend)
         row = new.latent, new.k_rope
@@ -151,7 +151,7 @@ class SparseMLA(MLA):
 
         kv_up = None if dense is None else self._up_projection()
         if placement is not None and divides(placement, self.dims.heads):
-            given = (Rows._make((1, 1, None, None)), 1, 0, *(None,) * 5)
+            given = (Rows(1, None, None), 1, 0, *(None,) * 5)
             attend = divided(attend, placement, given=given, returned=1)
         return attend(new, kv_up, absorbed, dense, latent, slots, jnp.asarray(layer), plan)
 
@@ -202,7 +202,7 @@ class SparseMLA(MLA):
         seen = jnp.zeros((tokens, tokens), jnp.bool_)
         column = jnp.where(selected >= 0, selected, tokens)
         seen = seen.at[at[:, None], column].set(True, mode="drop")
-        q = jnp.concatenate(self.queries(x, angles, backend="xla"), axis=-1)
+        q = self._rotate_queries(self._project_queries(x, "xla"), angles)
         latent, k_rope = self.latents(x, angles, backend="xla")
         kv = project(latent, self._up_projection())
         k_nope, v = kv[..., : self.dims.nope], kv[..., self.dims.nope :]

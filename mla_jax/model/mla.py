@@ -96,14 +96,17 @@ def plan_step(
 class Rows(NamedTuple):
     """A step's new rows: queries of some heads, and what the cache stores."""
 
-    q_nope: Float[Array, "tokens heads nope"]
-    q_rope: Float[Array, "tokens heads rope"]
+    q: Float[Array, "tokens heads qk"]
     latent: Float[Array, "tokens rank"]
     k_rope: Float[Array, "tokens rope"]
 
     @property
-    def q(self) -> Float[Array, "tokens heads qk"]:
-        return jnp.concatenate([self.q_nope, self.q_rope], axis=-1)
+    def q_nope(self) -> Float[Array, "tokens heads nope"]:
+        return self.q[..., : self.q.shape[-1] - self.k_rope.shape[-1]]
+
+    @property
+    def q_rope(self) -> Float[Array, "tokens heads rope"]:
+        return self.q[..., self.q.shape[-1] - self.k_rope.shape[-1] :]
 
     def part(self, start: Int[Array, ""], size: int) -> "Rows":
         """``size`` rows from ``start`` on."""
@@ -160,7 +163,8 @@ class MLA(nnx.Module):
         backend: str | None = None,
     ) -> tuple[Float[Array, "tokens heads nope"], Float[Array, "tokens heads rope"]]:  # fmt: skip
         """Per-head queries, the rotary part rotated."""
-        return self._split_queries(self._project_queries(x, backend), angles)
+        q = self._rotate_queries(self._project_queries(x, backend), angles)
+        return q[..., : self.dims.nope], q[..., self.dims.nope :]
 
     def latents(
         self, x: Float[Array, "tokens hidden"], angles: tuple[Array, Array], *,
@@ -183,11 +187,12 @@ class MLA(nnx.Module):
         """The normalised query latent, of models that have one."""
         return self.q_norm(self.q_down(x, backend=backend))
 
-    def _split_queries(
+    def _rotate_queries(
         self, q: Float[Array, "tokens heads qk"], angles: tuple[Array, Array]
-    ) -> tuple[Float[Array, "tokens heads nope"], Float[Array, "tokens heads rope"]]:
-        nope, rope = q[..., : self.dims.nope], q[..., self.dims.nope :]
-        return nope, rotate(rope, *angles, interleaved=self.rope.interleaved)
+    ) -> Float[Array, "tokens heads qk"]:
+        """Their rotary part rotated, where it is: XLA moves nothing else."""
+        rope = rotate(q[..., self.dims.nope :], *angles, interleaved=self.rope.interleaved)
+        return lax.dynamic_update_slice_in_dim(q, rope, self.dims.nope, axis=-1)
 
     def _split_row(
         self, kv: Float[Array, "tokens row"], angles: tuple[Array, Array]
@@ -228,7 +233,7 @@ class MLA(nnx.Module):
         ):
             new, cache = found
         else:
-            new = Rows(*self._split_queries(q, angles), *self._split_row(kv, angles))
+            new = Rows(self._rotate_queries(q, angles), *self._split_row(kv, angles))
 
         def attend(new, kv_up, absorbed, meta, cache, number, plan):
             at = None if layer is None else number
@@ -236,7 +241,7 @@ class MLA(nnx.Module):
             return self._attend(new, up, meta, cache, layer=at, backend=backend, plan=plan)
 
         if placement is not None and divides(placement, self.dims.heads):
-            given = (Rows._make((1, 1, None, None)), 1, 0, None, None, None, None)
+            given = (Rows(1, None, None), 1, 0, None, None, None, None)
             attend = divided(attend, placement, given=given, returned=(1, None))
         heads, cache = attend(new, kv_up, absorbed, meta, cache, number, plan)
         return self.out(heads, backend=backend), cache
@@ -396,8 +401,8 @@ class MLA(nnx.Module):
         """
         tokens = x.shape[0]
         angles = cos_sin(jnp.arange(tokens, dtype=jnp.int32), self.rope)
-        rows = self.queries(x, angles, backend="xla"), self.latents(x, angles, backend="xla")
-        new = Rows(*rows[0], *rows[1])
+        q = self._rotate_queries(self._project_queries(x, "xla"), angles)
+        new = Rows(q, *self.latents(x, angles, backend="xla"))
         starts = jnp.array([0, tokens], jnp.int32)
         meta = PrefillMetadata(query_starts=starts, key_starts=starts)
         state = self._expanded(
