@@ -224,15 +224,15 @@ def sample(
 
 def _drawn(scores: Scores, batch: SamplingBatch) -> Int[Array, "requests"]:
     warm = batch.temperature > 0
-    rows = _Rows(scores.logits, scores.top, jnp.where(warm, batch.temperature, 1.0))
-    edges = _edges(rows, jnp.where(warm, batch.top_k, 0), jnp.where(warm, batch.top_p, 1.0))
     seed, position = jnp.asarray(batch.seed), jnp.asarray(batch.position)
     min_p = jnp.asarray(batch.min_p)
-    return jax.lax.cond(
-        warm.any(),
-        lambda: jnp.where(warm, _draw(rows, *edges, min_p, seed, position), scores.best),
-        lambda: scores.best,
-    )
+
+    def drawn() -> Int[Array, "requests"]:
+        rows = _Rows(scores.logits, scores.top, jnp.where(warm, batch.temperature, 1.0))
+        edges = _edges(rows, jnp.where(warm, batch.top_k, 0), jnp.where(warm, batch.top_p, 1.0))
+        return jnp.where(warm, _draw(rows, *edges, min_p, seed, position), scores.best)
+
+    return jax.lax.cond(warm.any(), drawn, lambda: scores.best)
 
 
 def _likeliest(
