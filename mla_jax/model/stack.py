@@ -116,18 +116,24 @@ class Stack[Block: nnx.Module](nnx.Module):
         beside = [None] * len(self.blocks) if beside is None else beside
         first, length = self.period.first, len(self.period.kinds)
 
-        def turn(carry: Carry, each: Any) -> tuple[Carry, None]:
-            start, weights, extras = each
+        def turn(start: Any, carry: Carry, weights: Any, extras: Sequence[Any]) -> Carry:
             blocks = nnx.merge(graph, weights)
             for k, (block, extra) in enumerate(zip(blocks, extras, strict=True)):
                 carry = layer(block, extra, start + k, carry)
-            return carry, None
+            return carry
+
+        def counted(carried: tuple[Array, Carry], each: Any) -> tuple[tuple[Array, Carry], None]:
+            start, carry = carried
+            # Behind the layers XLA counts up in place, while they run. Without a barrier it does so
+            # at once, in a copy; and a slice of an array of numbers would be a launch of each turn.
+            start, carry = lax.optimization_barrier((start, turn(start, carry, *each)))
+            return (start + length, carry), None
 
         if self.period.repeats == 1:
             only = jax.tree.map(lambda leaf: leaf[0], (state, list(beside)))
-            return turn(carry, (first, *only))[0]
-        starts = first + length * jnp.arange(self.period.repeats, dtype=jnp.int32)
-        return lax.scan(turn, carry, (starts, state, list(beside)))[0]
+            return turn(first, carry, *only)
+        begin = jnp.asarray(first, jnp.int32), carry
+        return lax.scan(counted, begin, (state, list(beside)))[0][1]
 
 
 class Layers[Block: nnx.Module](Sequence[Block]):
