@@ -241,7 +241,7 @@ class MLA(nnx.Module):
             return self._attend(new, up, meta, cache, layer=at, backend=backend, plan=plan)
 
         if placement is not None and divides(placement, self.dims.heads):
-            given = (Rows(1, None, None), 1, 0, None, None, None, None)
+            given = (Rows._make((1, None, None)), 1, 0, None, None, None, None)
             attend = divided(attend, placement, given=given, returned=(1, None))
         heads, cache = attend(new, kv_up, absorbed, meta, cache, number, plan)
         return self.out(heads, backend=backend), cache

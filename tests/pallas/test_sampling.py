@@ -35,7 +35,8 @@ def check(text: str) -> None:
     """No copy of logits or history outside of loops; the history's three arrays stay in place."""
     (entry,) = re.findall(r"^ENTRY .*?^}", text, flags=re.MULTILINE | re.DOTALL)
     rows = rf"(?:f32|s32)\[{REQUESTS},{VOCAB}\]"
-    assert re.search(rf"{rows}.*parameter\(", entry) and " while(" in entry
+    assert re.search(rf"{rows}.*parameter\(", entry)
+    assert entry.count(" while(") == 2  # penalties, likeliest tokens: those of filters in a branch
     assert not re.findall(rf"= {rows}\S* copy(?:-start)?\(.*", entry)
     branches = re.findall(r"= (\(.*?\)) conditional\(", entry)
     assert not any(re.search(rows, branch) for branch in branches)  # a branch not taken copies

@@ -14,6 +14,7 @@ Imported only where Triton is there: by ``mosaic.py``.
 # pyright: reportOperatorIssue=false
 # pyright: reportIndexIssue=false
 # pyright: reportPossiblyUnboundVariable=false
+# pyright: reportGeneralTypeIssues=false
 
 from mla_jax.pallas.triton_lib import jit, tl
 

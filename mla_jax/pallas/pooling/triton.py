@@ -24,7 +24,12 @@ from mla_jax.types import cdiv, power_of_two
 __all__ = ["pool_states"]
 
 ELEMENTS = 256
-"""Of a warp of ``pool``: places times channels; up to four warps, 32 channels or more."""
+"""Of a warp of ``pool``: places times channels; up to four warps, 32 channels or more.
+
+The same for all steps, or a state's bits would depend on the step. With 1024, 512 and 256 the pools
+of ratio 4 take 12.0, 8.8 and 8.4 us for 128 tokens, and 8192 tokens 47 and 49 with the latter two
+(one H200, both pools, two launches each).
+"""
 
 
 def pool_states(
