@@ -178,11 +178,12 @@ def test_a_wrong_setting_is_named(side, name, edit, fault, first):
 
 
 def rotary_first(monkeypatch):
-    def split(self, q, angles):
-        d = self.dims
-        return q[..., d.rope :], rotate(q[..., : d.rope], *angles, interleaved=True)
+    def rotated(self, q, angles):
+        rope = self.dims.rope
+        turned = rotate(q[..., :rope], *angles, interleaved=True)
+        return jnp.concatenate([q[..., rope:], turned], axis=-1)
 
-    monkeypatch.setattr(MLA, "_split_queries", split)
+    monkeypatch.setattr(MLA, "_rotate_queries", rotated)
 
 
 def _split_row(norm):
