@@ -33,12 +33,6 @@ def problem(model, tokens):
     return Problem.of("routed_experts", **model, tokens=tokens, rows_each=each)
 
 
-def test_long_rows_have_fine_steps():
-    assert mosaic is not None
-    steps = [mosaic.tune(problem(m, 8192), aot.H200).value.step for m in (V2_LITE, V3)]
-    assert steps == [32, 16]
-
-
 def test_the_choice_is_by_rows_of_an_expert():
     for model, tokens, name in (
         (V2_LITE, 8192, "mosaic"), (V3, 8192, "mosaic"), (V2_LITE, 2047, "triton"),
@@ -229,7 +223,6 @@ many = functools.partial(case, experts=16, hidden=512, width=256, topk=4)
 TUNINGS = {
     "small": {"most": 64, "step": 16, "stages": 3, "group": 2},
     "large": {"most": 192, "step": 32, "stages": 3},
-    "fine": {"most": 192, "step": 16, "stages": 3},
     "equal": {"most": 128, "step": 128, "stages": 4},
     "alone": {"most": 128, "step": 32, "stages": 4, "cluster": 1},
 }
