@@ -197,9 +197,9 @@ def sample(
     filter. What ``history`` and ``fed`` are needed for, ``token_history`` says; without them no
     request may have a row. Temperature divides first, then top-k cuts, then top-p cuts what top-k
     left, then min-p; equal logits rank by id, the lower one first. Nothing is sorted: what a
-    filter leaves are all tokens above an edge, which is found bit by bit. Those loops are inside
-    of one branch, which a step of greedy requests does not take: on a GPU each loop costs 10 us,
-    even of no turn. XLA's CUDA graphs hold loops and branches, and the host need not wait for the
+    filter leaves are all tokens above an edge, which is found bit by bit. These loops are in
+    a branch that a step of greedy requests does not take: on a GPU a loop costs 10 us, even if it
+    makes no turn. XLA's CUDA graphs hold loops and branches, and the host need not wait for the
     device to know which way it goes.
     """
     scores = Scores.of(logits.astype(jnp.float32))
@@ -225,10 +225,10 @@ def sample(
 
 def _drawn(scores: Scores, batch: SamplingBatch) -> Int[Array, "requests"]:
     warm = batch.temperature > 0
-    seed, position = jnp.asarray(batch.seed), jnp.asarray(batch.position)
-    min_p = jnp.asarray(batch.min_p)
 
     def drawn() -> Int[Array, "requests"]:
+        seed, position = jnp.asarray(batch.seed), jnp.asarray(batch.position)
+        min_p = jnp.asarray(batch.min_p)
         rows = _Rows(scores.logits, scores.top, jnp.where(warm, batch.temperature, 1.0))
         edges = _edges(rows, jnp.where(warm, batch.top_k, 0), jnp.where(warm, batch.top_p, 1.0))
         return jnp.where(warm, _draw(rows, *edges, min_p, seed, position), scores.best)

@@ -124,8 +124,8 @@ class Stack[Block: nnx.Module](nnx.Module):
 
         def counted(carried: tuple[Array, Carry], each: Any) -> tuple[tuple[Array, Carry], None]:
             start, carry = carried
-            # Behind the layers XLA counts up in place, while they run. Without a barrier it does so
-            # at once, in a copy; and a slice of an array of numbers would be a launch of each turn.
+            # The number is carried: a slice of an array of numbers would be a launch in every turn.
+            # The barrier has XLA increase it in place, once nothing reads it; else XLA copies it.
             start, carry = lax.optimization_barrier((start, turn(start, carry, *each)))
             return (start + length, carry), None
 

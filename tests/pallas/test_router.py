@@ -95,6 +95,16 @@ def test_products_of_few_columns(rng):
         assert empty.shape == (0, 3)
 
 
+@pytest.mark.skipif(triton is None, reason=missing("triton") or "installed")
+def test_three_bfloat16_numbers_are_a_weight(rng):
+    """Also where XLA compiles them: it may leave out a cast to fewer bits and back."""
+    kernel = jnp.asarray(draw(rng, 96, 24))
+    parts = jax.jit(triton._parts)(kernel)
+    assert parts.dtype == jnp.bfloat16
+    np.testing.assert_allclose(parts.astype(jnp.float32).sum(axis=0), kernel, rtol=2**-23)
+    assert (jnp.abs(parts[0]) > 64 * jnp.abs(parts[1])).all()
+
+
 def test_refusals(rng):
     c = case(rng, 4, MOES["v3"])
     x, kernel, bias, real = c.args

@@ -111,8 +111,8 @@ def _piece(hidden: int) -> int:
     return min(hidden & -hidden, 2048)
 
 
-CHUNK, PART = 512, 32
-"""Pairs that one program places, and those that it compares with them at a time."""
+CHUNK = 512
+"""Pairs that one program places."""
 
 COUNTS = 8192
 """Counts, of chunks and experts, that a program reads at a time."""
@@ -140,7 +140,7 @@ def plan(
             spec((chunks, bins), jnp.int32),
         ),
         grid=chunks, warps=8, stages=1, TILE=(step, most, group, cluster),
-        TURN=(min(power_of_two(chunks), max(COUNTS // bins, 8)), PART),
+        LINES=min(power_of_two(chunks), max(COUNTS // bins, 8)),
         **sizes,
     )  # fmt: skip
     return tiles.Plan(places, table, used)

@@ -21,6 +21,8 @@ from mla_jax.pallas.triton_lib import jit, tl
 __all__ = ["count", "gather_sum", "permute", "place"]
 
 FIELDS = tl.constexpr(8)
+PART = tl.constexpr(32)
+"""Pairs that are compared with a chunk at a time."""
 TILES = tl.constexpr(8)
 """Of the table, that a program makes at a time."""
 
@@ -38,17 +40,15 @@ def count(experts, pairs, counts, EXPERTS: tl.constexpr, BINS: tl.constexpr, CHU
 @jit
 def place(
     experts, counts, pairs, chunks, tile_count, places, table, used, starts,
-    EXPERTS: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, TURN: tl.constexpr,
+    EXPERTS: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, LINES: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
     """The rows of a chunk's pairs to ``places``, and a share of the tiles to ``table``.
 
-    ``used`` [1] is the number of tiles, ``starts`` [chunks, BINS] memory to work in. ``TURN`` are
-    the chunks whose counts are read at a time, and the pairs that a chunk is compared with.
-    ``TILE`` is a step of rows, the most rows, the most tiles of a group, and tiles of a cluster.
+    ``used`` [1] is the number of tiles, ``starts`` [chunks, BINS] memory to work in; the counts
+    of ``LINES`` chunks are read at a time. ``TILE`` is a step of rows, the most rows, the most
+    tiles of a group, and tiles of a cluster.
     """
-    LINES: tl.constexpr = TURN[0]
-    PART: tl.constexpr = TURN[1]
     STEP: tl.constexpr = TILE[0]
     MOST: tl.constexpr = TILE[1]
     GROUP: tl.constexpr = TILE[2]

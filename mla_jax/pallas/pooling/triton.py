@@ -26,9 +26,9 @@ __all__ = ["pool_states"]
 ELEMENTS = 256
 """Of a warp of ``pool``: places times channels; up to four warps, 32 channels or more.
 
-The same for all steps, or a state's bits would depend on the step. With 1024, 512 and 256 the pools
-of ratio 4 take 12.0, 8.8 and 8.4 us for 128 tokens, and 8192 tokens 47 and 49 with the latter two
-(one H200, both pools, two launches each).
+The same for all steps, or a state's bits would depend on the step. On one H200
+both pools of ratio 4 take 12.0, 8.8 and 8.4 us for 128 tokens with 1024, 512 and 256; for 8192
+tokens 47 us with 512 and 49 with 256.
 """
 
 

@@ -56,17 +56,15 @@ def logits(
             at = kernel + k[:, None] * EXPERTS + e[None, :]
             mask = here[:, None] & (e < EXPERTS)[None, :]
             weights = tl.load(at, mask=mask, other=0.0)
-            if PARTED:
-                middle = tl.load(at + HIDDEN * EXPERTS, mask=mask, other=0.0)
-                low = tl.load(at + 2 * HIDDEN * EXPERTS, mask=mask, other=0.0)
-                piece = tl.dot(rows, low, piece)
-                piece = tl.dot(rows, middle, piece)
-                piece = tl.dot(rows, weights, piece)
-            elif rows.dtype == tl.bfloat16:
+            if rows.dtype == tl.bfloat16:
                 high = weights.to(tl.bfloat16)
-                weights -= high.to(tl.float32)
-                middle = weights.to(tl.bfloat16)
-                low = (weights - middle.to(tl.float32)).to(tl.bfloat16)
+                if PARTED:
+                    middle = tl.load(at + HIDDEN * EXPERTS, mask=mask, other=0.0)
+                    low = tl.load(at + 2 * HIDDEN * EXPERTS, mask=mask, other=0.0)
+                else:
+                    weights -= high.to(tl.float32)
+                    middle = weights.to(tl.bfloat16)
+                    low = (weights - middle.to(tl.float32)).to(tl.bfloat16)
                 piece = tl.dot(rows, low, piece)
                 piece = tl.dot(rows, middle, piece)
                 piece = tl.dot(rows, high, piece)

@@ -112,7 +112,7 @@ def product_pieces(
 def _parts(kernel: Float[Array, "hidden out"]) -> Float[Array, "parts hidden out"]:
     """Three bfloat16 numbers that add up to each weight, the largest first.
 
-    Made once: with many tokens each program would make them again, 64 times one after another.
+    With many tokens each program would make them again, in every turn of its loop.
     """
     rest, parts = kernel.astype(jnp.float32), []
     for _ in range(3):
