@@ -15,10 +15,14 @@ KERNELS = ("pallas_call", "core_map", "mpmd_map")
 
 LOOPS = ("scan", "while")
 
+UNROLLED = "scan"
+"""Loops whose number of turns is known beforehand: XLA unrolls these only."""
+
 
 def nested(program: ClosedJaxpr) -> bool:
-    """Whether a loop stands inside another one."""
-    return any(next(_loops(part), None) for loop in _loops(program) for part in _parts(loop))
+    """Whether a loop stands inside another one that XLA may unroll."""
+    outer = (loop for loop in _loops(program) if loop.primitive.name == UNROLLED)
+    return any(next(_loops(part), None) for loop in outer for part in _parts(loop))
 
 
 def carried_conditions(program: ClosedJaxpr) -> int:

@@ -8,7 +8,7 @@ logits, seed and position and on nothing else in the batch.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -197,30 +197,58 @@ def sample(
     filter. What ``history`` and ``fed`` are needed for, ``token_history`` says; without them no
     request may have a row. Temperature divides first, then top-k cuts, then top-p cuts what top-k
     left, then min-p; equal logits rank by id, the lower one first. Nothing is sorted: what a
-    filter leaves are all tokens above an edge, which is found bit by bit. These loops are in
-    a branch that a step of greedy requests does not take: on a GPU a loop costs 10 us, even if it
-    makes no turn. XLA's CUDA graphs hold loops and branches, and the host need not wait for the
-    device to know which way it goes.
+    filter leaves are all tokens above an edge, which is found bit by bit.
+
+    All but greedy tokens is in a loop of one turn, or of none if every request is greedy and asks
+    for nothing else: on a GPU a loop or branch costs 10 us even if it is not taken. XLA's CUDA
+    graphs hold loops, so the host need not wait for the device to know which way it goes.
     """
     scores = Scores.of(logits.astype(jnp.float32))
-    total = scores.top + jnp.log(jnp.exp(scores.logits - scores.top[:, None]).sum(axis=-1))
-    best, best_logits = _likeliest(scores.logits, jnp.asarray(batch.logprobs))
-    if history is not None and fed is not None:
-        # What needs the logits unchanged reads them before they are changed in place.
-        scores, total, best_logits = jax.lax.optimization_barrier((scores, total, best_logits))
-        scores, history = adjusted(scores, batch.adjust, history, fed)
-    token = _drawn(scores, batch)
-    if history is not None:
-        chosen = raw_logits(scores, batch.adjust, history, token)
-    else:
-        chosen = jnp.take_along_axis(scores.logits, token[:, None], axis=-1)[:, 0]
-    return Sampled(
-        token=token,
-        logprob=chosen - total,
-        best=best,
-        best_logprob=best_logits - total,
+    top = scores.top
+    total = top + jnp.log(jnp.exp(scores.logits - top[:, None]).sum(axis=-1))
+    wanted = jnp.asarray(batch.logprobs)
+
+    def asked(state: "_Asked") -> "_Asked":
+        scores, history = Scores(state.logits, top, state.found.token), state.found.history
+        best, best_logits = _likeliest(scores.logits, wanted)
+        if history is not None and fed is not None:
+            # What needs the logits unchanged reads them before they are changed in place.
+            scores, best_logits = jax.lax.optimization_barrier((scores, best_logits))
+            scores, history = adjusted(scores, batch.adjust, history, fed)
+        token = _drawn(scores, batch)
+        if history is not None:
+            chosen = raw_logits(scores, batch.adjust, history, token)
+        else:
+            chosen = jnp.take_along_axis(scores.logits, token[:, None], axis=-1)[:, 0]
+        found = Sampled(
+            token=token,
+            logprob=chosen - total,
+            best=best,
+            best_logprob=best_logits - total,
+            history=history,
+        )
+        return _Asked(state.turns - 1, scores.logits, found)
+
+    nothing = (MOST_LOGPROBS, len(logits))
+    greedy = Sampled(
+        token=scores.best,
+        logprob=top - total,
+        best=jnp.zeros(nothing, jnp.int32),
+        best_logprob=jnp.zeros(nothing, jnp.float32),
         history=history,
     )
+    more = jnp.asarray(batch.temperature > 0) | (wanted > 0) | (jnp.asarray(batch.adjust.row) >= 0)
+    # Turns are counted, not carried as a flag: ``token_history.adjusted`` says why.
+    state = _Asked(more.any().astype(jnp.int32), scores.logits, greedy)
+    return jax.lax.while_loop(lambda state: state.turns > 0, asked, state).found
+
+
+class _Asked(NamedTuple):
+    """What the loop of one turn carries."""
+
+    turns: Int[Array, ""]
+    logits: Float[Array, "requests vocab"]  # float32
+    found: Sampled
 
 
 def _drawn(scores: Scores, batch: SamplingBatch) -> Int[Array, "requests"]:

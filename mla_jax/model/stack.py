@@ -1,8 +1,9 @@
 """Equal layers as one program text: weights stacked on a leading axis, run by ``lax.scan``.
 
 A decoder's layers are cut into runs that repeat a short period of kinds: dense layers, then expert
-layers; a period may have several kinds. Compiling takes as long for sixty layers as for one
-period of each run, and each weight stays where it is: a turn of the loop reads its own layer.
+layers; a period may have several kinds, and of many equal layers several make one period. Compiling
+takes as long for sixty layers as for one period of each run, and each weight stays where it is: a
+turn of the loop reads its own layers.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,6 +21,12 @@ __all__ = ["Layers", "Period", "Place", "Stack", "periods_of", "places_of"]
 
 LONGEST_PERIOD = 8
 """Kinds of one period, at most."""
+
+LAYERS_A_TURN, MANY_REPEATS = 6, 12
+"""Layers of one turn where a period repeats many times, at most: a turn costs 3.5 us on a GPU.
+
+More save little, and every weight is an array more that each call of a program hands over.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +67,8 @@ def periods_of(kinds: Sequence[Any]) -> tuple[Period, ...]:
     """Cut layers of these kinds into runs of a repeated period, the longest run first.
 
     At each layer the period that covers most layers is taken, the shortest of equals:
-    ``d s s s s`` is ``(d) x 1, (s) x 4``; ``a b c b c b c`` is ``(a) x 1, (b c) x 3``.
+    ``d s s s s`` is ``(d) x 1, (s) x 4``; ``a b c b c b c`` is ``(a) x 1, (b c) x 3``. One that
+    repeats many times is made longer: ``s`` twenty-six times is ``(s s s s s s) x 4, (s) x 2``.
     """
     found: list[Period] = []
     first = 0
@@ -75,6 +83,8 @@ def periods_of(kinds: Sequence[Any]) -> tuple[Period, ...]:
             if len(period) == length and covers > best[0] * best[1]:
                 best = length, repeats
         length, repeats = best
+        several = max(LAYERS_A_TURN // length, 1) if repeats >= MANY_REPEATS else 1
+        length, repeats = length * several, repeats // several
         found.append(
             Period(first=first, kinds=tuple(kinds[first : first + length]), repeats=repeats)
         )
@@ -112,14 +122,16 @@ class Stack[Block: nnx.Module](nnx.Module):
         ``beside`` has a pytree for each block of the period whose leaves are stacked as the
         weights are; ``extra`` is one layer's part of it, ``number`` the layer's in the decoder.
         """
-        graph, state = nnx.split(self.blocks)
+        parts = [nnx.split(block) for block in self.blocks]
+        state = [weights for _, weights in parts]
         beside = [None] * len(self.blocks) if beside is None else beside
         first, length = self.period.first, len(self.period.kinds)
+        # Blocks of one kind are traced and lowered once; XLA puts the text in where it is called.
+        texts = {graph: jax.jit(_text(graph, layer)) for graph, _ in parts}
 
         def turn(start: Any, carry: Carry, weights: Any, extras: Sequence[Any]) -> Carry:
-            blocks = nnx.merge(graph, weights)
-            for k, (block, extra) in enumerate(zip(blocks, extras, strict=True)):
-                carry = layer(block, extra, start + k, carry)
+            for k, (block, extra) in enumerate(zip(weights, extras, strict=True)):
+                carry = texts[parts[k][0]](block, extra, start + k, carry)
             return carry
 
         def counted(carried: tuple[Array, Carry], each: Any) -> tuple[tuple[Array, Carry], None]:
@@ -134,6 +146,11 @@ class Stack[Block: nnx.Module](nnx.Module):
             return turn(first, carry, *only)
         begin = jnp.asarray(first, jnp.int32), carry
         return lax.scan(counted, begin, (state, list(beside)))[0][1]
+
+
+def _text(graph: Any, layer: Callable[..., Any]) -> Callable[..., Any]:
+    """``layer`` of blocks of one kind, from a block's weights."""
+    return lambda weights, *rest: layer(nnx.merge(graph, weights), *rest)
 
 
 class Layers[Block: nnx.Module](Sequence[Block]):

@@ -48,6 +48,7 @@ def scanned(body):
     [
         (twice, False),
         (lambda x: twice(twice(x)), False),
+        (lambda x: lax.while_loop(lambda y: y[0] < 9, twice, x), False),  # XLA does not unroll it
         (scanned(jnp.sin), False),
         (scanned(kernel), False),  # a kernel's loops are its own
         (scanned(twice), True),

@@ -21,6 +21,9 @@ from tests.model import tiny
         ("abcbcbc", [("a", 1), ("bc", 3)]),
         ("wwc4c4c4".replace("c4", "c"), [("w", 2), ("c", 3)]),
         ("xyxyz", [("xy", 2), ("z", 1)]),
+        ("d" + 26 * "s", [("d", 1), ("ssssss", 4), ("s", 2)]),
+        (15 * "xy" + "x", [("xyxyxy", 5), ("x", 1)]),
+        (13 * "xyzw", [("xyzw", 13)]),
     ],
 )
 def test_periods(kinds, want):
@@ -56,14 +59,15 @@ def test_a_stack_is_its_layers_one_after_the_other(sparse):
 
 
 def test_one_program_text_for_any_depth():
-    """The jaxpr of sixty layers is as long as that of three."""
+    """The jaxpr of sixty layers is as long as that of twelve."""
 
     def length(layers: int) -> int:
         cfg = tiny.config(layers=layers, sparse_layers=(False, *(True,) * (layers - 1)))
         model = tiny.model(cfg)
         return len(str(jax.make_jaxpr(model.full)(jnp.zeros((1, 5), jnp.int32))).splitlines())
 
-    assert length(20) == length(3)
+    assert abs(length(61) - length(13)) <= 1  # a line may be broken elsewhere
+    assert length(9) == length(3)
 
 
 def test_nothing_to_run():
