@@ -34,7 +34,6 @@ from mla_jax.types import SCALE_BLOCK, Array, BlockScaled, round_up
 
 __all__ = ["multiply", "scratch"]
 
-REGISTERS = (24, 240)  # of a thread of the loader, and of a multiplier: 504 of three warpgroups
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
 ALIGNED = 32  # float32 numbers: the copy engine writes to multiples of 128 bytes
 
@@ -73,7 +72,6 @@ def multiply(
         name="mla_fp8_gate_up" if count == 2 else "mla_fp8_matmul",
         sliced=range(2, 2 + 2 * count),
         told=len(Item._fields),
-        registers=REGISTERS,
         interpret=interpret,
     )
 

@@ -54,7 +54,7 @@ GROUPS = 2  # warpgroups that multiply
 BLOCK = 2 * GROUPS * CHUNK  # columns of weights in a step, of both products
 AHEAD = 2  # items that the loader tells of
 MEMBER = "member"  # the axis of a cluster's thread blocks
-REGISTERS = (40, 232)  # of a thread of the loader, and of a multiplier: 504 of three warpgroups
+REGISTERS = (24, 240)  # of a thread of the loader, and of a multiplier: 504 of three warpgroups
 
 I32 = jnp.int32
 F32 = jnp.float32
@@ -138,7 +138,6 @@ def _roles(x_g, *rest, count, facts, **places):
 def launch(
     operands: tuple[jax.Array, ...], roles: Callable, *, sizes: Sizes, buffers: dict, out: Any,
     steps: int, gated: bool, name: str, sliced: Sequence[int], interpret: object, told: int = 3,
-    registers: tuple[int, int] = REGISTERS,
 ) -> jax.Array:  # fmt: skip
     """Run the two roles, ``roles(*operands) -> loader, multiplier's class and its own facts``.
 
@@ -166,13 +165,13 @@ def launch(
 
         @pl.when(wg < GROUPS)
         def _():
-            plgpu.set_max_registers(registers[1], action="increase")
+            plgpu.set_max_registers(REGISTERS[1], action="increase")
             facts, _, multiplier, own = parts()
             multiplier(wg=wg, out=result, gated=gated, **own, **facts).run()
 
         @pl.when(wg == GROUPS)
         def _():
-            plgpu.set_max_registers(registers[0], action="decrease")
+            plgpu.set_max_registers(REGISTERS[0], action="decrease")
             _, loader, *_ = parts()
             if simulate:  # there are no warps
                 loader.run()
