@@ -212,7 +212,7 @@ class Machine:
         np.add.at(self.shared, (block[active], word[active]), self.get(a[1])[active])
 
 
-def select(ranks, starts, ends, origins=None, places=None, *, k: int, shape, ranked=False):
+def select(ranks, starts, ends, origins=None, places=None, first=0, *, k: int, shape, ranked=False):
     """``select_sm90.select``."""
     from mla_jax.pallas.topk import select_sm90 as kernel
 
@@ -230,7 +230,7 @@ def select(ranks, starts, ends, origins=None, places=None, *, k: int, shape, ran
     memory = np.concatenate(parts).view(U32)
     text = kernel.program(k, columns, shape, form)
     for row in range(rows):
-        operands = [*(4 * at[:6]), 4 * at[5 + ranked], 0, row]
+        operands = [*(4 * at[:6]), 4 * at[5 + ranked], 0, row, first + row]
         size = {"blocks": shape.blocks, "threads": shape.threads}
         Machine(memory, operands, **size, shared_words=shape.words(k, form)).run(text)
     found = memory[at[5] :].view(np.int32).reshape(results.shape)

@@ -63,24 +63,25 @@ PARAMS = plgpu.CompilerParams(
 )
 
 
-@lib.lowered_once("columns", "queries")
+@lib.lowered_once("rows", "columns", "queries")
 def gathered_ranks(
     q: jax.Array, side: jax.Array, keys: jax.Array, scales: jax.Array, bounds: jax.Array,
-    base: jax.Array, first: jax.Array, *, columns: int, queries: int,
+    base: jax.Array, first: jax.Array, *, rows: int, columns: int, queries: int,
 ) -> jax.Array:  # fmt: skip
-    """Ranks ``[queries, columns]`` of keys from ``base`` on; what nobody sees is left as it was.
+    """Ranks ``[rows, columns]`` of keys from ``base`` on; what nobody sees is left as it was.
 
-    ``q`` [all queries, heads, DIM] and ``keys`` [keys, DIM] are codes, the queries those from
-    ``first`` on. ``side`` [queries, words] are words: halves of weights, then the key behind the
-    last one. ``bounds`` [groups, 2] are the first key
-    and the one behind the last of each ``queries`` queries. ``base`` and the number of keys are
-    multiples of 8.
+    ``q`` [all queries, heads, DIM] and ``keys`` [keys, DIM] are codes; ranks are of the ``rows``
+    queries from ``first`` on, a multiple of ``rows``. ``side`` [all queries, words] are words:
+    halves of weights, then the key behind the last one. ``bounds`` [groups, 2] are the first key
+    and the one behind the last of each ``queries`` queries, those of each ``rows`` queries apart.
+    ``base`` and the number of keys are multiples of 8.
     """
-    heads, (count, words) = q.shape[1], side.shape
-    body = functools.partial(_gathered, columns=columns, queries=queries, heads=heads)
+    heads, words, groups = q.shape[1], side.shape[1], cdiv(rows, queries)
+    facts = {"rows": rows, "columns": columns, "queries": queries, "heads": heads}
+    body = functools.partial(_gathered, **facts)
     kernel = lib.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((count, columns), I32),
+        out_type=jax.ShapeDtypeStruct((rows, columns), I32),
         scratch_types={
             "q": lib.swizzled((PAIRS, 2 * heads, DIM), F8),
             "side": plgpu.SMEM((PAIRS, 2, words), I32),
@@ -90,27 +91,30 @@ def gathered_ranks(
             "full": lib.barrier(2, PAIRS),
             "free": lib.barrier(GROUPS, PAIRS),
         },
-        grid=(cdiv(count, queries) * cdiv(columns, KEYS),),
+        grid=(groups * cdiv(columns, KEYS),),
         grid_names=("item",),
         num_threads=GROUPS,
         thread_name="wg",
         kernel_name="mla_index_ranks",
         compiler_params=PARAMS,
     )
-    return kernel(q.reshape(-1, DIM), side, keys, scales, bounds, jnp.stack([base, first]))
+    numbers = jnp.stack([base, first, lax.div(first, jnp.int32(rows)) * groups])
+    return kernel(q.reshape(-1, DIM), side, keys, scales, bounds, numbers)
 
 
 def _gathered(
-    q_g, side_g, k_g, s_g, bounds_g, base_g, ranks_g, *, columns, queries, heads, **refs
+    q_g, side_g, k_g, s_g, bounds_g, numbers_g, ranks_g, *, rows, columns, queries, heads, **refs
 ) -> None:
     """One thread block: its keys, and its queries two by two."""
     wg, item = lax.axis_index("wg"), lax.axis_index("item")
     tiles = cdiv(columns, KEYS)
     group, tile = lax.div(item, tiles), lax.rem(item, tiles)
     first, column = group * queries, tile * KEYS
-    key = pl.multiple_of(base_g[0] + column, 8)
-    pairs = cdiv_(jnp.minimum(queries, side_g.shape[0] - first), 2)
-    seen = (key < bounds_g[group, 1]) & (key + KEYS > bounds_g[group, 0])
+    base, row, all_groups = (numbers_g[i] for i in range(3))
+    key = pl.multiple_of(base + column, 8)
+    pairs = cdiv_(jnp.minimum(queries, rows - first), 2)
+    low, high = (bounds_g[all_groups + group, i] for i in range(2))
+    seen = (key < high) & (key + KEYS > low)
     full, free = refs["full"], refs["free"]
 
     def load(p):
@@ -118,8 +122,11 @@ def _gathered(
         slot = lax.rem(jnp.asarray(p, I32), PAIRS)
         if not isinstance(p, int):
             pl.when(p >= PAIRS)(lambda: plgpu.barrier_wait(free.at[slot]))
-        start = pl.multiple_of((base_g[1] + first + 2 * p) * heads, 8)
-        sources = q_g.at[pl.ds(start, 2 * heads)], side_g.at[pl.ds(first + 2 * p, 2)]
+        query = row + first + 2 * p
+        sources = (
+            q_g.at[pl.ds(pl.multiple_of(query * heads, 8), 2 * heads)],
+            side_g.at[pl.ds(query, 2)],
+        )
         for src, name in zip(sources, ("q", "side"), strict=True):
             plgpu.copy_gmem_to_smem(src, refs[name].at[slot], full.at[slot])
 

@@ -51,7 +51,9 @@ def select_decode(
     workers = paged.fit(queries, records=records).blocks * sms
     number = jnp.zeros((), jnp.int32) if layer is None else layer
 
-    def some(_, q: Array, weights: Array, page_table: Array, lens: Array) -> Array:
+    def some(row: Array, rows: int, *whole: Array) -> Array:
+        q, weights, page_table, lens = (rows_sm90.part(x, row, rows) for x in whole)
+
         def ranks(base: Array, columns: int) -> Array:
             blocks = cdiv(columns, paged.STREAMS * page)
             span = _span(len(q), blocks, workers)
@@ -84,20 +86,24 @@ def select_prefill(
     rest = round_up(count, 8) - count
     keys, scales = jnp.pad(keys, ((0, rest), (0, 0))), jnp.pad(scales, (0, rest))
 
-    def some(first: Array, side: Array, starts: Array, ends: Array) -> Array:
+    def some(row: Array, rows: int, side: Array, starts: Array, ends: Array) -> Array:
         def ranks(base: Array, columns: int) -> Array:
-            queries = len(side)
-            block = _block(queries, cdiv(columns, scores.KEYS), sms)
-            pad, scored = (0, round_up(queries, block) - queries), ends - starts > k
-            low = jnp.pad(jnp.where(scored, starts, count), pad, constant_values=count)
-            high = jnp.pad(jnp.where(scored, ends, 0), pad)
-            bounds = low.reshape(-1, block).min(axis=1), high.reshape(-1, block).max(axis=1)
+            block = _block(rows, cdiv(columns, scores.KEYS), sms)
+            pad, scored = (0, round_up(rows, block) - rows), ends - starts > k
+            low, high = jnp.where(scored, starts, count), jnp.where(scored, ends, 0)
+
+            def blocks(x: Array, nothing: int) -> Array:
+                """Of all rows: the same for every call, so XLA makes them once."""
+                of_calls = jnp.pad(x.reshape(-1, rows), ((0, 0), pad), constant_values=nothing)
+                return of_calls.reshape(-1, block)
+
+            bounds = blocks(low, count).min(axis=1), blocks(high, 0).max(axis=1)
             return scores.gathered_ranks(
-                q, side, keys, scales, jnp.stack(bounds, axis=1), base, first,
-                columns=columns, queries=block,
+                q, side, keys, scales, jnp.stack(bounds, axis=1), base, row,
+                rows=rows, columns=columns, queries=block,
             )  # fmt: skip
 
-        return rows_sm90.select(ranks, starts, ends, count, k=k)
+        return rows_sm90.select(ranks, starts, ends, count, k=k, some=(row, rows))
 
     side = _side(weights, ends, multiple=scores.SIDE)
     return _by_rows(some, (side, starts, ends), min(count, rows_sm90.COLUMNS))
@@ -127,27 +133,26 @@ def _block(queries: int, tiles: int, workers: int) -> int:
 def _by_rows(
     one: Callable[..., Array], arrays: Sequence[Array], columns: int
 ) -> Int[Array, "rows ..."]:
-    """The results of ``one(first row's number, *rows of each array)``, laid end to end.
+    """The results of ``one(first row's number, rows, *arrays)``, laid end to end.
 
-    Each call takes as many rows as the workspace holds.
+    Each call has as many rows as the workspace holds, an even number of them if there are several.
+    ``arrays`` are whole: cut for each call they would be copied. Rows of zeros fill the last call.
     """
     rows = len(arrays[0])
-    some = max(WORKSPACE // max(columns, 1), 1)
-    if rows <= some:
-        return one(jnp.int32(0), *arrays)
-    parts = cdiv(rows, some)
-    some = cdiv(rows, parts)
-    if parts <= UNROLLED:
-        found = [
-            one(jnp.int32(i), *(x[i : i + some] for x in arrays)) for i in range(0, rows, some)
-        ]
-        return jnp.concatenate(found)
-    pad = parts * some - rows
-    padded = [jnp.pad(x, ((0, pad), *((0, 0),) * (x.ndim - 1))) for x in arrays]
-    firsts = some * jnp.arange(parts, dtype=jnp.int32)
-    of_parts = [x.reshape(parts, some, *x.shape[1:]) for x in padded]
-    found = lax.map(lambda x: one(*x), [firsts, *of_parts])
-    return found.reshape(-1, *found.shape[2:])[:rows]
+    calls = cdiv(rows, max(WORKSPACE // max(columns, 1), 1))
+    if calls <= 1:
+        return one(jnp.int32(0), rows, *arrays)
+    some = round_up(cdiv(rows, calls), 2)  # a kernel takes two rows at a time
+    calls = cdiv(rows, some)
+    pad = calls * some - rows
+    arrays = [jnp.pad(x, ((0, pad), *((0, 0),) * (x.ndim - 1))) for x in arrays]
+    if calls <= UNROLLED:
+        found = jnp.concatenate([one(jnp.int32(i * some), some, *arrays) for i in range(calls)])
+    else:
+        firsts = some * jnp.arange(calls, dtype=jnp.int32)
+        found = lax.map(lambda first: one(first, some, *arrays), firsts)
+        found = found.reshape(-1, *found.shape[2:])
+    return found[:rows] if pad else found
 
 
 def _side(

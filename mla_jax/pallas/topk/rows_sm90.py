@@ -13,7 +13,7 @@ from mla_jax.pallas.topk import select_sm90
 from mla_jax.pallas.topk.select_sm90 import NO_CANDIDATE
 from mla_jax.types import Array, Int, cdiv, round_up
 
-__all__ = ["COLUMNS", "MANY", "PART", "select"]
+__all__ = ["COLUMNS", "MANY", "PART", "part", "select"]
 
 COLUMNS = 1 << 17
 """Of a row that are scored and selected together, at most."""
@@ -31,41 +31,52 @@ def select(
     longest: int,
     *,
     k: int,
+    some: tuple[Array, int] | None = None,
 ) -> Int[Array, "rows {k}"]:
     """Places from ``starts`` (or 0) on of the best; ``ranks(base, columns)`` is a workspace.
 
     Of more than ``COLUMNS`` these are scored at a time, and their best joined with the best so far.
+    ``some``: of these rows only, the first one's number and how many; ``ranks`` are theirs.
     """
+    row, rows = (0, len(ends)) if some is None else some
+    if not rows or longest <= k or longest > COLUMNS:
+        starts = None if starts is None else part(starts, row, rows)
+        ends = part(ends, row, rows)
     at = jnp.arange(k, dtype=jnp.int32)
     first = 0 if starts is None else jnp.clip(starts, 0, longest)
     lens = (jnp.clip(ends, 0, longest) - first)[:, None]
-    everything = jnp.where(at < lens, at, -1)
-    if not len(ends) or longest <= k:
-        return everything
+    if not rows or longest <= k:
+        return jnp.where(at < lens, at, -1)
     zero = jnp.zeros_like(ends, shape=())
-    parts = _parts(len(ends), longest)
+    parts = _parts(rows, longest)
     if longest <= COLUMNS:
         found = ranks(zero, round_up(longest, 16 * parts))
         if parts == 1:
-            return _best(found, starts, ends, k=k)
-        lists = _lists(found, starts, ends, first, parts=parts, k=k)
+            return _best(found, starts, ends, row=row, k=k)
+        lists = _lists(found, starts, ends, first, row, parts=parts, k=k)
         most = lists[0].shape[1]
-        return _best(lists[0], None, jnp.where(lens > k, most, lens)[:, 0], places=lists[1], k=k)
+        kept = jnp.where(lens > k, most, lens)[:, 0]
+        return _best(lists[0], None, kept, places=lists[1], row=row, k=k)
     first = first + jnp.zeros_like(ends)
 
     def chunk(i: Array, old: tuple[Array, Array]) -> tuple[Array, Array]:
         base = i * COLUMNS
         a, b = (jnp.clip(x - base, 0, COLUMNS) for x in (first, ends))
-        new = _lists(ranks(base, COLUMNS), a, b, first - base, parts=parts, k=k)
+        new = _lists(ranks(base, COLUMNS), a, b, first - base, 0, parts=parts, k=k)
         both = [jnp.concatenate(pair, axis=1) for pair in zip(old, new, strict=True)]
         most = jnp.full_like(ends, both[0].shape[1])
         places, kept = _best(both[0], None, most, places=both[1], k=k, ranked=True)
         return kept, places
 
-    none = jnp.full_like(ends, NO_CANDIDATE, shape=(len(ends), k))
+    none = jnp.full_like(ends, NO_CANDIDATE, shape=(rows, k))
     turns = (jnp.clip(jnp.max(ends), 0, longest) + COLUMNS - 1) // COLUMNS
     _, places = lax.fori_loop(zero, turns, chunk, (none, jnp.full_like(none, -1)))
-    return jnp.where(lens > k, places, everything)
+    return jnp.where(lens > k, places, jnp.where(at < lens, at, -1))
+
+
+def part(x: Array, first: Array | int, rows: int) -> Array:
+    """``rows`` rows of ``x`` from ``first`` on."""
+    return x if len(x) == rows else lax.dynamic_slice_in_dim(x, first, rows)
 
 
 def _parts(rows: int, columns: int) -> int:
@@ -87,6 +98,7 @@ def _best(
     *,
     k: int,
     places: Array | None = None,
+    row: Array | int = 0,
     ranked: bool = False,
 ) -> Any:
     """``select_sm90.select`` of any number of columns."""
@@ -95,16 +107,18 @@ def _best(
         ranks = jnp.pad(ranks, ((0, 0), (0, rest)), constant_values=NO_CANDIDATE)
         places = None if places is None else jnp.pad(places, ((0, 0), (0, rest)))
     shape = select_sm90.shape_of(ranks.shape[1], len(ranks))
-    given = ranks, starts, ends, origins, places
+    given = ranks, starts, ends, origins, places, row
     return select_sm90.select(*given, k=k, shape=shape, ranked=ranked)
 
 
 def _lists(
-    ranks: Array, starts: Array | None, ends: Array, origins: Array | int, *, parts: int, k: int
-) -> tuple[Int[Array, "rows lists"], Int[Array, "rows lists"]]:
+    ranks: Array, starts: Array | None, ends: Array, origins: Array | int, row: Array | int, *,
+    parts: int, k: int,
+) -> tuple[Int[Array, "rows lists"], Int[Array, "rows lists"]]:  # fmt: skip
     """Ranks and places of the best ``k`` of each part of a row, one list behind the other.
 
     A part with fewer has ``NO_CANDIDATE`` and -1 behind them. Places are counted from ``origins``.
+    The rows are those from ``row`` on of ``starts``, ``ends`` and ``origins``.
     """
     rows, width = len(ranks), ranks.shape[1] // parts
     low = width * jnp.arange(parts, dtype=jnp.int32)
@@ -112,5 +126,5 @@ def _lists(
     a, b = (jnp.clip(x[:, None] - low, 0, width).reshape(-1) for x in (first, ends))
     origins = ((origins + jnp.zeros_like(ends))[:, None] - low).reshape(-1)
     flat = ranks.reshape(rows * parts, width)
-    places, found = _best(flat, a, b, origins, k=k, ranked=True)
+    places, found = _best(flat, a, b, origins, row=row * parts, k=k, ranked=True)
     return found.reshape(rows, parts * k), places.reshape(rows, parts * k)

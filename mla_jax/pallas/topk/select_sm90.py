@@ -116,6 +116,7 @@ def select(
     ends: jax.Array,
     origins: jax.Array | None = None,
     places: jax.Array | None = None,
+    row: jax.Array | int = 0,
     *,
     k: int,
     shape: Shape,
@@ -126,8 +127,9 @@ def select(
     A row sees columns ``starts`` (0 if there are none) to ``ends``, of those there are; one that
     sees at most ``k`` takes all, -1 behind them. ``columns`` are a multiple of 4. Places are
     counted from ``origins`` on, if there are any; or ``places`` [rows, columns] has them, and those
-    of a row that sees at most ``k`` are its columns. ``ranked``: the ranks too, ``NO_CANDIDATE``
-    where the place is -1.
+    of a row that sees at most ``k`` are its columns. ``starts``, ``ends`` and ``origins`` may be of
+    more rows, of which these begin with ``row``. ``ranked``: the ranks too, ``NO_CANDIDATE`` where
+    the place is -1.
     """
     rows, columns = ranks.shape
     assert columns % 4 == 0 and columns <= shape.columns
@@ -156,26 +158,28 @@ def select(
         ),
     )
     given = (ends if x is None else x for x in (starts, ends, origins, places))
-    return kernel(ranks, *given)
+    return kernel(ranks, *given, jnp.asarray(row, jnp.int32).reshape(1))
 
 
 def _row(
-    ranks_g, starts_g, ends_g, origins_g, places_g, *chosen_g, k, columns, shape, form, table
+    ranks_g, starts_g, ends_g, origins_g, places_g, row_g, *chosen_g, k, columns, shape, form, table
 ) -> None:
-    @plgpu.inline_mgpu(arg_types=(*(plgpu.RefType(),) * 8, inline.SCALAR))
+    @plgpu.inline_mgpu(arg_types=(*(plgpu.RefType(),) * 8, *(inline.SCALAR,) * 2))
     def run(_, *operands):
-        *refs, row = operands
+        refs, rows = operands[:8], [x.registers.item() for x in operands[8:]]
         pointers = [mgpu.utils.memref_ptr(r) for r in refs]
         code = program(k, columns, shape, form)
-        inline.asm(code, [*pointers, row.registers.item()], "l,l,l,l,l,l,l,l,r,~{memory}")
+        inline.asm(code, [*pointers, *rows], "l,l,l,l,l,l,l,l,r,r,~{memory}")
 
     chosen, best = chosen_g[0], chosen_g[-1]
     row = lax.axis_index("row")
-    run(ranks_g, starts_g, ends_g, origins_g, places_g, chosen, best, table, row)
+    rows = row, row_g[0] + row
+    run(ranks_g, starts_g, ends_g, origins_g, places_g, chosen, best, table, *rows)
 
 
 def program(k: int, columns: int, shape: Shape, form: Form) -> str:
-    """Operands: ranks, starts, ends, origins, places, chosen, their ranks, table, row.
+    """Operands: ranks, starts, ends, origins, places, chosen, their ranks, table, the row, and its
+    number in starts, ends and origins.
 
     Those that ``form`` does not have are not read.
     """
@@ -193,7 +197,7 @@ def program(k: int, columns: int, shape: Shape, form: Form) -> str:
         shr.u32 warp, tid, 5;
         {"mov.u32 part, %cluster_ctarank;" if shape.blocks > 1 else "mov.u32 part, 0;"}
         cvt.u32.u64 table, $7;
-        mul.wide.s32 at, $8, 4;
+        mul.wide.s32 at, $9, 4;
         add.u64 out, at, $1;
         {start if form.starts else "mov.b32 start, 0;"}
         add.u64 out, at, $3;
