@@ -32,7 +32,7 @@ def select(
     *,
     k: int,
     some: tuple[Array, int] | None = None,
-) -> Int[Array, "rows {k}"]:
+) -> Int[Array, "some {k}"]:
     """Places from ``starts`` (or 0) on of the best; ``ranks(base, columns)`` is a workspace.
 
     Of more than ``COLUMNS`` these are scored at a time, and their best joined with the best so far.
