@@ -22,10 +22,10 @@ __all__ = ["Layers", "Period", "Place", "Stack", "periods_of", "places_of"]
 LONGEST_PERIOD = 8
 """Kinds of one period, at most."""
 
-LAYERS_A_TURN, MANY_REPEATS = 6, 12
+LAYERS_A_TURN, MANY_REPEATS = 3, 12
 """Layers of one turn where a period repeats many times, at most: a turn costs 3.5 us on a GPU.
 
-More save little, and every weight is an array more that each call of a program hands over.
+More save little, and each array of weights costs the host's call of a program a microsecond or two.
 """
 
 
@@ -68,7 +68,7 @@ def periods_of(kinds: Sequence[Any]) -> tuple[Period, ...]:
 
     At each layer the period that covers most layers is taken, the shortest of equals:
     ``d s s s s`` is ``(d) x 1, (s) x 4``; ``a b c b c b c`` is ``(a) x 1, (b c) x 3``. One that
-    repeats many times is made longer: ``s`` twenty-six times is ``(s s s s s s) x 4, (s) x 2``.
+    repeats many times is made longer: ``s`` twenty-six times is ``(s s s) x 8, (s) x 2``.
     """
     found: list[Period] = []
     first = 0
