@@ -98,6 +98,19 @@ def test_rows_may_all_begin_with_the_first_column(rng):
     np.testing.assert_array_equal(got, want)
 
 
+def test_bounds_may_be_of_more_rows(rng):
+    """Of seven rows' bounds those from the third on: starts, ends and origins alike."""
+    k, keys = 300, 1000
+    limits = bounds(rng, keys, k)[:7]
+    ranks = drawn("random", rng, 4, keys)
+    shape = Shape(blocks=1, groups=4, each=4)
+    origins = limits[:, 0] - 10
+    got = ptx_machine.select(ranks, *limits.T, origins, first=2, k=k, shape=shape)
+    own = limits[2:6]
+    alone = ptx_machine.select(ranks, *own.T, own[:, 0] - 10, k=k, shape=shape)
+    np.testing.assert_array_equal(got, alone)
+
+
 def test_a_list_may_be_full_of_what_is_no_candidate(rng):
     """As where lists are joined: the lowest rank of all, more often than it is wanted."""
     ranks = np.full((1, 600), -(2**31))
@@ -182,6 +195,11 @@ def test_lists_of_parts_are_joined(kind, keys, rng, monkeypatch):
         full = ranks if first is not None else np.asarray(padded)[:, :keys]
         want = [oracle(r, a, b, k) for r, a, b in zip(full, own, np.asarray(ends), strict=True)]
         np.testing.assert_array_equal(got, want)
+        five = jnp.int32(3), 5
+        got = rows_sm90.select(
+            lambda *where: some(*where)[3:8], first, ends, keys, k=k, some=five
+        )
+        np.testing.assert_array_equal(got, want[3:8])
 
 
 def test_many_rows_of_many_columns_are_in_parts():
