@@ -196,9 +196,7 @@ def test_lists_of_parts_are_joined(kind, keys, rng, monkeypatch):
         want = [oracle(r, a, b, k) for r, a, b in zip(full, own, np.asarray(ends), strict=True)]
         np.testing.assert_array_equal(got, want)
         five = jnp.int32(3), 5
-        got = rows_sm90.select(
-            lambda *where: some(*where)[3:8], first, ends, keys, k=k, some=five
-        )
+        got = rows_sm90.select(lambda *where: some(*where)[3:8], first, ends, keys, k=k, some=five)
         np.testing.assert_array_equal(got, want[3:8])
 
 
