@@ -17,7 +17,7 @@ from jax import lax
 
 from mla_jax.types import Array, Int
 
-__all__ = ["Layers", "Period", "Place", "Stack", "periods_of", "places_of"]
+__all__ = ["LAYERS_A_TURN", "Layers", "Period", "Place", "Stack", "periods_of", "places_of"]
 
 LONGEST_PERIOD = 8
 """Kinds of one period, at most."""
