@@ -301,7 +301,6 @@ VARIATIONS = [
     _variation("v3_all_dense", "v3_small", 16, first_k_dense_replace=3),
     _variation("v3_rope_factor", "v3_small", 22, rope_parameters=_yarn(mscale=0.5)),
     _variation("v3_unnormalised", "v3_small", 18, norm_topk_prob=False),
-    _variation("v3_fifteen_layers", "v3_small", 37, num_hidden_layers=15),
     _variation("v2_attention_bias", "v2_small", 21, attention_bias=True, mlp_bias=True),
     _variation("glm_halves", "glm_flash_small", 34, rope_interleave=False),
     _variation("v32_dense", "v32_small", 5, index_topk=2048),
@@ -310,3 +309,6 @@ VARIATIONS = [
     _variation("glm_dsa_two_shared", "glm_dsa_small", 4, indexer_types=["full"] + ["shared"] * 2),
     _variation("youtu_untied", "youtu_small", 21, tie_word_embeddings=False),
 ]
+
+FIVE_LAYERS = _variation("v3_five_layers", "v3_small", 39, num_hidden_layers=5)
+"""One dense layer and four of experts."""

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from mla_jax.model import stack
+from mla_jax.model.stack import periods_of
 from tests.parity import checkpoint, reference
 from tests.parity.compare import assert_robust, assert_same, serve
-from tests.parity.families import BY_NAME, FAMILIES, V32_FP8, VARIATIONS
+from tests.parity.families import BY_NAME, FAMILIES, FIVE_LAYERS, V32_FP8, VARIATIONS
 
 torch.set_num_threads(1)
 
@@ -40,6 +42,17 @@ def test_fp8_blocks(case, tmp_path, record_property):
     model = reference.build(case)
     checkpoint.save_released(model, case, tmp_path, fp8=True)
     _judge(case, tmp_path, model, record_property)
+
+
+def test_several_layers_of_a_turn(tmp_path, record_property, monkeypatch):
+    """As decoders of many layers have them, here of five: two turns of two blocks."""
+    for name in ("LAYERS_A_TURN", "MANY_REPEATS"):
+        monkeypatch.setattr(stack, name, 2)
+    case = FIVE_LAYERS
+    model = reference.build(case)
+    checkpoint.save_released(model, case, tmp_path)
+    engine = _judge(case, tmp_path, model, record_property)
+    assert [(len(p.kinds), p.repeats) for p in periods_of(engine.config.kinds)] == [(1, 1), (2, 2)]
 
 
 @pytest.mark.slow
