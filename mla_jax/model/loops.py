@@ -15,13 +15,13 @@ KERNELS = ("pallas_call", "core_map", "mpmd_map")
 
 LOOPS = ("scan", "while")
 
-UNROLLED = "scan"
-"""Loops whose number of turns is known beforehand: XLA unrolls these only."""
+COUNTED = "scan"
+"""Loops whose number of turns is known before they run: XLA unrolls no others."""
 
 
 def nested(program: ClosedJaxpr) -> bool:
     """Whether a loop stands inside another one that XLA may unroll."""
-    outer = (loop for loop in _loops(program) if loop.primitive.name == UNROLLED)
+    outer = (loop for loop in _loops(program) if loop.primitive.name == COUNTED)
     return any(next(_loops(part), None) for loop in outer for part in _parts(loop))
 
 

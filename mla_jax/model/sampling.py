@@ -199,9 +199,9 @@ def sample(
     left, then min-p; equal logits rank by id, the lower one first. Nothing is sorted: what a
     filter leaves are all tokens above an edge, which is found bit by bit.
 
-    All but greedy tokens is in a loop of one turn, or of none if every request is greedy and asks
-    for nothing else: on a GPU a loop or branch costs 10 us even if it is not taken. XLA's CUDA
-    graphs hold loops, so the host need not wait for the device to know which way it goes.
+    One loop holds all that a greedy request does not need. It makes one turn if any request needs
+    some of it, and else none. There is one because each loop or branch costs 10 us on a GPU, even
+    if it is not taken. XLA's CUDA graphs hold loops, so the host need not wait for the device.
     """
     scores = Scores.of(logits.astype(jnp.float32))
     top = scores.top

@@ -1,9 +1,9 @@
 """Equal layers as one program text: weights stacked on a leading axis, run by ``lax.scan``.
 
 A decoder's layers are cut into runs that repeat a short period of kinds: dense layers, then expert
-layers; a period may have several kinds, and of many equal layers several make one period. Compiling
-takes as long for sixty layers as for one period of each run, and each weight stays where it is: a
-turn of the loop reads its own layers.
+layers; a period may have several kinds. Where many layers are equal, a period has several of them.
+Compiling takes as long for sixty layers as for one period of each run, and each weight stays where
+it is: a turn of the loop reads its own layers.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ LONGEST_PERIOD = 8
 LAYERS_A_TURN, MANY_REPEATS = 3, 12
 """Layers of one turn where a period repeats many times, at most: a turn costs 3.5 us on a GPU.
 
-More save little, and each array of weights costs the host's call of a program a microsecond or two.
+More save little, and the host hands every array of weights over at each call of a program.
 """
 
 
@@ -67,8 +67,9 @@ def periods_of(kinds: Sequence[Any]) -> tuple[Period, ...]:
     """Cut layers of these kinds into runs of a repeated period, the longest run first.
 
     At each layer the period that covers most layers is taken, the shortest of equals:
-    ``d s s s s`` is ``(d) x 1, (s) x 4``; ``a b c b c b c`` is ``(a) x 1, (b c) x 3``. One that
-    repeats many times is made longer: ``s`` twenty-six times is ``(s s s) x 8, (s) x 2``.
+    ``d s s s s`` is ``(d) x 1, (s) x 4``; ``a b c b c b c`` is ``(a) x 1, (b c) x 3``. A short
+    period that repeats many times becomes a longer one: twenty-six times ``s`` is
+    ``(s s s) x 8, (s) x 2``.
     """
     found: list[Period] = []
     first = 0
@@ -122,16 +123,15 @@ class Stack[Block: nnx.Module](nnx.Module):
         ``beside`` has a pytree for each block of the period whose leaves are stacked as the
         weights are; ``extra`` is one layer's part of it, ``number`` the layer's in the decoder.
         """
-        parts = [nnx.split(block) for block in self.blocks]
-        state = [weights for _, weights in parts]
+        graphs, state = zip(*map(nnx.split, self.blocks), strict=True)
         beside = [None] * len(self.blocks) if beside is None else beside
         first, length = self.period.first, len(self.period.kinds)
         # Blocks of one kind are traced and lowered once; XLA puts the text in where it is called.
-        texts = {graph: jax.jit(_text(graph, layer)) for graph, _ in parts}
+        texts = {graph: jax.jit(_text(graph, layer)) for graph in graphs}
 
         def turn(start: Any, carry: Carry, weights: Any, extras: Sequence[Any]) -> Carry:
-            for k, (block, extra) in enumerate(zip(weights, extras, strict=True)):
-                carry = texts[parts[k][0]](block, extra, start + k, carry)
+            for k, (graph, *of_block) in enumerate(zip(graphs, weights, extras, strict=True)):
+                carry = texts[graph](*of_block, start + k, carry)
             return carry
 
         def counted(carried: tuple[Array, Carry], each: Any) -> tuple[tuple[Array, Carry], None]:

@@ -36,7 +36,7 @@ def check(text: str) -> None:
     (entry,) = re.findall(r"^ENTRY .*?^}", text, flags=re.MULTILINE | re.DOTALL)
     rows = rf"(?:f32|s32)\[{REQUESTS},{VOCAB}\]"
     assert re.search(rf"{rows}.*parameter\(", entry)
-    assert entry.count(" while(") == 1  # around all but greedy tokens
+    assert entry.count(" while(") == 1  # around all that a greedy request does not need
     assert not re.findall(rf"= {rows}\S* copy(?:-start)?\(.*", entry)
     branches = re.findall(r"= (\(.*?\)) conditional\(", entry)
     assert not any(re.search(rows, branch) for branch in branches)  # a branch not taken copies

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from mla_jax.model import stack
-from mla_jax.model.stack import periods_of
 from tests.parity import checkpoint, reference
 from tests.parity.compare import assert_robust, assert_same, serve
 from tests.parity.families import BY_NAME, FAMILIES, FIVE_LAYERS, V32_FP8, VARIATIONS
@@ -52,7 +51,10 @@ def test_several_layers_of_a_turn(tmp_path, record_property, monkeypatch):
     model = reference.build(case)
     checkpoint.save_released(model, case, tmp_path)
     engine = _judge(case, tmp_path, model, record_property)
-    assert [(len(p.kinds), p.repeats) for p in periods_of(engine.config.kinds)] == [(1, 1), (2, 2)]
+    assert [(len(p.kinds), p.repeats) for p in stack.periods_of(engine.config.kinds)] == [
+        (1, 1),
+        (2, 2),
+    ]
 
 
 @pytest.mark.slow

@@ -110,10 +110,10 @@ def _gathered(
     tiles = cdiv(columns, KEYS)
     group, tile = lax.div(item, tiles), lax.rem(item, tiles)
     first, column = group * queries, tile * KEYS
-    base, row, all_groups = (numbers_g[i] for i in range(3))
+    base, row, earlier = (numbers_g[i] for i in range(3))  # groups of earlier calls
     key = pl.multiple_of(base + column, 8)
     pairs = cdiv_(jnp.minimum(queries, rows - first), 2)
-    low, high = (bounds_g[all_groups + group, i] for i in range(2))
+    low, high = (bounds_g[earlier + group, i] for i in range(2))
     seen = (key < high) & (key + KEYS > low)
     full, free = refs["full"], refs["free"]
 

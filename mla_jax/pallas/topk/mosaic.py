@@ -5,6 +5,7 @@
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax.numpy as jnp
 from jax import lax
@@ -52,7 +53,8 @@ def select_decode(
     number = jnp.zeros((), jnp.int32) if layer is None else layer
 
     def some(row: Array, rows: int, *whole: Array) -> Array:
-        q, weights, page_table, lens = (rows_sm90.part(x, row, rows) for x in whole)
+        cut = partial(lax.dynamic_slice_in_dim, start_index=row, slice_size=rows)
+        q, weights, page_table, lens = map(cut, whole)
 
         def ranks(base: Array, columns: int) -> Array:
             blocks = cdiv(columns, paged.STREAMS * page)
@@ -88,20 +90,14 @@ def select_prefill(
 
     def some(row: Array, rows: int, side: Array, starts: Array, ends: Array) -> Array:
         def ranks(base: Array, columns: int) -> Array:
-            block = _block(rows, cdiv(columns, scores.KEYS), sms)
-            pad, scored = (0, round_up(rows, block) - rows), ends - starts > k
-            low, high = jnp.where(scored, starts, count), jnp.where(scored, ends, 0)
-
-            def blocks(x: Array, nothing: int) -> Array:
-                """Of all rows: the same for every call, so XLA makes them once."""
-                of_calls = jnp.pad(x.reshape(-1, rows), ((0, 0), pad), constant_values=nothing)
-                return of_calls.reshape(-1, block)
-
-            bounds = blocks(low, count).min(axis=1), blocks(high, 0).max(axis=1)
+            block, scored = _block(rows, cdiv(columns, scores.KEYS), sms), ends - starts > k
+            # Of the rows of all calls: the same in each call, so XLA makes them once.
+            low = _by_blocks(jnp.where(scored, starts, count), rows, block, nothing=count)
+            high = _by_blocks(jnp.where(scored, ends, 0), rows, block, nothing=0)
+            bounds = jnp.stack([low.min(axis=1), high.max(axis=1)], axis=1)
             return scores.gathered_ranks(
-                q, side, keys, scales, jnp.stack(bounds, axis=1), base, row,
-                rows=rows, columns=columns, queries=block,
-            )  # fmt: skip
+                q, side, keys, scales, bounds, base, row, rows=rows, columns=columns, queries=block
+            )
 
         return rows_sm90.select(ranks, starts, ends, count, k=k, some=(row, rows))
 
@@ -128,6 +124,14 @@ def _block(queries: int, tiles: int, workers: int) -> int:
         return cdiv(cdiv(queries, block) * tiles, workers) * (block // 2 + START)
 
     return min(sorted(found), key=turns)
+
+
+def _by_blocks(
+    x: Int[Array, "all_rows"], rows: int, block: int, *, nothing: int
+) -> Int[Array, "blocks {block}"]:
+    """Of each call's ``rows`` the blocks, ``nothing`` behind the last row of each call."""
+    pad = (0, 0), (0, round_up(rows, block) - rows)
+    return jnp.pad(x.reshape(-1, rows), pad, constant_values=nothing).reshape(-1, block)
 
 
 def _by_rows(

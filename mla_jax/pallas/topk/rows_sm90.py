@@ -13,7 +13,7 @@ from mla_jax.pallas.topk import select_sm90
 from mla_jax.pallas.topk.select_sm90 import NO_CANDIDATE
 from mla_jax.types import Array, Int, cdiv, round_up
 
-__all__ = ["COLUMNS", "MANY", "PART", "part", "select"]
+__all__ = ["COLUMNS", "MANY", "PART", "select"]
 
 COLUMNS = 1 << 17
 """Of a row that are scored and selected together, at most."""
@@ -36,33 +36,51 @@ def select(
     """Places from ``starts`` (or 0) on of the best; ``ranks(base, columns)`` is a workspace.
 
     Of more than ``COLUMNS`` these are scored at a time, and their best joined with the best so far.
-    ``some``: of these rows only, the first one's number and how many; ``ranks`` are theirs.
+    ``some``: only these rows count, the first one's number and how many; ``ranks`` are theirs.
     """
     row, rows = (0, len(ends)) if some is None else some
-    if not rows or longest <= k or longest > COLUMNS:
-        starts = None if starts is None else part(starts, row, rows)
-        ends = part(ends, row, rows)
-    at = jnp.arange(k, dtype=jnp.int32)
-    first = 0 if starts is None else jnp.clip(starts, 0, longest)
-    lens = (jnp.clip(ends, 0, longest) - first)[:, None]
+    if rows and k < longest <= COLUMNS:
+        return _at_once(ranks, starts, ends, longest, row, rows, k=k)
+    ends = lax.dynamic_slice_in_dim(ends, row, rows)
+    if starts is None:
+        first = jnp.zeros_like(ends)
+    else:
+        first = jnp.clip(lax.dynamic_slice_in_dim(starts, row, rows), 0, longest)
+    lens, at = (jnp.clip(ends, 0, longest) - first)[:, None], jnp.arange(k, dtype=jnp.int32)
+    everything = jnp.where(at < lens, at, -1)
     if not rows or longest <= k:
-        return jnp.where(at < lens, at, -1)
-    zero = jnp.zeros_like(ends, shape=())
+        return everything
+    return jnp.where(lens > k, _by_chunks(ranks, first, ends, longest, k=k), everything)
+
+
+def _at_once(
+    ranks: Callable[[Array, int], Array], starts: Int[Array, "rows"] | None,
+    ends: Int[Array, "rows"], longest: int, row: Array | int, rows: int, *, k: int,
+) -> Int[Array, "some {k}"]:  # fmt: skip
+    """``select`` of rows that are scored at once; ``starts`` and ``ends`` are of all rows."""
     parts = _parts(rows, longest)
-    if longest <= COLUMNS:
-        found = ranks(zero, round_up(longest, 16 * parts))
-        if parts == 1:
-            return _best(found, starts, ends, row=row, k=k)
-        lists = _lists(found, starts, ends, first, row, parts=parts, k=k)
-        most = lists[0].shape[1]
-        kept = jnp.where(lens > k, most, lens)[:, 0]
-        return _best(lists[0], None, kept, places=lists[1], row=row, k=k)
-    first = first + jnp.zeros_like(ends)
+    found = ranks(jnp.zeros_like(ends, shape=()), round_up(longest, 16 * parts))
+    if parts == 1:
+        return _best(found, starts, ends, row=row, k=k)
+    first = 0 if starts is None else jnp.clip(starts, 0, longest)
+    lens = jnp.clip(ends, 0, longest) - first
+    kept, places = _lists(found, starts, ends, first, row, parts=parts, k=k)
+    ends = jnp.where(lens > k, kept.shape[1], lens)
+    return _best(kept, None, ends, places=places, row=row, k=k)
+
+
+def _by_chunks(
+    ranks: Callable[[Array, int], Array], first: Int[Array, "rows"], ends: Int[Array, "rows"],
+    longest: int, *, k: int,
+) -> Int[Array, "rows {k}"]:  # fmt: skip
+    """Places of the best of rows longer than ``k``, one chunk of ``COLUMNS`` after the other."""
+    rows, zero = len(ends), jnp.zeros_like(ends, shape=())
+    parts = _parts(rows, longest)
 
     def chunk(i: Array, old: tuple[Array, Array]) -> tuple[Array, Array]:
         base = i * COLUMNS
         a, b = (jnp.clip(x - base, 0, COLUMNS) for x in (first, ends))
-        new = _lists(ranks(base, COLUMNS), a, b, first - base, 0, parts=parts, k=k)
+        new = _lists(ranks(base, COLUMNS), a, b, first - base, parts=parts, k=k)
         both = [jnp.concatenate(pair, axis=1) for pair in zip(old, new, strict=True)]
         most = jnp.full_like(ends, both[0].shape[1])
         places, kept = _best(both[0], None, most, places=both[1], k=k, ranked=True)
@@ -70,13 +88,7 @@ def select(
 
     none = jnp.full_like(ends, NO_CANDIDATE, shape=(rows, k))
     turns = (jnp.clip(jnp.max(ends), 0, longest) + COLUMNS - 1) // COLUMNS
-    _, places = lax.fori_loop(zero, turns, chunk, (none, jnp.full_like(none, -1)))
-    return jnp.where(lens > k, places, jnp.where(at < lens, at, -1))
-
-
-def part(x: Array, first: Array | int, rows: int) -> Array:
-    """``rows`` rows of ``x`` from ``first`` on."""
-    return x if len(x) == rows else lax.dynamic_slice_in_dim(x, first, rows)
+    return lax.fori_loop(zero, turns, chunk, (none, jnp.full_like(none, -1)))[1]
 
 
 def _parts(rows: int, columns: int) -> int:
@@ -112,7 +124,7 @@ def _best(
 
 
 def _lists(
-    ranks: Array, starts: Array | None, ends: Array, origins: Array | int, row: Array | int, *,
+    ranks: Array, starts: Array | None, ends: Array, origins: Array | int, row: Array | int = 0, *,
     parts: int, k: int,
 ) -> tuple[Int[Array, "rows lists"], Int[Array, "rows lists"]]:  # fmt: skip
     """Ranks and places of the best ``k`` of each part of a row, one list behind the other.

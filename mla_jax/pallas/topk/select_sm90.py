@@ -166,15 +166,15 @@ def _row(
 ) -> None:
     @plgpu.inline_mgpu(arg_types=(*(plgpu.RefType(),) * 8, *(inline.SCALAR,) * 2))
     def run(_, *operands):
-        refs, rows = operands[:8], [x.registers.item() for x in operands[8:]]
-        pointers = [mgpu.utils.memref_ptr(r) for r in refs]
+        pointers = [mgpu.utils.memref_ptr(r) for r in operands[:8]]
+        numbers = [x.registers.item() for x in operands[8:]]
         code = program(k, columns, shape, form)
-        inline.asm(code, [*pointers, *rows], "l,l,l,l,l,l,l,l,r,r,~{memory}")
+        inline.asm(code, [*pointers, *numbers], "l,l,l,l,l,l,l,l,r,r,~{memory}")
 
     chosen, best = chosen_g[0], chosen_g[-1]
     row = lax.axis_index("row")
-    rows = row, row_g[0] + row
-    run(ranks_g, starts_g, ends_g, origins_g, places_g, chosen, best, table, *rows)
+    refs = ranks_g, starts_g, ends_g, origins_g, places_g, chosen, best, table
+    run(*refs, row, row_g[0] + row)
 
 
 def program(k: int, columns: int, shape: Shape, form: Form) -> str:
