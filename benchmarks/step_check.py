@@ -92,14 +92,17 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=6, help="processes side by side")
     parser.add_argument("--limit", type=float, default=150, help="seconds of a variant")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try this on a CPU")
+    parser.add_argument("--devices", type=int, default=1, help="over which the engine divides")
     given = parser.parse_args()
     if given.here:
-        print(json.dumps(check(given.variants[0], given.models[0], tiny=given.tiny)))
+        facts = {"tiny": given.tiny, "devices": given.devices}
+        print(json.dumps(check(given.variants[0], given.models[0], **facts)))
         return
 
     def apart(case: tuple[str, str]) -> str:
         command = [sys.executable, "-m", "benchmarks.step_check", "--here"]
         command += ["--models", case[0], "--variants", case[1], *(["--tiny"] if given.tiny else [])]
+        command += ["--devices", str(given.devices)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=given.limit)
         except subprocess.TimeoutExpired as late:
@@ -116,7 +119,7 @@ def main() -> None:
             print(f"{' '.join(case):24} {found}", flush=True)
 
 
-def check(variant: str, model: str, *, tiny: bool = False) -> dict[str, Any]:
+def check(variant: str, model: str, *, tiny: bool = False, devices: int = 1) -> dict[str, Any]:
     """The variant's answers against whole sequences."""
     from benchmarks.random_model import drawn
     from mla_jax.model.family import family_of
@@ -129,7 +132,8 @@ def check(variant: str, model: str, *, tiny: bool = False) -> dict[str, Any]:
         moe = dataclasses.replace(config.moe, experts=8, topk=2, width=64)
         dims = dataclasses.replace(config.dims, heads=2)
         config = dataclasses.replace(config, vocab=256, hidden=64, mlp=64, moe=moe, dims=dims)
-    engine = Given(drawn(config, family_of(config.family).module), config, cache_format)
+    module = family_of(config.family).module
+    engine = Given(drawn(config, module), config, cache_format, devices)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, config.vocab, n).tolist() for n in rng.integers(*LENGTHS, REQUESTS)]
     found = answers(engine, prompts, **VARIANTS[variant])
@@ -178,6 +182,7 @@ class Given:
     model: Any
     config: Any
     cache_format: str
+    devices: int
 
 
 def answers(
@@ -191,6 +196,8 @@ def answers(
     off: tuple[str, ...] = (),
 ) -> dict[str, list[tuple[list[int], np.ndarray]]]:
     """Token ids and log-probabilities: some requests alone, the same again, all in one batch."""
+    import jax
+
     from mla_jax import Engine, ModelConfig, SamplingParams
     from mla_jax.dispatch import REGISTRY
     from mla_jax.metadata.buckets import Ladder, MLALadder, StepLadder
@@ -222,6 +229,7 @@ def answers(
             prefill_chunk=CHUNK,
             max_model_len=16 * PAGE,
             cache_format=given.cache_format,
+            devices=jax.devices()[: given.devices],
             ladder=MLALadder(**rungs, context_rows=4096) if dense else StepLadder(**rungs),
             absorb_prefills=False,
             run_ahead=run_ahead,
