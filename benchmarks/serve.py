@@ -43,7 +43,8 @@ METHOD = (
     "V2-Lite's shape (1 dense layer, the rest experts), bf16, random weights, prompts of random "
     f"tokens through Engine.generate, greedy, steps of at most {CHUNK} prompt tokens. Decode: wall "
     f"time of a step over {STEPS} steps in which all requests decode, from the stated context on. "
-    f"Prefill: wall time of a call with one new token a prompt, median of {REPEATS}. Peer: vLLM, "
+    f"Prefill: wall time of a call with one new token a prompt. Medians of {REPEATS} runs, except "
+    f"128 requests. Peer: vLLM, "
     "torch.compile and CUDA graphs, on the same machine right before; the faster of its expert "
     "configurations. Floor: the larger of the bytes of weights and caches that must be read / "
     "4.25 TB/s and FLOPs / 800 TFLOP/s. Busy: the part of a step in which any kernel runs"
@@ -163,7 +164,7 @@ class _Watch:
 
 
 def _decode(case: Case, engine: Engine) -> dict:
-    """The median of ``REPEATS`` runs of few prompts; of many, whose prompts take seconds, of one."""
+    """The median of ``REPEATS`` runs; one run where the prompts alone take seconds."""
     few = case.batch * case.context <= 140_000
     if few:
         _generate(engine, case, 8)
