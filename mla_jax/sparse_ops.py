@@ -6,6 +6,7 @@ Conventions as in ``ops``, which has them too.
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
@@ -21,7 +22,7 @@ from mla_jax.metadata.indexer import (
 from mla_jax.pallas import problems
 from mla_jax.pallas.axes import Groups
 from mla_jax.pallas.indexer.ref import quantise_queries
-from mla_jax.types import Array, AttnState, Float, Int, gathered
+from mla_jax.types import Array, AttnState, Float, Int, full_among, gathered
 
 Gathered = tuple[Array, Array | None]
 """Keys, or codes with the scale of each."""
@@ -73,7 +74,8 @@ def select_topk(
     k = problems.check_selection(q, weights, cache, meta, k)
     if isinstance(cache, RecordCache):
         q, weights = quantise_queries(q, weights)
-    found = jnp.full((q.shape[0], k), -1, jnp.int32)
+    mixed = full_among((q, weights, *jax.tree.leaves((cache, meta))), (), 0.0)
+    found = jnp.full_like(mixed, -1, shape=(q.shape[0], k), dtype=jnp.int32)
     facts: dict[str, Any] = {"k": k, "layer": layer, "backend": backend}
     if meta.decode is not None:
         found = _select_decodes(found, q, weights, cache, meta.decode, **facts)
@@ -149,8 +151,10 @@ def _select_prefills(
         chosen = choose(problem, backend)(*given, k=k, scales=scales)
         return found.at[jnp.where(real, token, tokens)].set(chosen, mode="drop"), keys
 
-    keys = jnp.zeros((bucket.chunk_keys, dim), jnp.float8_e4m3fn if coded else dtype)
-    keys = keys, jnp.zeros(bucket.chunk_keys) if coded else None
+    stored = jnp.float8_e4m3fn if coded else dtype
+    mixed = full_among(tuple(jax.tree.leaves((cache, meta))), (), 0.0)
+    keys = jnp.zeros_like(mixed, shape=(bucket.chunk_keys, dim), dtype=stored)
+    keys = keys, jnp.zeros_like(mixed, shape=bucket.chunk_keys) if coded else None
     return lax.fori_loop(0, meta.num_chunks, one_chunk, (found, keys))[0]
 
 

@@ -129,12 +129,26 @@ def gathered(x: Array, *keep: int) -> Array:
 
 
 def full_among(
-    like: tuple[Array, ...], shape: tuple[int, ...], value: float
+    like: tuple[Array, ...],
+    shape: tuple[int, ...],
+    value: float,
+    *,
+    heads: tuple[Array, int, int] | None = None,
 ) -> Float[Array, "..."]:
     """A float32 constant to begin a loop with whose body mixes it with ``like``.
 
     Under ``jax.shard_map`` a loop must carry what differs between devices from the start, and a
-    plain constant is the same on all of them.
+    plain constant is the same on all of them. On a mesh with Explicit axes it must be divided from
+    the start too: ``heads`` is an array and its axis of heads, and the axis of the constant.
     """
     mixed = sum(jnp.zeros_like(x, shape=(), dtype=jnp.float32) for x in like)
-    return jnp.full_like(mixed, value, shape=shape)
+    made = jnp.full_like(mixed, value, shape=shape)
+    if heads is None:
+        return made
+    x, axis, to = heads
+    sharding = jax.typeof(x).sharding
+    part = tuple(sharding.spec)[axis : axis + 1]
+    if part in ((), (None,)):
+        return made
+    spec = PartitionSpec(*[part[0] if i == to else None for i in range(len(shape))])
+    return jax.sharding.reshard(made, NamedSharding(sharding.mesh, spec))

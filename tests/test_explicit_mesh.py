@@ -93,6 +93,23 @@ def test_prefill_and_merge(put, rng):
         close_states(sunk, jitted(ops.apply_sinks)(want, sinks), atol=1e-6)
 
 
+def test_attention_where_the_mesh_is_set(put, rng):
+    """``jax.set_mesh``: loops must begin with what they carry divided as it ends."""
+    case = decode_case(
+        rng, dims=DIMS, seq_lens=[9, 0, 4], query_lens=[2, 1, 1], format="fp32", dtype="float32",
+        pad_tokens=0,
+    )  # fmt: skip
+    solve = jitted(ops.mla_decode, scale=case.scale)
+    want = solve(*case.args)
+    new = prefill_case(rng, dims=DIMS, query_lens=[5, 0, 3], dtype="float32", pad=2)
+    fill = jitted(ops.mla_prefill, scale=new.scale)
+    filled = fill(*new.args)
+    queries = put(case.args[:2], HEADS)
+    with jax.set_mesh(queries[0].sharding.mesh):
+        close_states(solve(*queries, *put(case.args[2:])), want, atol=1e-6)
+        close_states(fill(*put(new.args[:2], HEADS), *put(new.args[2:])), filled, atol=1e-6)
+
+
 @pytest.mark.parametrize("spec", [P(), TOKENS, P(None, "heads")])
 @pytest.mark.parametrize("layer", [None, 1])
 @FORMAT

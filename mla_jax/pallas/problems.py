@@ -64,6 +64,8 @@ def append(cache, q, kv, gain, angles, slots, *, eps, interleaved, layer=None) -
     check_flag(f"{op}: interleaved", interleaved)
     cos, sin = checked_pair(f"{op}: angles", angles)
     _layer(op, cache, layer)
+    if cache.rope % 2:
+        raise ArgumentError(f"{op}: rope of the cache", cache.rope, "an even number of channels")
     size = _bind(
         op,
         _cache_sizes(op, cache) | {"row": cache.rank + cache.rope, "pairs": cache.rope // 2},
@@ -508,8 +510,17 @@ def check_selection(q, weights, cache, meta, k) -> int:
     """``k``, if these can be arguments of ``select_topk``; its parts compare axes."""
     op = "select_topk"
     check_cache(f"{op}: cache", cache, records=True)
-    check_fields(f"{op}: meta", meta, "an IndexerMetadata", "decode", "prefill")
-    _bind(op, {}, q=(q, "float", "tokens heads dim"), weights=(weights, "float", "tokens heads"))
+    check_fields(f"{op}: meta", meta, "an IndexerMetadata", "decode", "prefill", "slots")
+    if isinstance(cache, RecordCache) and cache.format.name != "index_key":
+        allowed = "index_key, or a LatentCache without rotary channels"
+        raise ArgumentError(f"{op}: format of the cache", cache.format.name, allowed)
+    _bind(
+        op,
+        {},
+        q=(q, "float", "tokens heads dim"),
+        weights=(weights, "float", "tokens heads"),
+        **{"meta.slots": (meta.slots, "int", "tokens")},
+    )
     return _best(op, k)
 
 
@@ -657,9 +668,21 @@ def _value(op: str, value: Any, rank: int, row: int) -> int:
 def _values(op: str, cache: LatentCache | RecordCache) -> dict[str, int]:
     """Names and widths of what a row of the cache holds."""
     if isinstance(cache, RecordCache):
+        _check_records(op, cache)
         return {f.name: f.count for f in cache.format.values}
     _cache_sizes(op, cache)
     return {"kv_latent": cache.rank} | ({"k_rope": cache.rope} if cache.rope else {})
+
+
+def _check_records(op: str, cache: RecordCache) -> None:
+    """Refuse pages that are not what ``RecordCache.alloc`` makes."""
+    pages = cache.pages
+    given = f"{pages.dtype}{list(pages.shape)}"
+    width = cache.format.page_bytes(cache.page)
+    if str(pages.dtype) != "uint8" or len(pages.shape) not in (2, 3) or pages.shape[-1] != width:
+        allowed = f"uint8[pages, {width}] or uint8[layers, pages, {width}]"
+        hint = f"A page has {cache.page} tokens. Build caches with RecordCache.alloc."
+        raise ArgumentError(f"{op}: pages of the cache", given, allowed, hint)
 
 
 def _any_cache(cache: LatentCache | RecordCache) -> dict[str, Any]:

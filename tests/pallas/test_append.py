@@ -148,6 +148,18 @@ def test_no_tokens(backend, rng):
     assert (np.asarray(after.pages, np.float32) == POISON).all()
 
 
+def test_a_cache_without_rotary_channels(rng):
+    cache = LatentCache.alloc(num_pages=2, page=4, rank=8, rope=0, format="fp32")
+    q, kv = jnp.asarray(draw(rng, 3, 2, 6)), jnp.asarray(draw(rng, 3, 8))
+    angles = jnp.zeros((3, 0)), jnp.zeros((3, 0))
+    given = cache, q, kv, jnp.ones(8), angles, jnp.arange(3, dtype=jnp.int32)
+    nope, rope, cache = append_latent(*given, eps=1e-6, interleaved=True)
+    np.testing.assert_array_equal(nope, q)
+    assert rope.shape == (3, 2, 0)
+    want = kv / np.sqrt(np.mean(np.square(kv), axis=-1, keepdims=True) + 1e-6)
+    np.testing.assert_allclose(cache.pages[0, :3], want, rtol=1e-5)
+
+
 def test_refusals(rng):
     cache, q, kv, gain, angles, slots = inputs(rng, 4, 2, dtype="bfloat16")
 

@@ -155,6 +155,21 @@ def test_nothing_to_do(tokens, requests, width, backend):
     assert np.isneginf(state.lse).all()
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_row_that_is_not_finite_spoils_only_who_sees_it(bad):
+    """The second of a request's two keys, which its first query does not see."""
+    cache = LatentCache.alloc(num_pages=1, page=4, rank=2, rope=1, format="fp32")
+    cache = dataclasses.replace(cache, pages=cache.pages.at[0, :2].set(1.0).at[0, 1, 0].set(bad))
+    ints = functools.partial(jnp.asarray, dtype=jnp.int32)
+    meta = DecodeMetadata(
+        max_query_len=2, page_table=ints([[0]]), seq_lens=ints([2]), query_starts=ints([0, 2])
+    )
+    got = mla_decode(jnp.ones((2, 1, 2)), jnp.ones((2, 1, 1)), cache, meta, scale=1.0)
+    np.testing.assert_array_equal(got.out[0], [[1.0, 1.0]])
+    np.testing.assert_allclose(got.lse[0], 3.0)
+    assert np.isnan(got.out[1]).all()
+
+
 def test_no_copy_per_head_and_no_whole_sequence():
     """Scratch grows with one block of keys, not with the length of the page table."""
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mla_jax import ops
 from mla_jax.cache import ELEMENT_FORMATS, RECORD_FORMATS, LatentCache, RecordCache
 from mla_jax.errors import ArgumentError
 from mla_jax.pallas.cache_io.records import (
@@ -193,3 +194,12 @@ def test_rows_of_elements_outside_of_the_cache_are_zeros(layer, rng):
     at = {} if layer is None else {"layer": jnp.int32(layer)}
     rows = gather_rows(cache, slots, dtype=jnp.float32, **at)
     np.testing.assert_array_equal(np.asarray(rows)[:, 0], [0, 1, 0, 1, 0, 0])
+
+
+@pytest.mark.parametrize("change", ["half a page", "int8"])
+def test_pages_of_another_kind_are_refused(change):
+    cache = RecordCache.alloc(num_pages=3, page=64, format="ds_mla")
+    pages = cache.pages[:, : 32 * 656] if change == "half a page" else cache.pages.astype(jnp.int8)
+    cache = replace(cache, pages=pages)
+    with pytest.raises(ArgumentError, match=r"pages of the cache: given .* uint8\[pages, 41984\]"):
+        ops.gather_rows(cache, jnp.arange(3), dtype=jnp.float32)

@@ -74,12 +74,12 @@ def test_many_tokens_choose_as_few_do(backend, rng):
         np.testing.assert_allclose(np.asarray(a)[:99], np.asarray(b), rtol=1e-5)
 
 
-def test_no_tokens(backend):
-    moe = MOES["v2_lite"]
-    x, kernel = jnp.zeros((0, 64)), jnp.zeros((64, 64))
+@pytest.mark.parametrize("moe", MOES.values(), ids=MOES)
+def test_no_tokens(moe, backend):
+    x, kernel = jnp.zeros((0, 64)), jnp.zeros((64, moe.experts))
     real = jnp.zeros(0, jnp.bool_)
     weights, experts = run(route_tokens, x, kernel, None, real, moe=moe, backend=backend)
-    assert weights.shape == experts.shape == (0, 6)
+    assert weights.shape == experts.shape == (0, moe.topk)
 
 
 def test_products_of_few_columns(rng):

@@ -286,9 +286,34 @@ def test_a_stack_takes_its_layer(rng):
     np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.parametrize("kind", ["decodes", "mixed"])
+def test_under_shard_map_with_its_check(kind, rng):
+    """Each device selects with queries of its own."""
+    if len(jax.devices()) < 2:
+        pytest.skip(f"needs 2 devices; the backend here has {len(jax.devices())}")
+    cache, meta, tokens, _ = step(rng, builder(), *STEPS[kind], poison=False)
+    q = jnp.asarray(rng.normal(size=(2, tokens, HEADS, DIM)), jnp.float32)
+    w = jnp.asarray(rng.normal(size=(2, tokens, HEADS)), jnp.float32)
+
+    def select(q, w):
+        return select_topk(q[0], w[0], cache, meta, TOPK, backend="xla")[None]
+
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2], axis_types=auto)
+    spec = jax.P("x")
+    got = jax.jit(jax.shard_map(select, mesh=mesh, in_specs=spec, out_specs=spec))(q, w)
+    want = [select_topk(q[i], w[i], cache, meta, TOPK, backend="xla") for i in range(2)]
+    np.testing.assert_array_equal(got, np.stack(want))
+
+
 def test_refusals(rng, our_errors):
     cache, meta, tokens, _ = step(rng, builder(), *STEPS["decodes"])
     q, w = jnp.ones((tokens, HEADS, DIM)), jnp.ones((tokens, HEADS))
+    with pytest.raises(ArgumentError, match=r"meta\.slots.*tokens"):
+        select_topk(q[1:], w[1:], cache, meta, 3)
+    records = RecordCache.alloc(num_pages=2, page=PAGE, format="v4")
+    with pytest.raises(ArgumentError, match="format of the cache: given v4; allowed: index_key"):
+        select_topk(q, w, records, meta, 3)
     with pytest.raises(ArgumentError, match="k: given 0; allowed: a static int, 1 or more"):
         select_topk(q, w, cache, meta, 0)
     with pytest.raises(ArgumentError, match=r"dim=63.*dim=64"):

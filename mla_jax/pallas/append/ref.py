@@ -17,11 +17,12 @@ def append_latent(
     interleaved: bool, format: CacheFormat, layer: Layer = None,
 ) -> tuple[Float[Array, "tokens heads nope"], RopeQueries, Pages]:  # fmt: skip
     """``(q_nope, rotate(q_rope), pages)``, ``[norm(latent) | rotate(k_rope)]`` at each slot."""
-    rank, rope = gain.shape[0], 2 * cos.shape[1]
+    rank, nope = gain.shape[0], q.shape[-1] - 2 * cos.shape[1]
     latent = rms_norm(kv[:, :rank], gain, eps=eps)
-    k_rope, q_rope = (rotate(x[..., -rope:], cos, sin, interleaved=interleaved) for x in (kv, q))
+    parts = kv[:, rank:], q[..., nope:]
+    k_rope, q_rope = (rotate(x, cos, sin, interleaved=interleaved) for x in parts)
     pages = write_latent(pages, scale, latent, k_rope, slots, format=format, layer=layer)
-    return q[..., :-rope], q_rope, pages
+    return q[..., :nope], q_rope, pages
 
 
 def rms_norm(

@@ -60,6 +60,9 @@ def dense_decode(
         has = (p < seq_lens[:, None]) & (p < width * page)
         k = jnp.where(has[..., None], format.decode(rows, cache_scale), 0.0)
         s = jnp.einsum("rqhd,rkd->rqhk", q, k, **f32)
+        v = k[..., :rank]
+        # A row that is not finite spoils the queries that see it, and no others.
+        s = jnp.where(jnp.isfinite(v).all(axis=-1)[:, None, None], s, jnp.nan)
         seen = (p < visible[..., None]) & has[:, None]  # [requests, queries, block]
         s = jnp.where(seen[:, :, None], s, -jnp.inf)
         new_top = jnp.maximum(top, jnp.max(s, axis=-1))
@@ -67,10 +70,11 @@ def dense_decode(
         w = jnp.exp(s - safe[..., None])
         shrink = jnp.exp(top - safe)
         total = total * shrink + jnp.sum(w, axis=-1)
-        value = jnp.einsum("rqhk,rkd->rqhd", w, k[..., :rank], **f32)
+        value = jnp.einsum("rqhk,rkd->rqhd", w, jnp.where(jnp.isfinite(v), v, 0.0), **f32)
         return new_top, total, acc * shrink[..., None] + value
 
-    full = functools.partial(full_among, (q, pages, cache_scale, page_table, seq_lens))
+    like = q, pages, cache_scale, page_table, seq_lens
+    full = functools.partial(full_among, like, heads=(q, 2, 2))
     shape = (requests, max_query_len, heads)
     start = full(shape, -jnp.inf), full(shape, 0.0), full((*shape, rank), 0.0)
     longest = jnp.minimum(jnp.max(seq_lens), width * page)

@@ -89,7 +89,8 @@ def dense_prefill(
             needed = (first < high) & (first + cols > low)
             return lax.cond(needed, attend, lambda c, *_: c, carry, *tile), None
 
-        full = functools.partial(full_among, (q, kv_tiles, rope_tiles, begin))
+        like = q, kv_tiles, rope_tiles, begin
+        full = functools.partial(full_among, like, heads=(q, 1, 0))
         start = full((heads, rows), -jnp.inf), full((heads, rows), 0.0), full((heads, rows, v), 0.0)
         (top, total, acc), _ = lax.scan(step, start, key_tiles)
         empty = total == 0

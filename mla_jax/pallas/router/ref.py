@@ -64,7 +64,7 @@ def _choice(
     moe: MoEConfig,
 ) -> tuple[Float[Array, "tokens experts"], Float[Array, "tokens experts"]]:
     """What experts are chosen by, and what their weights are; one array if it is the same."""
-    grouped = (*logits.shape[:-1], moe.groups, -1)
+    grouped = (*logits.shape[:-1], moe.groups, moe.experts // moe.groups)
     scores = scores_of(logits, moe)
     if moe.biased:
         choice = scores if choice_bias is None else scores + choice_bias

@@ -55,6 +55,7 @@ def sparse_prefill(
 ) -> AttnState:  # fmt: skip
     """``ref.attend`` over gathered rows; an index outside of them is none."""
     count = rows.shape[0]
+    indices = indices if count else indices[:, :0]  # nothing to read
 
     def read(indices: tuple[Array, ...]) -> tuple[Array, Array]:
         (at,) = indices

@@ -13,7 +13,7 @@ from jax import lax
 from mla_jax.cache import LatentCache, RecordCache
 from mla_jax.pallas.cache_io.records import gather_rows
 from mla_jax.pallas.indexer.ref import indexer_logits
-from mla_jax.types import Array, Float, Int, round_up
+from mla_jax.types import Array, Float, Int, full_among, round_up
 
 __all__ = ["BLOCK", "select_decode", "select_prefill"]
 
@@ -36,6 +36,8 @@ def select_decode(
 ) -> Int[Array, "rows queries {k}"]:
     """``best_positions(indexer_logits(q, weights, keys), lens)`` over each row's own pages."""
     page, longest = cache.page, page_table.shape[1] * cache.page
+    if not (longest and lens.size):
+        return jnp.full((*lens.shape, k), -1, jnp.int32)
 
     def keys(i: Array) -> Array:
         p = i * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
@@ -83,7 +85,8 @@ def _select(
     k: int,
 ) -> Int[Array, "rows queries {k}"]:
     """Positions from ``first`` on of the best columns below ``last``; ``keys(i)`` is a block."""
-    lens = last - first
+    nothing = full_among((q, weights, keys(jnp.int32(0))), (), 0.0).astype(jnp.int32)
+    lens = last - first + nothing  # differs between devices where any of them does
     at = jnp.arange(k, dtype=jnp.int32)
 
     def step(i: Array, best: tuple[Array, Array]) -> tuple[Array, Array]:
