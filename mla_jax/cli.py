@@ -41,7 +41,7 @@ from mla_jax.model.sampling import SamplingParams
 from mla_jax.model.weight_table import num_params
 from mla_jax.pallas.device import PEAKS, DeviceInfo, peaks_of
 from mla_jax.prompts import Prompt, Reader, ids_of
-from mla_jax.scheduler import Completion
+from mla_jax.scheduler import Completion, Event
 from mla_jax.text import TextProcessor
 from mla_jax.types import cdiv
 from mla_jax.version import __version__
@@ -287,11 +287,19 @@ def _serve(
     with Progress(*columns, console=Console(stderr=True), redirect_stdout=watched) as bar:
         task = bar.add_task("requests", total=len(prompts))
 
+        finished: list[Event] = []
+
         def step() -> None:
-            for event in engine.step():
-                if event.completion is not None:
-                    _print_completion(int(event.id), event.completion, engine, as_json=as_json)
-                    bar.advance(task)
+            finished.extend(event for event in engine.step() if event.completion is not None)
+            show()
+
+        def show() -> None:
+            while finished:  # an interruption leaves those that are not printed yet
+                event = finished[0]
+                assert event.completion is not None
+                _print_completion(int(event.id), event.completion, engine, as_json=as_json)
+                finished.pop(0)
+                bar.advance(task)
 
         for i, prompt in enumerate(prompts):
             engine.add(prompt, params, id=str(i))
@@ -301,6 +309,7 @@ def _serve(
         except KeyboardInterrupt:
             for i in range(len(prompts)):
                 engine.cancel(str(i))
+            show()
             step()
             raise
     s = engine.stats()

@@ -41,9 +41,10 @@ class TextSoFar:
             if text.endswith(_BROKEN) and len(window) - self.settled < _MOST_WAITING:
                 return replace(self, window=window), "", False
             waiting = self.held + text[len(self.known) :]
-            if len(window) > _WINDOW:
-                window = window[self.settled :]
-                text = self.decode(window)
+            later = window[self.settled :]
+            # Before the first text of a window decoders drop a space: some text must be left.
+            if len(window) > _WINDOW and (shorter := self.decode(later)):
+                window, text = later, shorter
         except EngineError:
             return replace(self, broken=True), "", False
         told, held, found = _cut(waiting, self.stops)

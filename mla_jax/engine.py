@@ -305,6 +305,7 @@ class Engine:
         After it no step compiles. Rungs are printed by ``explain``.
         """
         start = time.perf_counter()
+        self._mend()
         rungs = self.builder.rungs()
         caches = self._caches
         names = [group.name for group in self.groups]
@@ -380,8 +381,15 @@ class Engine:
         """Queue a request and return its id.
 
         Raises:
-            EngineError: it could never be served. The engine is as it was.
+            EngineError: it could never be served, or its id is another's whose events are not all
+                read. The engine is as it was.
         """
+        if isinstance(id, str) and id in self._claimed:
+            allowed = "an id that no request has which is live or being read"
+            raise EngineError("request id", repr(id), allowed)
+        return self._queue(prompt, params, id)
+
+    def _queue(self, prompt: Prompt, params: SamplingParams | None, id: str | None) -> str:
         params = checked_params(params, self.default_params)
         if not isinstance(id, str | None):
             raise EngineError("request id", described(id), "a text, or None")
@@ -641,7 +649,7 @@ class Engine:
         id = self._new_id()
         ids.append(id)
         self._claimed[id] = inbox
-        self.add(prompt, params, id=id)
+        self._queue(prompt, params, id)
 
     def _with_logits(self, outcome: Outcome) -> Outcome:
         """The completion with the rows that were kept for it."""

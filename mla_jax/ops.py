@@ -361,7 +361,8 @@ def merge_attn_states(
 ) -> AttnState:
     """The state over all keys from states over disjoint parts of them.
 
-    Associative and commutative up to rounding; the identity ``(0, -inf)`` changes no bit (-0 becomes 0).
+    Associative and commutative up to rounding; the identity ``(0, -inf)`` changes no bit, except
+    that -0 becomes 0.
     Float32 inside; ``out`` has the dtype of the first state unless stated.
     """
     problem = problems.merge(*states, out_dtype=out_dtype)

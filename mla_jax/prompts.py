@@ -93,7 +93,7 @@ class Reader:
                 str(path), "more", f"at most {_MAX_BYTES:,} bytes", "Cut it in parts."
             )
         try:
-            content = raw.decode()
+            content = raw.decode("utf-8-sig")  # editors may begin a file with a mark
         except UnicodeDecodeError as error:
             raise EngineError(str(path), f"byte {error.start} is not UTF-8", "UTF-8") from None
         # Not splitlines(): a JSON string may hold other line separators than \n.
@@ -110,7 +110,11 @@ class Reader:
         except (ValueError, RecursionError) as error:
             long = "" if isinstance(error, json.JSONDecodeError | RecursionError) else f" ({error})"
             raise EngineError(where, f"no JSON{long}", shape) from None
+        chat = self.chat or self.system is not None
         match data:
+            case {"prompt_ids": [*_], **rest} if chat and not rest:
+                allowed = "texts or messages, with --chat or --system"
+                raise EngineError(where, "prompt_ids", allowed, "Ids are taken as they are.")
             case {"prompt_ids": [*ids], **rest} if not rest:
                 return Prompt(where=where, ids=checked_ids(ids, vocab=self.vocab, where=where))
             case {"prompt": str(text), **rest} if not rest:
@@ -129,7 +133,12 @@ class Reader:
                 "Text needs tokenizer.json in the folder and pip install 'mla-jax[hf]'.",
             )
         if not isinstance(text, str):
-            return self.text.chat(text, where)
+            if self.system is None:
+                return self.text.chat(text, where)
+            if text and text[0].get("role") == "system":
+                allowed = "chats without one, or no --system"
+                raise EngineError(where, "a system message of its own", allowed)
+            return self.text.chat([{"role": "system", "content": self.system}, *text], where)
         if not (self.chat or self.system is not None):
             return self.text.encode(text, where)
         first = [] if self.system is None else [{"role": "system", "content": self.system}]

@@ -156,6 +156,35 @@ def test_an_interruption_loses_no_answer(run, folder, tmp_path, monkeypatch, mom
     assert told and told == want[1]["token_ids"][: len(told)]
 
 
+def test_an_interruption_while_printing_loses_no_answer(run, folder, tmp_path, monkeypatch):
+    """Three requests end in one step; the first is printed when the interruption comes."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(f'{{"prompt_ids": [{i}]}}\n' for i in (1, 2, 3)))
+    inner, count = print, 0
+
+    def interrupt(*args, **kwargs):
+        nonlocal count
+        count += 1
+        if count == 2:
+            raise KeyboardInterrupt
+        inner(*args, **kwargs)
+
+    monkeypatch.setattr(cli, "print", interrupt, raising=False)
+    args = ("--prompts-file", file, "--max-new-tokens", 3, "--ignore-eos", *QUICK, "--json")
+    code, out, _ = run("generate", folder, *args)
+    assert code == 130
+    assert sorted(json.loads(line)["index"] for line in out.splitlines()) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("option", ["--chat", "--system=w8"])
+def test_ids_of_a_file_are_no_chat(run, folder, tmp_path, option):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt_ids": [1]}\n')
+    code, _, err = run("generate", folder, "--prompts-file", file, option)
+    assert code == 2
+    assert "line 1: given prompt_ids; allowed: texts or messages, with --chat or --system" in err
+
+
 def test_chats_of_options_and_files(folder, tmp_path, monkeypatch):
     file = tmp_path / "prompts.jsonl"
     messages = [{"role": "user", "content": "w5"}, {"role": "assistant", "content": "w6"}]
@@ -175,6 +204,10 @@ def test_chats_of_options_and_files(folder, tmp_path, monkeypatch):
     assert prompts("--prompt", "w9", "--system", "w8") == [[1, 8, 1, 9, 2]]
     assert prompts("--prompts-file", file) == [[1, 5, 1, 6, 2], [7]]
     assert prompts("--prompts-file", file, "--chat") == [[1, 5, 1, 6, 2], [1, 7, 2]]
+    system = "--prompts-file", file, "--system", "w8"
+    assert prompts(*system) == [[1, 8, 1, 5, 1, 6, 2], [1, 8, 1, 7, 2]]
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())  # as some editors begin a file
+    assert prompts(*system) == [[1, 8, 1, 5, 1, 6, 2], [1, 8, 1, 7, 2]]
 
 
 @pytest.mark.parametrize("option", [("--chat",), ("--system", "w8")])

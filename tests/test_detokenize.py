@@ -60,6 +60,15 @@ def told(tokenizer, ids, stops=()) -> tuple[list[str], bool]:
     return [*pieces, text.rest()], False
 
 
+def test_a_word_behind_special_tokens_keeps_its_space():
+    """Decoders drop the space of their first word, and a special token has no text."""
+    special = of_pieces()
+    special.add_special_tokens(["<s>"])
+    word, mark = special.token_to_id("▁ab"), special.token_to_id("<s>")
+    for ids in ([word] * 8 + [mark, word], [word] * 9 + [mark] * 12 + [word, mark, word]):
+        assert "".join(told(special, ids)[0]) == special.decode(ids)
+
+
 @pytest.mark.parametrize("tokenizer", [BYTES, PIECES], ids=["bytes", "pieces"])
 @given(text=TEXTS)
 def test_all_pieces_make_the_text(tokenizer, text):

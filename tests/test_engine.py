@@ -288,6 +288,27 @@ def test_streams_generate_and_step_each_get_their_own_events(make, alone):
     assert engine._logits == {}
 
 
+def test_an_id_whose_events_are_not_all_read_is_refused(make):
+    engine = make()
+    stream = engine.stream([1, 2], wish(2))
+    first = next(stream)
+    while engine.stats().live:
+        engine.step()
+    with pytest.raises(EngineError, match=r"request id: given '.*'; allowed: an id that no"):
+        engine.add([1, 2], wish(5), id=first.id)
+    assert [event.id for event in stream] == [first.id]
+    assert engine.add([1, 2], wish(5), id=first.id) == first.id
+
+
+def test_weights_that_programs_cannot_take_are_refused(make, model, alone):
+    engine = make()
+    other = DeepseekV3(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    with pytest.raises(ArgumentError, match=r"take: .*: given bfloat16\[.*allowed: float32\["):
+        engine.take(other)
+    (prompt, *_) = prompts(1)
+    assert engine.generate([prompt], wish(2))[0].token_ids
+
+
 def test_cancelled_requests_are_reported_by_the_next_step(make):
     engine = make()
     id = engine.add(PROMPTS[0], wish(9))

@@ -35,7 +35,7 @@ STAGES = (
         for name in ("_advance", "_launch", "_land", "_batch", "_keep_logits", "_conclude", "_tell")
     ),
     *((Engine, name) for name in ("_claim", "_with_logits", "_drop", "_alloc", "_recover")),
-    *((Engine, name) for name in ("add", "cancel")),
+    *((Engine, name) for name in ("add", "_queue", "cancel")),
     (MLAMetadataBuilder, "decide"),
     (step_module, "pack"),
     (Step, "run"),
@@ -330,6 +330,24 @@ def test_a_stream_that_ends_in_the_middle_of_a_step_disturbs_nobody(
     assert engine.stats().recoveries == 0
     engine.step()
     assert_settled(engine)
+
+
+def test_programs_are_made_after_an_interruption(engine, monkeypatch, want):
+    """The step's arrays are gone; ``warm_up`` makes them anew before it uses them."""
+    engine.add(KINDS[0].prompt, KINDS[0].params)
+    run = Step.run
+
+    def interrupted(*args, **kwargs):
+        run(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Step, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    assert engine.warm_up() == engine.stats().compiles
+    while engine.stats().live:
+        engine.step()
 
 
 def test_a_traceback_keeps_no_caches(engine, monkeypatch, want):

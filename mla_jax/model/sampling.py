@@ -23,6 +23,9 @@ __all__ = ["MOST_LOGPROBS", "Sampled", "SamplingBatch", "SamplingParams", "sampl
 
 _COLDEST = 1e-4
 
+_LEAST_MASS = 1e-30
+"""Of top-p: smaller numbers are 0 in float32, and then no token would be kept."""
+
 MOST_LOGPROBS = 20
 """Likeliest tokens that a request may ask to be told at each of its tokens (OpenAI's limit)."""
 
@@ -58,6 +61,10 @@ class SamplingParams:
     logprobs: int = 0  # so many likeliest tokens are told beside each token; at most 20
 
     def __post_init__(self):
+        for name in ("top_k", "seed", "max_new_tokens", "logprobs"):
+            value = getattr(self, name)
+            if is_int(value):  # of JAX too, which cannot compare with 2**32
+                object.__setattr__(self, name, int(value))
         t, p = self.temperature, self.top_p
         _require(is_real(t) and (t == 0 or t >= _COLDEST), "temperature", t,
                  f"0 (greedy) or at least {_COLDEST}")  # fmt: skip
@@ -73,11 +80,13 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(stops))  # of a generator too: read once
         for token in self.stop_token_ids:
             _require(is_int(token) and token >= 0, "stop_token_ids", token, "0 or more")
+        object.__setattr__(self, "stop_token_ids", tuple(map(int, self.stop_token_ids)))
         _require(isinstance(self.ignore_eos, bool | np.bool_), "ignore_eos", self.ignore_eos,
                  "True or False")  # fmt: skip
         m, r = self.min_p, self.repetition_penalty
         _require(is_real(m) and 0 <= m <= 1, "min_p", m, "0 to 1")
-        _require(is_real(r) and 0 < r <= 1e6, "repetition_penalty", r, "above 0 (1 = none)")
+        _require(is_real(r) and 1e-6 <= r <= 1e6, "repetition_penalty", r,
+                 "1e-6 to 1e6 (1 = none)")  # fmt: skip
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             _require(is_real(value) and -2 <= value <= 2, name, value, "-2 to 2")
@@ -350,6 +359,7 @@ def _edges(
     Both are 0 where no filter cuts.
     """
     vocab = rows.logits.shape[1]
+    top_p = jnp.maximum(top_p, _LEAST_MASS)
     by_k, by_p = (top_k > 0) & (top_k < vocab), top_p < 1
     cut = by_k | by_p
 

@@ -20,7 +20,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from mla_jax.errors import MetadataError
+from mla_jax.errors import ArgumentError, MetadataError
 from mla_jax.metadata.builder import AttentionMetadataBuilder
 from mla_jax.metadata.common import build_common
 from mla_jax.metadata.packed import Layout, Packed, pack
@@ -198,6 +198,8 @@ class Step:
             merged: Any = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
             return merged.derive()
 
+        if (old := getattr(self, "leaves", None)) is not None:
+            _check_same(paths, leaves, old)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
             leaves = [_placed(x, s) for x, s in zip(leaves, shardings, strict=True)]
             with self.placement.working():
@@ -403,6 +405,20 @@ class Step:
 def _fed(ids: Int[Array, "tokens"], drawn: Int[Array, "slots"]) -> Int[Array, "tokens"]:
     """Token ids, those of the step before in their places: see ``drawn_by``."""
     return jnp.where(ids < 0, drawn.at[-1 - ids].get(mode="clip"), ids)
+
+
+def _check_same(paths: Sequence[str], new: Sequence[Any], old: Sequence[Any]) -> None:
+    """Refuse weights that programs which are compiled already cannot take."""
+
+    def kind(leaf: Any) -> str:
+        return f"{jnp.dtype(leaf.dtype).name}{list(leaf.shape)}"
+
+    if len(new) != len(old):
+        raise ArgumentError("take: model", f"{len(new)} weights", f"{len(old)}, as before")
+    for path, a, b in zip(paths, new, old, strict=True):
+        if kind(a) != kind(b):
+            hint = "Another model needs another engine."
+            raise ArgumentError(f"take: {path}", kind(a), f"{kind(b)}, as before", hint)
 
 
 def _placed(leaf: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:

@@ -32,11 +32,21 @@ def test_temperature_zero_is_argmax_whatever_else_is_set():
     np.testing.assert_array_equal(token, np.argmax(logits, axis=-1))
 
 
-@pytest.mark.parametrize("filters", [{"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-4}])
+@pytest.mark.parametrize(
+    "filters", [{"top_k": 1}, {"top_p": 1e-6}, {"top_p": 1e-45}, {"temperature": 1e-4}]
+)
 def test_the_strictest_filters_are_greedy(filters):
     logits = normal(5, 40)
     token, _ = draw(logits, batch(5, **({"temperature": 1.0, "seed": range(5)} | filters)))
     np.testing.assert_array_equal(token, np.argmax(logits, axis=-1))
+
+
+def test_integers_of_jax_are_integers():
+    made = SamplingParams(
+        seed=jnp.uint32(5), top_k=jnp.int32(3), logprobs=jnp.int32(2), stop_token_ids=jnp.array([3])
+    )
+    assert made == SamplingParams(seed=5, top_k=3, logprobs=2, stop_token_ids=(3,))
+    assert hash(made.stop_token_ids) == hash((3,))
 
 
 def test_the_logprob_is_of_the_raw_softmax():
@@ -168,7 +178,7 @@ def test_nan_logits_are_seen_in_the_logprob_of_their_row_only():
         ({"stop_token_ids": None}, "stop_token_ids: given None"),
         ({"min_p": 1.5}, "min_p: given 1.5; allowed: 0 to 1"),
         ({"min_p": None}, "min_p: given None"),
-        ({"repetition_penalty": 0}, "repetition_penalty: given 0; allowed: above 0"),
+        ({"repetition_penalty": 0}, "repetition_penalty: given 0; allowed: 1e-6 to 1e6"),
         ({"repetition_penalty": float("inf")}, "repetition_penalty: given inf"),
         ({"presence_penalty": 2.1}, "presence_penalty: given 2.1; allowed: -2 to 2"),
         ({"frequency_penalty": "1"}, "frequency_penalty: given '1'"),

@@ -14,10 +14,10 @@ def merge_attn_states(*states: AttnState, out_dtype: DTypeLike) -> AttnState:
 
     ``out = sum_i exp(lse_i - lse) * out_i``, natural-log ``lse = log(sum_i exp(lse_i))``. This is
     associative and commutative up to rounding, with identity ``(0, -inf)``: merging the
-    identity changes no bit of ``out`` or ``lse``, except that -0 becomes 0. ``+inf`` marks an empty part in some
-    kernels and counts as ``-inf``. An empty part contributes nothing, whatever its ``out``
-    holds; only empty parts give ``(0, -inf)``. A NaN ``lse`` is a bug upstream: it spreads to
-    the result. Computed in float32, rounded once to ``out_dtype``.
+    identity changes no bit of ``out`` or ``lse``, except that -0 becomes 0. ``+inf`` marks an
+    empty part in some kernels and counts as ``-inf``. An empty part contributes nothing, whatever
+    its ``out`` holds; only empty parts give ``(0, -inf)``. A NaN ``lse`` is a bug upstream: it
+    spreads to the result. Computed in float32, rounded once to ``out_dtype``.
 
     Source: online softmax, arXiv:1805.02867; attention states, arXiv:2501.01005 section 2.2.
     """
