@@ -48,6 +48,8 @@ _PACKED = ("I8", "U8")  # two E2M1 codes a byte, with one scale for each 32
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _E2M1 = np.concatenate([_E2M1, -_E2M1])
 _FP4_BLOCK = 32
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_COMPARED = 1024  # rows at a time
 
 
 def checked_config(folder: str | Path, *, ignore_keys: Collection[str] = ()) -> AnyConfig:
@@ -98,10 +100,13 @@ def load(
     prediction layers, rotary buffers and the head of a tied model are skipped. With ``fp8`` the
     layers' e4m3 tensors stay as they are, ``[out, in]``, and so do their scales.
 
-    Raises WeightsError with every missing, unexpected, misshapen or mistyped tensor.
+    Raises WeightsError with every missing, unexpected, misshapen or mistyped tensor, and for the
+    head of a tied model that is not its embedding.
     """
     checkpoint = Checkpoint.open(folder)
     table = _checked_table(folder, config, checkpoint.tensors)
+    if _is_tied(config) and (why := _why_not_tied(checkpoint.tensors)):
+        raise WeightsError(str(folder), [why])
     if fp8 and (why := _why_not_fp8(table, checkpoint.tensors)):
         raise WeightsError(str(folder), [f"{why}; load without fp8, which widens the weights"])
     reader = _Reader(checkpoint=checkpoint, progress=progress or (lambda done, total: None))
@@ -212,6 +217,25 @@ class _Reader:
             problem = f"{name}: values beyond float16; load as bfloat16 or float32"
             raise WeightsError(str(self.checkpoint.folder), [problem])
         return leaf
+
+
+def _is_tied(config: AnyConfig) -> bool:
+    return not isinstance(config, V4Config) and config.tied
+
+
+def _why_not_tied(tensors: Mapping[str, Tensor]) -> str:
+    """Why the stored head cannot be left out, read some rows at a time; empty if it can."""
+    if _HEAD not in tensors or 0 in tensors[_HEAD].shape:
+        return ""
+    head, embedding = tensors[_HEAD], tensors[_EMBEDDING]
+    if head.shape == embedding.shape and head.dtype in _FLOATS and embedding.dtype in _FLOATS:
+        pairs = zip(head.pieces(_COMPARED), embedding.pieces(_COMPARED), strict=True)
+        if all(np.array_equal(*(x.read().astype(np.float64) for x in pair)) for pair in pairs):
+            return ""
+    return (
+        f'unused: {_HEAD} differs from {_EMBEDDING}, but "tie_word_embeddings" of config.json is '
+        'true (given, or by default); "tie_word_embeddings": false would use it'
+    )
 
 
 def keeps_fp8(folder: str | Path, config: AnyConfig) -> bool:
@@ -358,8 +382,8 @@ def _is_skipped(name: str, config: AnyConfig, tensors: Mapping[str, Tensor]) -> 
         return True
     if isinstance(config, V4Config):
         return name.startswith("mtp.")
-    if name == "lm_head.weight":
-        return config.tied
+    if name == _HEAD:
+        return config.tied  # its values are compared when they are read
     match = _LAYER_NAME.match(name)
     if match is None or int(match[1]) < config.layers:
         return False

@@ -220,6 +220,23 @@ def test_a_tied_model_may_store_its_head(tmp_path: Path):
     _assert_equal(load(tmp_path, config, dtype="float32"), _leaves(config))
 
 
+def test_the_head_of_a_tied_model_that_is_another_one_is_refused(tmp_path: Path):
+    config = _config(tied=True, vocab=2050)  # compared in pieces: the last has 2 rows
+    save(tmp_path, config, _leaves(config))
+    tensors = _tensors(tmp_path)
+    head = tensors["model.embed_tokens.weight"].copy()
+    head[-1, -1] += 1
+    for other in (head, head[1:], head.astype(ml_dtypes.float8_e4m3fn)):
+        tensors["lm_head.weight"] = other
+        write_safetensors(tmp_path / "model.safetensors", tensors)
+        with pytest.raises(WeightsError, match=r'lm_head.weight.*"tie_word_embeddings": false'):
+            load(tmp_path, config, dtype="float32")
+    tensors["lm_head.weight"] = head
+    write_safetensors(tmp_path / "model.safetensors", tensors)
+    untied = load(tmp_path, dataclasses.replace(config, tied=False), dtype="float32")
+    np.testing.assert_array_equal(untied["lm_head.kernel"], head.T)
+
+
 def test_every_problem_is_reported_at_once(folder: Path):
     tensors = _tensors(folder)
     del tensors["model.norm.weight"]
