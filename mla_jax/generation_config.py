@@ -1,7 +1,8 @@
 """``generation_config.json``: what its authors advise for a request that asks for nothing else.
 
 Read as transformers reads it: temperature, top-k, top-p and min-p count where ``do_sample`` is
-true; else the likeliest token is taken. A filter that the file does not name is off.
+true; else the likeliest token is taken. A filter that the file does not name is off. Without the
+file, transformers would apply such keys of ``config.json``: here each of them is a warning.
 """
 
 from collections.abc import Mapping
@@ -55,6 +56,15 @@ _NEUTRAL: Final = {  # values beside null and false that leave the tokens as the
     "typical_p": (1,),
 }
 
+_OF_CONFIG: Final = """
+    bad_words_ids begin_suppress_tokens do_sample encoder_no_repeat_ngram_size
+    exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id max_length min_length
+    no_repeat_ngram_size num_beam_groups num_beams num_return_sequences repetition_penalty
+    suppress_tokens typical_p
+    """.split()  # noqa: SIM905
+"""Keys of config.json that transformers applies where there is no generation_config.json."""
+_WRITTEN: Final = {"max_length": 20, "repetition_penalty": 1}  # of transformers 4, in every file
+
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationDefaults:
@@ -75,6 +85,7 @@ class GenerationDefaults:
         """
         path = folder / "generation_config.json"
         if not path.is_file():
+            _warn_of_config(folder / "config.json")
             return cls()
         data = load_json(path)
         if not isinstance(data, Mapping):
@@ -83,6 +94,15 @@ class GenerationDefaults:
             if not (key in _OWN or key in _HARMLESS or key[:1] == "_" or _is_neutral(key, value)):
                 warn(f"{path}: {shown(key)}={shown(value)} is not applied here", stacklevel=2)
         return cls(params=_params(data, path), eos=_eos(data.get("eos_token_id"), path))
+
+
+def _warn_of_config(path: Path) -> None:
+    data = load_json(path) if path.is_file() else {}
+    for key in _OF_CONFIG:
+        value = data.get(key) if isinstance(data, Mapping) else None
+        if not (_is_neutral(key, value) or value == _WRITTEN.get(key)):
+            text = f"{path}: {key}={shown(value)} is not applied here"
+            warn(f"{text}; keys of generation are read from generation_config.json", stacklevel=3)
 
 
 def _is_neutral(key: str, value: Any) -> bool:

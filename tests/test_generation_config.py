@@ -113,6 +113,20 @@ def test_what_changes_no_token_is_no_warning(read):
     assert found == GenerationDefaults()
 
 
+def test_keys_of_config_json_are_a_warning_where_there_is_no_file(tmp_path):
+    def write(**content):
+        (tmp_path / "config.json").write_text(json.dumps(content))
+
+    write(do_sample=False, max_length=20, repetition_penalty=1.0, temperature=0.6, num_beams=1)
+    assert GenerationDefaults.open(tmp_path) == GenerationDefaults()
+    for key, value in (("repetition_penalty", 1.2), ("suppress_tokens", [3]), ("do_sample", True)):
+        write(**{key: value})
+        with pytest.warns(UserWarning, match=f"config.json: {key}=.* is not applied here"):
+            assert GenerationDefaults.open(tmp_path) == GenerationDefaults()
+    (tmp_path / "generation_config.json").write_text("{}")
+    GenerationDefaults.open(tmp_path)
+
+
 def test_files_that_are_none(tmp_path):
     for content, kind in (("[]", EngineError), ("{", ConfigError)):
         (tmp_path / "generation_config.json").write_text(content)
