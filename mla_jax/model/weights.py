@@ -109,7 +109,9 @@ def load(
         raise WeightsError(str(folder), [why])
     if fp8 and (why := _why_not_fp8(table, checkpoint.tensors)):
         raise WeightsError(str(folder), [f"{why}; load without fp8, which widens the weights"])
-    reader = _Reader(checkpoint=checkpoint, progress=progress or (lambda done, total: None))
+    reader = _Reader(
+        checkpoint=checkpoint, config=config, progress=progress or (lambda done, total: None)
+    )
     reader.total = sum(
         reader.tensors[n].nbytes for w in table for name in w.names() for n in reader.parts(name)
     )
@@ -164,6 +166,7 @@ class _Reader:
     """Reads tensors, dequantises them and counts the bytes."""
 
     checkpoint: Checkpoint
+    config: AnyConfig
     progress: Progress
     done: int = 0
     total: int = 0
@@ -175,7 +178,7 @@ class _Reader:
     def parts(self, name: str) -> list[str]:
         """The tensor and, for a quantised one, its scales."""
         scaled = self.tensors[name].dtype in ("F8_E4M3", *_PACKED)
-        return [name, _scales_of(name)] if scaled else [name]
+        return [name, _scales_of(name, self.config)] if scaled else [name]
 
     def leaves(self, weight: Weight, dtype: np.dtype) -> list[np.ndarray]:
         """The finished leaves of one table row; experts are filled in one by one."""
@@ -282,9 +285,9 @@ def dequantise_fp4(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
     )
 
 
-def _scales_of(name: str) -> str:
+def _scales_of(name: str, config: AnyConfig) -> str:
     """The tensor of a quantised tensor's scales."""
-    if ".self_attn." in name or ".mlp." in name:
+    if not isinstance(config, V4Config) or ".self_attn." in name or ".mlp." in name:
         return f"{name}_scale_inv"
     return name.removesuffix("weight") + "scale"
 
@@ -333,12 +336,13 @@ def _problems(config: AnyConfig, table: list[Weight], tensors: Mapping[str, Tens
         for name, shape in names.items():
             if name in tensors:
                 used.add(name)
-                wrong += _tensor_problems(weight, name, shape, tensors, used)
+                wrong += _tensor_problems(config, weight, name, shape, tensors, used)
     extra = sorted(n for n in tensors.keys() - used if not _is_skipped(n, config, tensors))
     return missing + wrong + [f"unexpected: {n} {list(tensors[n].shape)}" for n in extra]
 
 
 def _tensor_problems(
+    config: AnyConfig,
     weight: Weight,
     name: str,
     shape: tuple[int, ...],
@@ -360,7 +364,7 @@ def _tensor_problems(
     if not packed and (tensor.dtype != "F8_E4M3" or len(shape) < 2):
         yield f"mistyped: {name} is {tensor.dtype}; allowed: {', '.join(_FLOATS)}, F8_E4M3 matrices"
         return
-    scales = _scales_of(name)
+    scales = _scales_of(name, config)
     used.add(scales)
     if packed:
         blocks = *shape[:-1], cdiv(2 * shape[-1], _FP4_BLOCK)

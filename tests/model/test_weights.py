@@ -194,6 +194,17 @@ def test_fp8_blocks(tmp_path: Path):
     assert "q_b_proj.weight_scale_inv is [9, 9]" in error.value.problems[0]
 
 
+def test_an_embedding_and_a_head_in_fp8_blocks(folder: Path):
+    """Their scales are named as those of the layers."""
+    tensors, plain = _tensors(folder), _tensors(folder)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name], tensors[f"{name}_scale_inv"], plain[name] = _quantise(plain[name])
+    write_safetensors(folder / "model.safetensors", plain)
+    want = load(folder, _config(), dtype="float32")
+    write_safetensors(folder / "model.safetensors", tensors)
+    _assert_equal(load(folder, _config(fp8_block=128), dtype="float32"), want)
+
+
 def test_what_is_skipped_knowingly(folder: Path):
     tensors = _tensors(folder)
     one = np.ones((2, 2), np.float32)
