@@ -228,7 +228,7 @@ def _is_tied(config: AnyConfig) -> bool:
 
 def _why_not_tied(tensors: Mapping[str, Tensor]) -> str:
     """Why the stored head cannot be left out, read some rows at a time; empty if it can."""
-    if _HEAD not in tensors or 0 in tensors[_HEAD].shape:
+    if _HEAD not in tensors or not tensors[_HEAD].nbytes:
         return ""
     head, embedding = tensors[_HEAD], tensors[_EMBEDDING]
     if head.shape == embedding.shape and head.dtype in _FLOATS and embedding.dtype in _FLOATS:
@@ -382,6 +382,8 @@ def _tensor_problems(
 
 def _is_skipped(name: str, config: AnyConfig, tensors: Mapping[str, Tensor]) -> bool:
     """What the main model does not read but a checkpoint of it may hold."""
+    if 0 in tensors[name].shape:  # as transformers saves no shared experts
+        return True
     if name.endswith((".rotary_emb.inv_freq", ".rotary_emb.original_inv_freq")):
         return True
     if isinstance(config, V4Config):

@@ -212,6 +212,7 @@ def test_what_is_skipped_knowingly(folder: Path):
         "model.layers.3.eh_proj.weight": one,
         "model.layers.3.self_attn.o_proj.weight": one,
         "model.layers.0.self_attn.rotary_emb.inv_freq": one,
+        "model.layers.1.mlp.unused_experts.down_proj.weight": np.ones((64, 0), np.float32),
     }
     write_safetensors(folder / "model.safetensors", tensors | extra)
     _assert_equal(load(folder, _config(), dtype="float32"), _leaves(_config()))
