@@ -8,12 +8,20 @@ Published folders say ``compress_ratios`` (with entries of MTP blocks behind tho
 from collections.abc import Collection, Mapping
 from typing import Final
 
-from mla_jax.hf_config import INERT, MOST_EXPERTS, MOST_LAYERS, read_fp8, read_stops, read_yarn
+from mla_jax.hf_config import (
+    INERT,
+    MOST_EXPERTS,
+    MOST_LAYERS,
+    V4_TYPE,
+    read_fp8,
+    read_stops,
+    read_yarn,
+)
 from mla_jax.hf_keys import Keys
 
 __all__ = ["MODEL_TYPE", "read", "write"]
 
-MODEL_TYPE: Final = "deepseek_v4"
+MODEL_TYPE: Final = V4_TYPE
 
 _WINDOW: Final = "sliding_attention"
 _OVERLAPPING: Final = "compressed_sparse_attention"

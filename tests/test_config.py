@@ -268,6 +268,8 @@ REFUSED = [
     (_yarn(beta_fst=1), "unknown key rope_scaling.beta_fst", "beta_fast"),
     (_v3(index_topk=2048), "unknown key index_topk", ""),
     (_v3(model_type="deepseek_v5"), "model_type", "deepseek_v3"),
+    (_v3(model_type="deepseek_v41"), "model_type", "youtu, deepseek_v4."),
+    (_v3(model_type="deepseek_v4"), "model_type", "V4Config.from_hf reads it."),
     (_v32(rope_interleave=False), "rope_interleave", "rotates pairs"),
     (_v32(q_lora_rank=None), "q_rank with an indexer", "query latent"),
     (_v32(index_head_dim=32), "IndexerConfig.dim", "at least rope=64"),
