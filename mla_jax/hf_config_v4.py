@@ -131,10 +131,11 @@ def _read_hashed(keys: Keys, layers: int) -> int:
 
 
 def _read_rope_dim(keys: Keys, dim: int) -> int:
+    """Rotated channels; where neither key says it, 64 of 512, as in transformers."""
     given = keys.maybe_integer("qk_rope_head_dim", default=None, low=2)
     factor = keys.take("partial_rotary_factor", default=None)
     if factor is None:
-        return 64 if given is None else given
+        return dim * 64 // 512 if given is None else given
     if not isinstance(factor, int | float) or not 0 < factor <= 1:
         raise keys.refusal("partial_rotary_factor", factor, "a number above 0, at most 1")
     found = int(dim * factor)

@@ -132,6 +132,14 @@ def _v4(**changes: object) -> dict:
     return released("v4_flash") | changes
 
 
+def test_rotated_channels_of_v4_where_no_key_says_them():
+    data = _v4(head_dim=256)
+    del data["qk_rope_head_dim"]
+    assert V4Config.from_hf(data).rope_dim == 32
+    assert V4Config.from_hf(data | {"qk_rope_head_dim": 64}).rope_dim == 64
+    assert V4Config.from_hf(data | {"partial_rotary_factor": 0.25}).rope_dim == 64
+
+
 @pytest.mark.parametrize(
     ("data", "match"),
     [
