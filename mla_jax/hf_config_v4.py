@@ -145,7 +145,12 @@ def _read_rope_dim(keys: Keys, dim: int) -> int:
 
 
 def _read_rope(keys: Keys, positions: int) -> dict:
-    """Both bases, and YaRN of the compressed layers; cos and sin are never scaled."""
+    """Both bases, and YaRN of the compressed layers.
+
+    cos and sin are scaled by ``attention_factor`` alone, and not where it is absent: V4's own code
+    does not scale them. transformers 5.23 says so too, but where ``rope_parameters`` has ``main``
+    and ``compress`` without ``attention_factor``, it takes ``0.1 ln(factor) + 1``.
+    """
     theta = keys.number("rope_theta", 1e4)
     compressed = keys.number("compress_rope_theta", 1.6e5)
     old = keys.take("rope_scaling", default=None)

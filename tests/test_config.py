@@ -132,6 +132,15 @@ def _v4(**changes: object) -> dict:
     return released("v4_flash") | changes
 
 
+def test_cos_and_sin_of_v4_are_not_scaled_unless_a_key_says_so():
+    data = V4_FLASH.to_hf()
+    compress = data["rope_parameters"]["compress"]
+    assert compress.pop("attention_factor") == 1
+    assert V4Config.from_hf(data).rope(4).cos_sin_factor == 1
+    compress["attention_factor"] = 1.25
+    assert V4Config.from_hf(data).rope(4).cos_sin_factor == 1.25
+
+
 def test_rotated_channels_of_v4_where_no_key_says_them():
     data = _v4(head_dim=256)
     del data["qk_rope_head_dim"]
