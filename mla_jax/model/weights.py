@@ -351,8 +351,12 @@ def _tensor_problems(
 ) -> Iterator[str]:
     tensor = tensors[name]
     packed = bool(weight.experts) and not weight.fused and tensor.dtype in _PACKED
+    if packed and shape[-1] % 2:
+        yield f"mistyped: {name} is {tensor.dtype}, two columns a byte; it has {shape[-1]}, odd"
+        used.add(_scales_of(name, config))
+        return
     if packed:
-        shape = *shape[:-1], cdiv(shape[-1], 2)
+        shape = *shape[:-1], shape[-1] // 2
     if tensor.shape != shape:
         yield f"misshapen: {name} is {list(tensor.shape)}, the config asks for {list(shape)}"
     if weight.integer:
