@@ -195,6 +195,31 @@ def test_released_keys_round_trip(name: str):
     assert ModelConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
 
 
+def _changed(name: str, part: str = "", **facts: object) -> ModelConfig:
+    config = ModelConfig.from_hf(released(name))
+    if part:
+        facts = {part: dataclasses.replace(getattr(config, part), **facts)}
+    return dataclasses.replace(config, **facts)
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        (_changed("v2", "moe", normalise=True), "moe.normalise: given True; allowed: False"),
+        (_changed("v3", latent_eps=1e-5), "latent_eps: given 1e-05; allowed: 1e-06"),
+        (_changed("v3", sparse_layers=(True, *(False,) * 60)), "sparse_layers"),
+        (_changed("v2", "rope", interleaved=False), "rope_interleave: given False"),
+        (_changed("v3", family="youtu", ignored_layers=0), "moe: given MoEConfig"),
+        (_changed("v3_2", "indexer", hadamard=True), "indexer.hadamard: given True"),
+        (dataclasses.replace(V4_FLASH, yarn=V3.rope.yarn), "yarn.mscale: given 1.0"),
+    ],
+    ids=lambda v: shown(v)[:24],
+)
+def test_what_the_keys_cannot_say_is_not_written(config, match):
+    with pytest.raises(ConfigError, match=match):
+        config.to_hf()
+
+
 @pytest.mark.parametrize("path", TINY, ids=lambda p: p.stem)
 def test_transformers_5_keys(path: Path):
     """``to_json_string(use_diff=False)`` of transformers 5.23 for tiny models."""

@@ -432,7 +432,8 @@ def save(
     """Write ``config.json`` and the released tensor layout, in the dtypes of ``weights``.
 
     One ``model.safetensors``, or shards of about ``shard_bytes`` with an index.
-    Raises WeightsError when ``weights`` are not exactly the leaves of ``config``.
+    Raises WeightsError when ``weights`` are not exactly the leaves of ``config``, and ConfigError
+    when ``config.json`` cannot say it.
     """
     root = Path(folder)
     expected = expected_shapes(config)
@@ -444,10 +445,10 @@ def save(
             problems.append(f"misshapen: {path} is {given}, the config asks for {list(shape)}")
     if problems:
         raise WeightsError(str(folder), problems)
-    root.mkdir(parents=True, exist_ok=True)
     plain: Any = replace(config, fp8_block=None, ignored_layers=0)
     dtype = str(weights["embed.embedding"].dtype)
     text = json.dumps(plain.to_hf() | {"torch_dtype": dtype}, indent=2)
+    root.mkdir(parents=True, exist_ok=True)
     (root / "config.json").write_text(text + "\n")
     shards = _shards(_released(config, weights), shard_bytes)
     if len(shards) == 1:
