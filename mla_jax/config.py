@@ -6,7 +6,7 @@ be inert, or refused by name.
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mla_jax.checks import is_int, is_real
-from mla_jax.errors import ConfigError
+from mla_jax.errors import ConfigError, shown
 from mla_jax.hf_config import read, write
 from mla_jax.hf_keys import config_object
 
@@ -63,6 +63,23 @@ def check_positive(config: object, *names: str) -> None:
         value = getattr(config, name)
         if not is_int(value) or value < 1:
             raise ConfigError(f"{type(config).__name__}.{name}", value, "a positive integer")
+
+
+def check_written(config: object, again: object, prefix: str = "") -> None:
+    """Refuse a configuration that, written and read ``again``, is another one.
+
+    Raises:
+        ConfigError: naming the first fact that differs.
+    """
+    for one in fields(config):  # pyright: ignore[reportArgumentType]
+        mine, read = getattr(config, one.name), getattr(again, one.name)
+        if mine == read:
+            continue
+        if type(mine) is type(read) and is_dataclass(mine):
+            check_written(mine, read, f"{prefix}{one.name}.")
+        what = f"to_hf: {prefix}{one.name}"
+        hint = "The keys of this family cannot say it."
+        raise ConfigError(what, mine, f"{shown(read)}, as config.json would be read", hint)
 
 
 def _within(config: object, low: float, high: float, *names: str) -> None:
@@ -319,8 +336,14 @@ class ModelConfig:
         return cls(**facts)
 
     def to_hf(self) -> dict:
-        """The released key dialect: ``ModelConfig.from_hf(config.to_hf()) == config``."""
-        return write(asdict(self))
+        """The released key dialect: ``ModelConfig.from_hf(config.to_hf()) == config``.
+
+        Raises:
+            ConfigError: a fact that these keys cannot say, of this family.
+        """
+        data = write(asdict(self))
+        check_written(self, ModelConfig.from_hf(data))
+        return data
 
     @cached_property
     def kinds(self) -> tuple[LayerKind, ...]:

@@ -6,7 +6,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mla_jax.checks import is_int, is_real
-from mla_jax.config import ModelConfig, MoEConfig, RopeConfig, YarnConfig, check_positive
+from mla_jax.config import (
+    ModelConfig,
+    MoEConfig,
+    RopeConfig,
+    YarnConfig,
+    check_positive,
+    check_written,
+)
 from mla_jax.errors import ConfigError
 from mla_jax.hf_config_v4 import MODEL_TYPE, read, write
 from mla_jax.hf_keys import config_object
@@ -153,8 +160,13 @@ class V4Config:
         return cls(**facts)
 
     def to_hf(self) -> dict:
-        """Keys of transformers: ``V4Config.from_hf(config.to_hf()) == config``."""
-        return write(asdict(self))
+        """Keys of transformers: ``V4Config.from_hf(config.to_hf()) == config``.
+
+        As ``ModelConfig.to_hf``.
+        """
+        data = write(asdict(self))
+        check_written(self, V4Config.from_hf(data))
+        return data
 
 
 type AnyConfig = ModelConfig | V4Config

@@ -43,7 +43,7 @@ from mla_jax.inputs import (
 )
 from mla_jax.metadata.common import HostBatch
 from mla_jax.metadata.packed import pack
-from mla_jax.model.family import CacheGroup, Family, Serving, Settings, family_of
+from mla_jax.model.family import CacheGroup, Family, Serving, Settings, checked_dtype, family_of
 from mla_jax.model.sampling import SamplingParams
 from mla_jax.model.sharding import sharding_of
 from mla_jax.model.step import Step, StepBatch, StepOutput, drawn_by, empty_batch
@@ -110,9 +110,10 @@ def load_model(
 
     Raises:
         ConfigError: config.json has a key that this library does not implement.
-        EngineError: a hub id that cannot be downloaded.
+        EngineError: a hub id that cannot be downloaded, or a dtype that is not one of weights.
         WeightsError: the safetensors do not hold that model.
     """
+    dtype = checked_dtype(dtype)
     folder = folder_of(folder)
     config = checked_config(folder)
     family, here = family_of(config.family), Placement.of(None)
@@ -265,10 +266,11 @@ class Engine:
 
         Raises:
             ConfigError: config.json has a key that this library does not implement.
-            EngineError: a hub id that cannot be downloaded, or a tokenizer, template or
-                generation_config.json that cannot be used.
+            EngineError: a hub id that cannot be downloaded, a dtype that is not one of weights, or
+                a tokenizer, template or generation_config.json that cannot be used.
             WeightsError: the safetensors do not hold that model.
         """
+        dtype = checked_dtype(dtype)
         folder = folder_of(folder)
         config = checked_config(folder, ignore_keys=ignore_keys)
         facts = {"vocab": config.vocab, "family": config.family}
@@ -278,7 +280,7 @@ class Engine:
             settings["defaults"] = GenerationDefaults.open(folder)
         settings["devices"] = placement = Placement.of(settings.get("devices"))
         family = settings.get("family") or family_of(config.family)
-        fp8 = _keep_fp8(folder, config, family, placement, jnp.dtype(dtype), fp8_weights)
+        fp8 = _keep_fp8(folder, config, family, placement, dtype, fp8_weights)
         read = partial(
             _read_model, folder, config, family, placement, dtype=dtype, progress=progress, fp8=fp8
         )

@@ -15,6 +15,7 @@ __all__ = [
     "INERT",
     "MOST_EXPERTS",
     "MOST_LAYERS",
+    "V4_TYPE",
     "read",
     "read_fp8",
     "read_stops",
@@ -63,6 +64,9 @@ FAMILIES: Mapping[str, Mapping] = {
 }
 """What an absent key means, per ``model_type``. Widths have no defaults: absence is an error."""
 
+V4_TYPE: Final = "deepseek_v4"
+"""Its keys are read by ``hf_config_v4``."""
+
 _SPARSE_ATTENTION = {"deepseek_v32": (64, 128, 2048), "glm_moe_dsa": (32, 128, 2048)}
 """Families with an indexer: its heads, their width and the tokens it selects, by default."""
 
@@ -98,7 +102,10 @@ def read(data: object, where: str = "config.json", *, ignored: Collection[str] =
     keys = Keys(data, where, ignored=ignored)
     family = keys.take("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
-        raise keys.refusal("model_type", family, ", ".join(FAMILIES))
+        other = family == V4_TYPE
+        allowed = FAMILIES if other else (*FAMILIES, V4_TYPE)
+        hint = "V4Config.from_hf reads it." if other else ""
+        raise keys.refusal("model_type", family, ", ".join(allowed), hint)
     default = FAMILIES[family]
     keys.ignore(INERT)
     keys.only("hidden_act", ("silu", "swish"))

@@ -8,12 +8,20 @@ Published folders say ``compress_ratios`` (with entries of MTP blocks behind tho
 from collections.abc import Collection, Mapping
 from typing import Final
 
-from mla_jax.hf_config import INERT, MOST_EXPERTS, MOST_LAYERS, read_fp8, read_stops, read_yarn
+from mla_jax.hf_config import (
+    INERT,
+    MOST_EXPERTS,
+    MOST_LAYERS,
+    V4_TYPE,
+    read_fp8,
+    read_stops,
+    read_yarn,
+)
 from mla_jax.hf_keys import Keys
 
 __all__ = ["MODEL_TYPE", "read", "write"]
 
-MODEL_TYPE: Final = "deepseek_v4"
+MODEL_TYPE: Final = V4_TYPE
 
 _WINDOW: Final = "sliding_attention"
 _OVERLAPPING: Final = "compressed_sparse_attention"
@@ -123,10 +131,11 @@ def _read_hashed(keys: Keys, layers: int) -> int:
 
 
 def _read_rope_dim(keys: Keys, dim: int) -> int:
+    """Rotated channels; where neither key says it, 64 of 512, as in transformers."""
     given = keys.maybe_integer("qk_rope_head_dim", default=None, low=2)
     factor = keys.take("partial_rotary_factor", default=None)
     if factor is None:
-        return 64 if given is None else given
+        return dim * 64 // 512 if given is None else given
     if not isinstance(factor, int | float) or not 0 < factor <= 1:
         raise keys.refusal("partial_rotary_factor", factor, "a number above 0, at most 1")
     found = int(dim * factor)
@@ -136,7 +145,12 @@ def _read_rope_dim(keys: Keys, dim: int) -> int:
 
 
 def _read_rope(keys: Keys, positions: int) -> dict:
-    """Both bases, and YaRN of the compressed layers; cos and sin are never scaled."""
+    """Both bases, and YaRN of the compressed layers.
+
+    cos and sin are scaled by ``attention_factor`` alone, and not where it is absent: V4's own code
+    does not scale them. transformers 5.23 says so too, but where ``rope_parameters`` has ``main``
+    and ``compress`` without ``attention_factor``, it takes ``0.1 ln(factor) + 1``.
+    """
     theta = keys.number("rope_theta", 1e4)
     compressed = keys.number("compress_rope_theta", 1.6e5)
     old = keys.take("rope_scaling", default=None)

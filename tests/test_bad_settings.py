@@ -9,6 +9,7 @@ import pytest
 
 from mla_jax import (
     Engine,
+    EngineError,
     IndexerConfig,
     LatentCache,
     MLADims,
@@ -87,7 +88,15 @@ def test_an_engine_refuses_wrong_settings(loaded, our_errors):
     named = {*inspect.signature(Engine.__init__).parameters, *Settings.__annotations__}
     names = sorted(named - free - {"settings"})
     assert not strangers(Engine, facts, names)
-    assert not strangers(Engine.from_pretrained, {"folder": FOLDER, **SETTINGS}, ["folder"])
+    opened = {"folder": FOLDER, **SETTINGS}
+    assert not strangers(Engine.from_pretrained, opened, ["folder", "dtype"])
+
+
+@pytest.mark.parametrize("wrong", ["bf16", jnp.int32, jnp.float8_e4m3fn, None])
+def test_a_dtype_that_is_not_one_of_weights_is_refused_at_once(wrong):
+    for call in (Engine.from_pretrained, load_model):
+        with pytest.raises(EngineError, match=r"dtype: given .*: float32, bfloat16, float16"):
+            call("no folder", dtype=wrong)
 
 
 @pytest.mark.slow

@@ -132,6 +132,23 @@ def _v4(**changes: object) -> dict:
     return released("v4_flash") | changes
 
 
+def test_cos_and_sin_of_v4_are_not_scaled_unless_a_key_says_so():
+    data = V4_FLASH.to_hf()
+    compress = data["rope_parameters"]["compress"]
+    assert compress.pop("attention_factor") == 1
+    assert V4Config.from_hf(data).rope(4).cos_sin_factor == 1
+    compress["attention_factor"] = 1.25
+    assert V4Config.from_hf(data).rope(4).cos_sin_factor == 1.25
+
+
+def test_rotated_channels_of_v4_where_no_key_says_them():
+    data = _v4(head_dim=256)
+    del data["qk_rope_head_dim"]
+    assert V4Config.from_hf(data).rope_dim == 32
+    assert V4Config.from_hf(data | {"qk_rope_head_dim": 64}).rope_dim == 64
+    assert V4Config.from_hf(data | {"partial_rotary_factor": 0.25}).rope_dim == 64
+
+
 @pytest.mark.parametrize(
     ("data", "match"),
     [
@@ -176,6 +193,31 @@ def test_parameters_and_memory():
 def test_released_keys_round_trip(name: str):
     config = PRESETS[name]
     assert ModelConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
+
+
+def _changed(name: str, part: str = "", **facts: object) -> ModelConfig:
+    config = ModelConfig.from_hf(released(name))
+    if part:
+        facts = {part: dataclasses.replace(getattr(config, part), **facts)}
+    return dataclasses.replace(config, **facts)
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        (_changed("v2", "moe", normalise=True), "moe.normalise: given True; allowed: False"),
+        (_changed("v3", latent_eps=1e-5), "latent_eps: given 1e-05; allowed: 1e-06"),
+        (_changed("v3", sparse_layers=(True, *(False,) * 60)), "sparse_layers"),
+        (_changed("v2", "rope", interleaved=False), "rope_interleave: given False"),
+        (_changed("v3", family="youtu", ignored_layers=0), "moe: given MoEConfig"),
+        (_changed("v3_2", "indexer", hadamard=True), "indexer.hadamard: given True"),
+        (dataclasses.replace(V4_FLASH, yarn=V3.rope.yarn), "yarn.mscale: given 1.0"),
+    ],
+    ids=lambda v: shown(v)[:24],
+)
+def test_what_the_keys_cannot_say_is_not_written(config, match):
+    with pytest.raises(ConfigError, match=match):
+        config.to_hf()
 
 
 @pytest.mark.parametrize("path", TINY, ids=lambda p: p.stem)
@@ -268,6 +310,8 @@ REFUSED = [
     (_yarn(beta_fst=1), "unknown key rope_scaling.beta_fst", "beta_fast"),
     (_v3(index_topk=2048), "unknown key index_topk", ""),
     (_v3(model_type="deepseek_v5"), "model_type", "deepseek_v3"),
+    (_v3(model_type="deepseek_v41"), "model_type", "youtu, deepseek_v4."),
+    (_v3(model_type="deepseek_v4"), "model_type", "V4Config.from_hf reads it."),
     (_v32(rope_interleave=False), "rope_interleave", "rotates pairs"),
     (_v32(q_lora_rank=None), "q_rank with an indexer", "query latent"),
     (_v32(index_head_dim=32), "IndexerConfig.dim", "at least rope=64"),

@@ -76,6 +76,57 @@ def test_what_is_not_done_here_is_a_warning(read):
         read(num_beams=4, typical_p=1.0, bad_words_ids=None)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("max_length", 100),
+        ("watermarking_config", {"bias": 2.0}),
+        ("top_h", 0.4),
+        ("token_healing", True),
+        ("max_time", 1.5),
+        ("constraints", [1]),
+        ("force_words_ids", [[1]]),
+        ("a_key_of_tomorrow", 0),
+    ],
+)
+def test_every_key_that_is_not_known_to_be_harmless_is_a_warning(read, key, value):
+    with pytest.warns(UserWarning, match=f"generation_config.json: {key}=.* is not applied here"):
+        read(**{key: value})
+    read(**{key: None})
+
+
+def test_what_changes_no_token_is_no_warning(read):
+    found = read(
+        _from_model_config=True,
+        pad_token_id=0,
+        use_cache=True,
+        output_scores=True,
+        return_dict_in_generate=True,
+        cache_implementation="static",
+        num_assistant_tokens=5,
+        transformers_version="5.23.0",
+        token_healing=False,
+        num_beams=1,
+        length_penalty=0.5,
+        suppress_tokens=[],
+    )
+    assert found == GenerationDefaults()
+
+
+def test_keys_of_config_json_are_a_warning_where_there_is_no_file(tmp_path):
+    def write(**content):
+        (tmp_path / "config.json").write_text(json.dumps(content))
+
+    write(do_sample=False, max_length=20, repetition_penalty=1.0, temperature=0.6, num_beams=1)
+    assert GenerationDefaults.open(tmp_path) == GenerationDefaults()
+    for key, value in (("repetition_penalty", 1.2), ("suppress_tokens", [3]), ("do_sample", True)):
+        write(**{key: value})
+        with pytest.warns(UserWarning, match=f"config.json: {key}=.* is not applied here"):
+            assert GenerationDefaults.open(tmp_path) == GenerationDefaults()
+    (tmp_path / "generation_config.json").write_text("{}")
+    GenerationDefaults.open(tmp_path)
+
+
 def test_files_that_are_none(tmp_path):
     for content, kind in (("[]", EngineError), ("{", ConfigError)):
         (tmp_path / "generation_config.json").write_text(content)

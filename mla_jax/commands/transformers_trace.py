@@ -73,7 +73,9 @@ def load(tensors: Tensors, config: AnyConfig) -> torch.nn.Module:
         )
         transformers.logging.set_verbosity(before)
         tied = not isinstance(config, V4Config) and config.tied
-        absent = [n for n in info["missing_keys"] if not (tied and "lm_head" in n)]
+        empty = {n for n, value in model.state_dict().items() if not value.numel()}
+        absent = set(info["missing_keys"]) - empty
+        absent = [n for n in absent if not (tied and "lm_head" in n)]
         if absent:
             problems = [f"missing for transformers: {name}" for name in sorted(absent)]
             raise WeightsError(str(tensors.folder), problems)
@@ -84,7 +86,7 @@ def _fill(model: torch.nn.Module, tensors: Tensors, config: ModelConfig) -> None
     """Every weight from the folder, widened; experts of one layer in one tensor."""
     with torch.no_grad():
         for name, value in model.state_dict(keep_vars=True).items():
-            if config.tied and name.startswith("lm_head"):
+            if (config.tied and name.startswith("lm_head")) or not value.numel():
                 continue
             if ".experts." in name and name not in tensors:
                 owner, _, leaf = name.rpartition(".")

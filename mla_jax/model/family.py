@@ -55,8 +55,11 @@ __all__ = [
     "ServedConfig",
     "Serving",
     "Settings",
+    "checked_dtype",
     "family_of",
 ]
+
+_DTYPES = ("float32", "bfloat16", "float16")  # of weights
 
 
 class ServedConfig(Protocol):
@@ -210,10 +213,7 @@ class Serving:
         if ladder is not None and not is_dataclass(ladder):
             allowed = "a ladder, such as MLALadder.default makes, or None: the family's own"
             raise EngineError("ladder", type(ladder).__name__, allowed)
-        try:
-            dtype = jnp.dtype(dtype)
-        except (TypeError, ValueError):
-            raise EngineError("dtype", dtype, "float32, bfloat16 or float16") from None
+        dtype = checked_dtype(dtype)
         return cls(
             page=checked_size("page", page),
             max_requests=checked_size("max_requests", max_requests),
@@ -227,6 +227,22 @@ class Serving:
             ladder=ladder,
             placement=Placement.of(placement),
         )
+
+
+def checked_dtype(dtype: object) -> jnp.dtype:
+    """A dtype that weights are computed with.
+
+    Raises:
+        EngineError: it is none of them.
+    """
+    try:
+        found = None if dtype is None else jnp.dtype(dtype)  # pyright: ignore
+    except (TypeError, ValueError):
+        found = None
+    if found is None or found.name not in _DTYPES:
+        given = repr(dtype) if found is None else found.name
+        raise EngineError("dtype", given, ", ".join(_DTYPES))
+    return found
 
 
 def _checked_format(name: str | None, dtype: jnp.dtype) -> str:

@@ -10,7 +10,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,13 @@ class Tensor:
             problem = f"{self.file.name}: ended while being read"
             raise WeightsError(str(self.file.parent), [problem])
         return data.view(_DTYPES[self.dtype]).reshape(shape)
+
+    def pieces(self, rows: int) -> Iterator["Tensor"]:
+        """The tensor in parts of at most so many rows of its first axis."""
+        row = self.nbytes // max(self.shape[0], 1)
+        for first in range(0, self.shape[0], rows):
+            shape = min(rows, self.shape[0] - first), *self.shape[1:]
+            yield replace(self, offset=self.offset + first * row, shape=shape)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,6 +48,8 @@ _PACKED = ("I8", "U8")  # two E2M1 codes a byte, with one scale for each 32
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _E2M1 = np.concatenate([_E2M1, -_E2M1])
 _FP4_BLOCK = 32
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_COMPARED = 1024  # rows at a time
 
 
 def checked_config(folder: str | Path, *, ignore_keys: Collection[str] = ()) -> AnyConfig:
@@ -98,13 +100,18 @@ def load(
     prediction layers, rotary buffers and the head of a tied model are skipped. With ``fp8`` the
     layers' e4m3 tensors stay as they are, ``[out, in]``, and so do their scales.
 
-    Raises WeightsError with every missing, unexpected, misshapen or mistyped tensor.
+    Raises WeightsError with every missing, unexpected, misshapen or mistyped tensor, and for the
+    head of a tied model that is not its embedding.
     """
     checkpoint = Checkpoint.open(folder)
     table = _checked_table(folder, config, checkpoint.tensors)
+    if _is_tied(config) and (why := _why_not_tied(checkpoint.tensors)):
+        raise WeightsError(str(folder), [why])
     if fp8 and (why := _why_not_fp8(table, checkpoint.tensors)):
         raise WeightsError(str(folder), [f"{why}; load without fp8, which widens the weights"])
-    reader = _Reader(checkpoint=checkpoint, progress=progress or (lambda done, total: None))
+    reader = _Reader(
+        checkpoint=checkpoint, config=config, progress=progress or (lambda done, total: None)
+    )
     reader.total = sum(
         reader.tensors[n].nbytes for w in table for name in w.names() for n in reader.parts(name)
     )
@@ -159,6 +166,7 @@ class _Reader:
     """Reads tensors, dequantises them and counts the bytes."""
 
     checkpoint: Checkpoint
+    config: AnyConfig
     progress: Progress
     done: int = 0
     total: int = 0
@@ -170,7 +178,7 @@ class _Reader:
     def parts(self, name: str) -> list[str]:
         """The tensor and, for a quantised one, its scales."""
         scaled = self.tensors[name].dtype in ("F8_E4M3", *_PACKED)
-        return [name, _scales_of(name)] if scaled else [name]
+        return [name, _scales_of(name, self.config)] if scaled else [name]
 
     def leaves(self, weight: Weight, dtype: np.dtype) -> list[np.ndarray]:
         """The finished leaves of one table row; experts are filled in one by one."""
@@ -212,6 +220,25 @@ class _Reader:
             problem = f"{name}: values beyond float16; load as bfloat16 or float32"
             raise WeightsError(str(self.checkpoint.folder), [problem])
         return leaf
+
+
+def _is_tied(config: AnyConfig) -> bool:
+    return not isinstance(config, V4Config) and config.tied
+
+
+def _why_not_tied(tensors: Mapping[str, Tensor]) -> str:
+    """Why the stored head cannot be left out, read some rows at a time; empty if it can."""
+    if _HEAD not in tensors or not tensors[_HEAD].nbytes:
+        return ""
+    head, embedding = tensors[_HEAD], tensors[_EMBEDDING]
+    if head.shape == embedding.shape and head.dtype in _FLOATS and embedding.dtype in _FLOATS:
+        pairs = zip(head.pieces(_COMPARED), embedding.pieces(_COMPARED), strict=True)
+        if all(np.array_equal(*(x.read().astype(np.float64) for x in pair)) for pair in pairs):
+            return ""
+    return (
+        f'unused: {_HEAD} differs from {_EMBEDDING}, but "tie_word_embeddings" of config.json is '
+        'true (given, or by default); "tie_word_embeddings": false would use it'
+    )
 
 
 def keeps_fp8(folder: str | Path, config: AnyConfig) -> bool:
@@ -258,9 +285,9 @@ def dequantise_fp4(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
     )
 
 
-def _scales_of(name: str) -> str:
+def _scales_of(name: str, config: AnyConfig) -> str:
     """The tensor of a quantised tensor's scales."""
-    if ".self_attn." in name or ".mlp." in name:
+    if not isinstance(config, V4Config) or ".self_attn." in name or ".mlp." in name:
         return f"{name}_scale_inv"
     return name.removesuffix("weight") + "scale"
 
@@ -309,12 +336,13 @@ def _problems(config: AnyConfig, table: list[Weight], tensors: Mapping[str, Tens
         for name, shape in names.items():
             if name in tensors:
                 used.add(name)
-                wrong += _tensor_problems(weight, name, shape, tensors, used)
+                wrong += _tensor_problems(config, weight, name, shape, tensors, used)
     extra = sorted(n for n in tensors.keys() - used if not _is_skipped(n, config, tensors))
     return missing + wrong + [f"unexpected: {n} {list(tensors[n].shape)}" for n in extra]
 
 
 def _tensor_problems(
+    config: AnyConfig,
     weight: Weight,
     name: str,
     shape: tuple[int, ...],
@@ -323,8 +351,12 @@ def _tensor_problems(
 ) -> Iterator[str]:
     tensor = tensors[name]
     packed = bool(weight.experts) and not weight.fused and tensor.dtype in _PACKED
+    if packed and shape[-1] % 2:
+        yield f"mistyped: {name} is {tensor.dtype}, two columns a byte; it has {shape[-1]}, odd"
+        used.add(_scales_of(name, config))
+        return
     if packed:
-        shape = *shape[:-1], cdiv(shape[-1], 2)
+        shape = *shape[:-1], shape[-1] // 2
     if tensor.shape != shape:
         yield f"misshapen: {name} is {list(tensor.shape)}, the config asks for {list(shape)}"
     if weight.integer:
@@ -336,7 +368,7 @@ def _tensor_problems(
     if not packed and (tensor.dtype != "F8_E4M3" or len(shape) < 2):
         yield f"mistyped: {name} is {tensor.dtype}; allowed: {', '.join(_FLOATS)}, F8_E4M3 matrices"
         return
-    scales = _scales_of(name)
+    scales = _scales_of(name, config)
     used.add(scales)
     if packed:
         blocks = *shape[:-1], cdiv(2 * shape[-1], _FP4_BLOCK)
@@ -354,12 +386,14 @@ def _tensor_problems(
 
 def _is_skipped(name: str, config: AnyConfig, tensors: Mapping[str, Tensor]) -> bool:
     """What the main model does not read but a checkpoint of it may hold."""
+    if 0 in tensors[name].shape:  # as transformers saves no shared experts
+        return True
     if name.endswith((".rotary_emb.inv_freq", ".rotary_emb.original_inv_freq")):
         return True
     if isinstance(config, V4Config):
         return name.startswith("mtp.")
-    if name == "lm_head.weight":
-        return config.tied
+    if name == _HEAD:
+        return config.tied  # its values are compared when they are read
     match = _LAYER_NAME.match(name)
     if match is None or int(match[1]) < config.layers:
         return False
@@ -398,7 +432,8 @@ def save(
     """Write ``config.json`` and the released tensor layout, in the dtypes of ``weights``.
 
     One ``model.safetensors``, or shards of about ``shard_bytes`` with an index.
-    Raises WeightsError when ``weights`` are not exactly the leaves of ``config``.
+    Raises WeightsError when ``weights`` are not exactly the leaves of ``config``, and ConfigError
+    when ``config.json`` cannot say it.
     """
     root = Path(folder)
     expected = expected_shapes(config)
@@ -410,10 +445,10 @@ def save(
             problems.append(f"misshapen: {path} is {given}, the config asks for {list(shape)}")
     if problems:
         raise WeightsError(str(folder), problems)
-    root.mkdir(parents=True, exist_ok=True)
     plain: Any = replace(config, fp8_block=None, ignored_layers=0)
     dtype = str(weights["embed.embedding"].dtype)
     text = json.dumps(plain.to_hf() | {"torch_dtype": dtype}, indent=2)
+    root.mkdir(parents=True, exist_ok=True)
     (root / "config.json").write_text(text + "\n")
     shards = _shards(_released(config, weights), shard_bytes)
     if len(shards) == 1:

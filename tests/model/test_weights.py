@@ -194,6 +194,17 @@ def test_fp8_blocks(tmp_path: Path):
     assert "q_b_proj.weight_scale_inv is [9, 9]" in error.value.problems[0]
 
 
+def test_an_embedding_and_a_head_in_fp8_blocks(folder: Path):
+    """Their scales are named as those of the layers."""
+    tensors, plain = _tensors(folder), _tensors(folder)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name], tensors[f"{name}_scale_inv"], plain[name] = _quantise(plain[name])
+    write_safetensors(folder / "model.safetensors", plain)
+    want = load(folder, _config(), dtype="float32")
+    write_safetensors(folder / "model.safetensors", tensors)
+    _assert_equal(load(folder, _config(fp8_block=128), dtype="float32"), want)
+
+
 def test_what_is_skipped_knowingly(folder: Path):
     tensors = _tensors(folder)
     one = np.ones((2, 2), np.float32)
@@ -201,6 +212,7 @@ def test_what_is_skipped_knowingly(folder: Path):
         "model.layers.3.eh_proj.weight": one,
         "model.layers.3.self_attn.o_proj.weight": one,
         "model.layers.0.self_attn.rotary_emb.inv_freq": one,
+        "model.layers.1.mlp.unused_experts.down_proj.weight": np.ones((64, 0), np.float32),
     }
     write_safetensors(folder / "model.safetensors", tensors | extra)
     _assert_equal(load(folder, _config(), dtype="float32"), _leaves(_config()))
@@ -218,6 +230,23 @@ def test_a_tied_model_may_store_its_head(tmp_path: Path):
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     write_safetensors(tmp_path / "model.safetensors", tensors)
     _assert_equal(load(tmp_path, config, dtype="float32"), _leaves(config))
+
+
+def test_the_head_of_a_tied_model_that_is_another_one_is_refused(tmp_path: Path):
+    config = _config(tied=True, vocab=2050)  # compared in pieces: the last has 2 rows
+    save(tmp_path, config, _leaves(config))
+    tensors = _tensors(tmp_path)
+    head = tensors["model.embed_tokens.weight"].copy()
+    head[-1, -1] += 1
+    for other in (head, head[1:], head.astype(ml_dtypes.float8_e4m3fn)):
+        tensors["lm_head.weight"] = other
+        write_safetensors(tmp_path / "model.safetensors", tensors)
+        with pytest.raises(WeightsError, match=r'lm_head.weight.*"tie_word_embeddings": false'):
+            load(tmp_path, config, dtype="float32")
+    tensors["lm_head.weight"] = head
+    write_safetensors(tmp_path / "model.safetensors", tensors)
+    untied = load(tmp_path, dataclasses.replace(config, tied=False), dtype="float32")
+    np.testing.assert_array_equal(untied["lm_head.kernel"], head.T)
 
 
 def test_every_problem_is_reported_at_once(folder: Path):

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -16,7 +17,7 @@ from mla_jax.model.presets import V4_FLASH, V4_PRO
 from mla_jax.model.safetensors_io import write_safetensors
 from mla_jax.model.weight_table import num_params
 from mla_jax.model.weight_table_v4 import published_tensors, weight_table_v4
-from mla_jax.model.weights import dequantise_fp4, save
+from mla_jax.model.weights import checked_config, dequantise_fp4, save
 from tests.model import v4
 
 PLAIN = {"BF16": ml_dtypes.bfloat16, "F32": np.float32, "I64": np.int64}
@@ -174,6 +175,19 @@ def test_what_is_wrong_with_a_folder(tmp_path):
     ):
         assert problem in text, text
     assert "mtp" not in text
+
+
+def test_packed_experts_of_odd_width_are_refused_by_name(tmp_path):
+    cfg = v4.config(moe=replace(v4.config().moe, width=15))
+    tensors = tensors_of(v4.model(cfg))
+    name = "layers.0.ffn.experts.0.w2"
+    tensors[f"{name}.weight"] = np.zeros((cfg.hidden, 8), np.int8)
+    tensors[f"{name}.scale"] = np.ones((cfg.hidden, 1), ml_dtypes.float8_e8m0fnu)
+    folder_of(tmp_path, cfg, tensors)
+    with pytest.raises(WeightsError) as caught:
+        checked_config(tmp_path)
+    expected = f"mistyped: {name}.weight is I8, two columns a byte; it has 15, odd"
+    assert caught.value.problems == [expected]
 
 
 def test_parameters():

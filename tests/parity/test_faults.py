@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from mla_jax import cli
 from mla_jax.commands import parity, transformers_trace
@@ -344,6 +345,24 @@ def test_equal_models_agree(side, name):
 
 def test_e4m3_weights_agree(side):
     assert side("v3_small", fp8=True).judge().agrees
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors:UserWarning")
+@pytest.mark.parametrize("fp8", [False, True])
+def test_tensors_without_elements_may_be_there_or_not(fp8, tmp_path):
+    """transformers makes and saves shared experts of width 0."""
+    case = BY_NAME["v3_small"]
+    case = replace(case, config=case.config | {"n_shared_experts": 0, "num_mtp_layers": 0})
+    checkpoint.save_released(reference.build(case), case, tmp_path, fp8=fp8, shards=1)
+    (file,) = tmp_path.glob("*.safetensors")
+    (tmp_path / "model.safetensors.index.json").unlink()
+    tensors = load_file(file)
+    file.unlink()
+    full = {name: x for name, x in tensors.items() if x.numel()}
+    assert len(tensors) - len(full) >= 6
+    for stored in (tensors, full):
+        save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        assert parity.compare(tmp_path, list(range(3, 20)), serve=False).agrees
 
 
 def test_the_conventions_of_a_model_are_listed(side):
