@@ -72,6 +72,7 @@ def select_topk(
     workspace does not grow with queries times context. ``meta`` says which keys a token sees.
     """
     k = problems.check_selection(q, weights, cache, meta, k)
+    q, weights = jnp.asarray(q), jnp.asarray(weights)
     if isinstance(cache, RecordCache):
         q, weights = quantise_queries(q, weights)
     mixed = full_among((q, weights, *jax.tree.leaves((cache, meta))), (), 0.0)
@@ -218,7 +219,7 @@ def mla_sparse_prefill(
     )
     return choose(problem, backend)(
         jnp.concatenate([q_latent, q_rope], axis=-1),
-        rows,
+        jnp.asarray(rows),
         _first(indices, lengths),
         scale=float(scale),
         value=problem["value"],
