@@ -515,14 +515,13 @@ def write_rows(
 
     ``values`` are those of the format: ``(kv_latent, k_rope)`` of a latent cache and of ``ds_mla``,
     ``(key,)`` of ``index_key``. Records quantise by their own rule. Slots are distinct; the values
-    may have more rows than ``slots``; ``layer`` is the one of a stack, which stays in place.
+    may have more rows than ``slots``; ``layer`` is the one of a stack, which stays in place. A
+    latent cache has the backends of ``write_latent``.
     """
     problem = problems.write_rows(cache, values, slots, layer=layer)
     if isinstance(cache, LatentCache):
         latent, rope = values[0], values[1] if cache.rope else values[0][:, :0]
-        other = named("write_rows", backend) and not named("write_latent", backend)
-        naming = None if other else backend
-        return write_latent(cache, latent, rope, slots, layer=layer, backend=naming)
+        return write_latent(cache, latent, rope, slots, layer=layer, backend=backend)
     run = choose(problem, backend)
     return run(cache, tuple(map(gathered, values)), int32(slots), layer=number(layer))
 

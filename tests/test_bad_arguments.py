@@ -168,3 +168,6 @@ def test_every_operation_is_tried():
 def test_a_backend_of_no_operation_is_refused_for_every_cache(our_errors):
     with pytest.raises(MLAError, match=r"write_latent\[x\]: no backend of this name"):
         mla_jax.write_rows(LATENT, (f32(2, 16), f32(2, 4)), i32(2), backend="x")
+    with pytest.raises(MLAError, match=r"write_latent\[triton\]: no backend of this name"):
+        mla_jax.write_rows(LATENT, (f32(2, 16), f32(2, 4)), i32(2), backend="triton")
+    assert "xla: accepted" in mla_jax.explain("write_rows", LATENT, (f32(2, 16), f32(2, 4)), i32(2))

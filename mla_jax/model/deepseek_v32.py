@@ -90,12 +90,16 @@ class SparseMLA(MLA):
         q = self._rotate_queries(self.q_up(low, backend=backend), angles)
         new = Rows(q, *self.latents(x, angles, backend=backend))
         latent, keys, slots = state.latent, state.index_keys, state.slots
-        writing = ops.named("write_rows", backend)
+
+        def writing(cache: LatentCache | RecordCache) -> str | None:
+            op = "write_latent" if isinstance(cache, LatentCache) else "write_rows"
+            return ops.named(op, backend)
+
         row = new.latent, new.k_rope
-        latent = ops.write_rows(latent, row, meta.slots, layer=layer, backend=writing)
+        latent = ops.write_rows(latent, row, meta.slots, layer=layer, backend=writing(latent))
         if self.indexer is not None:
             key = self.indexer.keys(x, angles, backend=backend)
-            at = {"layer": index_layer, "backend": writing}
+            at = {"layer": index_layer, "backend": writing(keys)}
             keys = ops.write_rows(keys, (key,), meta.indexer.slots, **at)
             if meta.dense is None:
                 chosen = ops.select_topk(

@@ -467,6 +467,7 @@ def mix_streams(streams, proj, scale, bias, *, rounds, eps, norm_eps) -> Problem
 
 
 def write_rows(cache, values, slots, *, layer=None) -> Problem:
+    """Of a latent cache that of ``write_latent``, which stores its rows."""
     op = "write_rows"
     _layer(op, cache, layer, records=True)
     wanted = _values(op, cache)
@@ -480,6 +481,10 @@ def write_rows(cache, values, slots, *, layer=None) -> Problem:
         if size[f"{name}_rows"] < size["tokens"]:
             allowed = f"at least {size['tokens']}, one per slot"
             raise ArgumentError(f"{op}: rows of {name}", size[f"{name}_rows"], allowed)
+    if isinstance(cache, LatentCache):
+        latent = values[0]
+        none = jax.ShapeDtypeStruct((latent.shape[0], 0), latent.dtype)
+        return write(cache, latent, values[1] if cache.rope else none, slots, layer=layer)
     return Problem.of(op, **_any_cache(cache), tokens=size["tokens"])
 
 
