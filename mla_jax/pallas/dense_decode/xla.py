@@ -27,7 +27,8 @@ def dense_decode(
     Query ``j`` of a request with ``n`` queries sees keys ``p < seq_len - (n - 1 - j)``.
     A query without keys, and every token behind ``query_starts[-1]``, gives ``(0, -inf)``.
     Float32 inside. One gather of ``[requests, block, row]`` per step serves all heads and
-    queries; keys a request does not have are replaced by zeros, so rubbish cannot leak.
+    queries. Scores that a query does not see are masked and values that are not finite are left
+    out, so rubbish cannot leak.
     """
     tokens, heads, rank = q_latent.shape
     requests, width = page_table.shape
@@ -58,7 +59,7 @@ def dense_decode(
         rows = pages[*in_layer, jnp.clip(ids, 0, num_pages - 1)].reshape(requests, block, -1)
         p = i * block + jnp.arange(block, dtype=jnp.int32)
         has = (p < seq_lens[:, None]) & (p < width * page)
-        k = jnp.where(has[..., None], format.decode(rows, cache_scale), 0.0)
+        k = format.decode(rows, cache_scale)
         s = jnp.einsum("rqhd,rkd->rqhk", q, k, **f32)
         v = k[..., :rank]
         # A row that is not finite spoils the queries that see it, and no others.
