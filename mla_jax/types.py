@@ -120,12 +120,18 @@ def gathered(x: Array, *keep: int) -> Array:
 
     Where a mesh has Auto axes, or there is none, XLA sees to that itself: ``x`` as it is.
     """
-    sharding = jax.typeof(x).sharding
-    parts = tuple(sharding.spec) + (None,) * (x.ndim - len(sharding.spec))
+    parts = _parts(x)
     kept = tuple(part if axis in keep else None for axis, part in enumerate(parts))
     if parts == kept:
         return x
-    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*kept)))
+    mesh = jax.typeof(x).sharding.mesh
+    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*kept)))
+
+
+def _parts(x: Array) -> tuple[Any, ...]:
+    """How each axis of ``x`` is divided over the Explicit axes of its mesh; None: it is not."""
+    spec = jax.typeof(x).sharding.spec
+    return *spec, *[None] * (x.ndim - len(spec))
 
 
 def full_among(
@@ -146,9 +152,8 @@ def full_among(
     if heads is None:
         return made
     x, axis, to = heads
-    sharding = jax.typeof(x).sharding
-    part = tuple(sharding.spec)[axis : axis + 1]
-    if part in ((), (None,)):
+    part = _parts(x)[axis]
+    if part is None:
         return made
-    spec = PartitionSpec(*[part[0] if i == to else None for i in range(len(shape))])
-    return jax.sharding.reshard(made, NamedSharding(sharding.mesh, spec))
+    spec = PartitionSpec(*[part if i == to else None for i in range(len(shape))])
+    return jax.sharding.reshard(made, NamedSharding(jax.typeof(x).sharding.mesh, spec))
