@@ -387,7 +387,7 @@ class Engine:
                 read. The engine is as it was.
         """
         if isinstance(id, str) and id in self._claimed:
-            allowed = "an id that no request has which is live or being read"
+            allowed = "an id that no live request has, nor one whose events are not all read"
             raise EngineError("request id", repr(id), allowed)
         return self._queue(prompt, params, id)
 

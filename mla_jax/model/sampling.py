@@ -77,10 +77,10 @@ class SamplingParams:
         stops = self.stop_token_ids
         listed = isinstance(stops, Iterable) and not isinstance(stops, str | bytes | Mapping)
         _require(listed, "stop_token_ids", stops, "token ids in a tuple")
-        object.__setattr__(self, "stop_token_ids", tuple(stops))  # of a generator too: read once
-        for token in self.stop_token_ids:
+        stops = tuple(stops)  # of a generator too: read once
+        for token in stops:
             _require(is_int(token) and token >= 0, "stop_token_ids", token, "0 or more")
-        object.__setattr__(self, "stop_token_ids", tuple(map(int, self.stop_token_ids)))
+        object.__setattr__(self, "stop_token_ids", tuple(map(int, stops)))
         _require(isinstance(self.ignore_eos, bool | np.bool_), "ignore_eos", self.ignore_eos,
                  "True or False")  # fmt: skip
         m, r = self.min_p, self.repetition_penalty

@@ -58,13 +58,12 @@ def dense_decode(
         ids = page_table[:, jnp.minimum(column, width - 1)]
         rows = pages[*in_layer, jnp.clip(ids, 0, num_pages - 1)].reshape(requests, block, -1)
         p = i * block + jnp.arange(block, dtype=jnp.int32)
-        has = (p < seq_lens[:, None]) & (p < width * page)
         k = format.decode(rows, cache_scale)
         s = jnp.einsum("rqhd,rkd->rqhk", q, k, **f32)
         v = k[..., :rank]
         # A row that is not finite spoils the queries that see it, and no others.
         s = jnp.where(jnp.isfinite(v).all(axis=-1)[:, None, None], s, jnp.nan)
-        seen = (p < visible[..., None]) & has[:, None]  # [requests, queries, block]
+        seen = (p < visible[..., None]) & (p < width * page)  # [requests, queries, block]
         s = jnp.where(seen[:, :, None], s, -jnp.inf)
         new_top = jnp.maximum(top, jnp.max(s, axis=-1))
         safe = jnp.where(jnp.isneginf(new_top), 0.0, new_top)
