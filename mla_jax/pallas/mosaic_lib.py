@@ -77,7 +77,7 @@ SHARED_MEMORY = 232448
 """Bytes of shared memory that one thread block may use on sm_90, where the device does not say."""
 
 TURNS = 8
-"""The first of two hardware barriers, by which two warpgroups take turns; Mosaic has 0 to 3."""
+"""The first of the hardware barriers of warpgroups that take turns; Mosaic has 0 to 3."""
 
 ALIGNMENT = 256
 """Of which multiple the address of a Mosaic kernel's operand must be."""
@@ -357,20 +357,28 @@ def any_above(x: jax.Array, bound: float, *, simulate: bool) -> jax.Array:
 
 
 class Turns:
-    """Of a role of warpgroups 0 and 1, which issue products in turn; an interpreter needs none."""
+    """Of a role of warpgroups 0 and on, which issue products in turn; an interpreter needs none."""
 
     wg: Any
     simulate: bool
 
+    @property
+    def turns(self) -> int:
+        """How many warpgroups take turns."""
+        return 2
+
     def _take_turn(self) -> None:
-        """Wait until the other warpgroup has given its turn to this one."""
+        """Wait until the warpgroup before this one has given its turn."""
         if not self.simulate:
             sync(TURNS + self.wg, 256)
 
     def _give_turn(self) -> None:
-        """Let the other warpgroup take its turn. It must, before it is given another."""
+        """Let the next warpgroup take its turn. It must, before it is given another."""
         if not self.simulate:
-            arrive(TURNS + 1 - self.wg, 256)
+            following = (
+                1 - self.wg if self.turns == 2 else lax.rem(self.wg + 1, jnp.int32(self.turns))
+            )
+            arrive(TURNS + following, 256)
 
 
 def arrive(number, threads: int) -> None:

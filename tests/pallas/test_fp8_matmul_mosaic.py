@@ -105,13 +105,50 @@ def test_interpreted_with_race_detection(cluster, gated, rng, monkeypatch):
     assert error(got, want) < TIGHT
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("multipliers", "cluster"), [(2, 1), (3, 1), (2, 2)])
+def test_one_matrix_interpreted_with_race_detection(multipliers, cluster, rng, monkeypatch):
+    """Tiles that end within rows and columns, several of a thread block, slots used again."""
+    from mla_jax.pallas.fp8_matmul import matrix_sm90
+
+    monkeypatch.setattr(DeviceInfo, "current", lambda: aot.H200)
+    rows, channels, columns = 264, 384, 320
+    x = draw(rng, rows, channels)
+    x[:, :128] *= 30
+    values, scales = quantised(x)
+    w = weight(rng, columns, channels, std=channels**-0.5)
+    sizes = matrix_sm90.Sizes(
+        multipliers=multipliers, stages=2, workers=2 * cluster, together=2, cluster=cluster
+    )
+    got = matrix_sm90.multiply(
+        jnp.asarray(values), jnp.asarray(scales), w, sizes=sizes, out_dtype=jnp.bfloat16,
+        interpret=plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=4),
+    )  # fmt: skip
+    assert not get_races().races_found
+    assert error(got, dequantised(x) @ wide(w).T) < TIGHT
+
+
 @pytest.mark.skipif(mosaic is None, reason=missing("triton") or "installed")
-def test_rows_of_a_tile():
-    """The fewest rows that the busiest thread block computes; whole tiles where it is the same."""
-    assert mosaic.tile_rows(4096, 4096, workers=132) == 88  # six turns, as of 96
-    assert mosaic.tile_rows(4096, 2112, workers=132) == 96  # three turns
-    assert mosaic.tile_rows(1024, 2112, workers=132) == 80  # one
-    assert mosaic.tile_rows(1 << 20, 256, workers=132) in mosaic.ROWS
+def test_two_or_three_multipliers():
+    """Those whose busiest thread block ends first."""
+
+    def multipliers(tokens, columns):
+        return mosaic.sizes_of(tokens, columns, workers=132).multipliers
+
+    assert multipliers(4096, 7168) == 3  # ten turns of 192 rows, or fourteen of 128
+    assert multipliers(1024, 4096) == 2  # two turns in both cases
+    assert multipliers(4096, 2112) == 3  # three turns, or five
+
+
+def test_scales_of_a_step_begin_where_the_copy_engine_writes():
+    """At multiples of 128 bytes, whatever the rows of a tile."""
+    from mla_jax.pallas.fp8_matmul import mosaic_sm90
+    from mla_jax.pallas.grouped_matmul.mosaic_sm90 import Sizes
+
+    for rows in range(8, 97, 8):
+        sizes = Sizes(most=rows, step=8, stages=4, workers=132)
+        scales = mosaic_sm90.scratch(sizes, jnp.bfloat16)["x_scale"]
+        assert scales.shape[1] >= rows and 4 * scales.shape[1] % 128 == 0
 
 
 AOT = aot.available() or missing("triton")
@@ -154,10 +191,11 @@ def test_compiles_the_experts(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
-    ("tokens", "out", "into"), [(512, 256, 128), (1001, 576, 512), (7, 192, 256), (1024, 2112, 256)]
+    ("tokens", "out", "into"),
+    [(512, 256, 128), (1001, 576, 512), (7, 192, 256), (1024, 2112, 256), (4097, 2112, 256)],
 )
 def test_a_product_on_the_device(tokens, out, into, dtype, rng):
-    """The last one has tiles of 80 rows, whose scales do not fill lines of 128 bytes."""
+    """Rows and columns that end within a tile; two multipliers, and three."""
     w = weight(rng, out, into, std=into**-0.5)
     x = draw(rng, tokens, into, dtype=dtype)
     x[:, :128] *= 30

@@ -8,74 +8,59 @@ are never widened.
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from mla_jax.pallas import triton_lib
 from mla_jax.pallas.axes import AddNorm, Choices, ChoiceWeights, Hidden
 from mla_jax.pallas.device import DeviceInfo
-from mla_jax.pallas.fp8_matmul import mosaic_sm90, rows_triton
+from mla_jax.pallas.fp8_matmul import matrix_sm90, mosaic_sm90, rows_triton
 from mla_jax.pallas.grouped_matmul import mosaic as grouped
 from mla_jax.pallas.grouped_matmul import mosaic_sm90 as kernels
 from mla_jax.pallas.grouped_matmul import tiles
 from mla_jax.pallas.grouped_matmul.ref import add_norm
 from mla_jax.types import SCALE_BLOCK, Array, BlockScaled, Float, cdiv, round_up
 
-__all__ = ["matmul_fp8", "routed_experts_fp8", "table_of", "tile_rows"]
+__all__ = ["matmul_fp8", "quantise", "routed_experts_fp8", "sizes_of"]
 
 E4M3 = jnp.float8_e4m3fn
-ROWS = range(64, 97, 8)
-"""Of a tile of a product: multiples of eight for the tensor core, at most what registers hold."""
+STAGES = {2: 5, 3: 4}
+"""Steps in shared memory, by the number of multipliers."""
 
-COLUMNS = 4 * kernels.CHUNK
-"""Of a tile."""
+TOGETHER = 16
+"""Tiles of rows that read a block of weights one after the other."""
 
-REST = 48
-"""What a tile costs beside its rows, in rows: loads of its columns, its end. A guess."""
+REST = 80
+"""What a tile costs beside its rows, in rows: measured on an H200."""
 
 EXPERT_TILES = {"most": 96, "step": 16}
-STAGES = 4
-TOGETHER = 16
-"""Tiles that read a block of weights together."""
+EXPERT_STAGES = 4
 
 
 def matmul_fp8(x: Float[Array, "tokens into"], weight: BlockScaled) -> Float[Array, "tokens out"]:
     """``ref.matmul_fp8`` of the quantised rows, accumulated in float32, rounded once."""
-    (tokens, _), workers = x.shape, DeviceInfo.current().sms
-    rows = tile_rows(tokens, weight.values.shape[0], workers=workers)
+    tokens = len(x)
     values, scales = quantise(x, room=round_up(tokens, tiles.EIGHT))
-    table = table_of(tokens, rows)
-    whole = BlockScaled(values=weight.values[None], scale=weight.scale[None])
-    y = mosaic_sm90.multiply(
-        values, scales, (whole,), jnp.asarray(table), jnp.asarray([len(table)], jnp.int32),
-        sizes=kernels.Sizes(most=rows, step=rows, stages=STAGES, workers=workers),
-        out_dtype=x.dtype,
-    )  # fmt: skip
+    sizes = sizes_of(tokens, weight.values.shape[0], workers=DeviceInfo.current().sms)
+    y = matrix_sm90.multiply(values, scales, weight, sizes=sizes, out_dtype=x.dtype)
     return y if len(y) == tokens else y[:tokens]
 
 
-def tile_rows(tokens: int, columns: int, *, workers: int) -> int:
-    """Rows of a tile: those whose tiles end soonest, the most of equals.
+def sizes_of(tokens: int, columns: int, *, workers: int) -> matrix_sm90.Sizes:
+    """Two or three multipliers, whichever end sooner.
 
     Every thread block takes as many tiles as the busiest one, each of which costs its rows and
-    ``REST``. 4096 rows of 4,096 columns are 688 tiles of 96, six turns of 132 of them, or 752 of
-    88, six turns of fewer rows.
+    ``REST``. 4096 rows of 4,096 columns are 1,024 tiles of 128 rows, eight turns of 132 of them, or
+    704 tiles of 192, six turns.
     """
 
-    def cost(rows: int) -> int:
-        return cdiv(cdiv(tokens, rows) * cdiv(columns, COLUMNS), workers) * (rows + REST)
+    def cost(multipliers: int) -> int:
+        rows = matrix_sm90.ROWS * multipliers
+        count = cdiv(tokens, rows) * cdiv(columns, matrix_sm90.COLUMNS)
+        return cdiv(count, workers) * (rows + REST)
 
-    return min(reversed(ROWS), key=cost)
-
-
-def table_of(tokens: int, rows: int) -> np.ndarray:
-    """The tiles of so many rows of one matrix, as ``tiles.Plan`` has them."""
-    count = cdiv(tokens, rows)
-    table = np.zeros((count, tiles.FIELDS), np.int32)
-    t = np.arange(count)
-    table[:, tiles.FIRST] = t // TOGETHER * TOGETHER
-    table[:, tiles.TOGETHER] = np.minimum(count - table[:, tiles.FIRST], TOGETHER)
-    table[:, tiles.ROW] = t * (rows // tiles.EIGHT)
-    return table
+    multipliers = min(STAGES, key=cost)
+    return matrix_sm90.Sizes(
+        multipliers=multipliers, stages=STAGES[multipliers], workers=workers, together=TOGETHER
+    )
 
 
 def quantise(
@@ -110,7 +95,7 @@ def routed_experts_fp8(
         grid=tokens, warps=4, stages=1, TOPK=topk, HIDDEN=hidden, SPANS=min(spans & -spans, 8),
     )  # fmt: skip
     sizes = kernels.Sizes(
-        stages=STAGES, workers=DeviceInfo.current().sms, limit=limit, **EXPERT_TILES
+        stages=EXPERT_STAGES, workers=DeviceInfo.current().sms, limit=limit, **EXPERT_TILES
     )
     facts = {"sizes": sizes, "out_dtype": x.dtype}
     plan = found.table, found.used

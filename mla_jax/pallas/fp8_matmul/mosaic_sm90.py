@@ -1,4 +1,4 @@
-"""Products of e4m3 rows with block-scaled e4m3 weights on Hopper: Pallas Mosaic GPU.
+"""The experts' products of many e4m3 rows with block-scaled e4m3 weights: Pallas Mosaic GPU.
 
 The roles, tiles and blocks are those of ``grouped_matmul.mosaic_sm90``. A step is 128 channels, one
 block of scales: its product has a sum of its own, as the tensor core adds e4m3 products with 13
@@ -69,7 +69,7 @@ def multiply(
         out=jax.ShapeDtypeStruct((x.shape[0], columns), out_dtype),
         steps=channels // SCALE_BLOCK,
         gated=count == 2,
-        name="mla_fp8_gate_up" if count == 2 else "mla_fp8_matmul",
+        name="mla_fp8_gate_up" if count == 2 else "mla_fp8_down",
         sliced=range(2, 2 + 2 * count),
         told=len(Item._fields),
         interpret=interpret,
