@@ -172,6 +172,7 @@ COLUMNS = {
     "peer_logits_us": "DeepGEMM's scores, µs", "peer_topk_us": "vLLM's top-k, µs",
     "ratio_logits": "scores, peer / ours", "ratio": "peer / ours",
     "bf16_us": "bf16 weights, µs", "of_bf16": "part of bf16's time", "error": "error",
+    "product_us": "product, µs", "peer_us": "peer µs",
 }  # fmt: skip
 """Keys of a result that pages may show."""
 

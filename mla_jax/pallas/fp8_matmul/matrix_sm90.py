@@ -11,8 +11,6 @@ in a step::
 
 The multipliers issue products in turn: one scales its product while those of others run. Tiles go
 to thread blocks in turn, ``together`` tiles of rows one after the other under the same columns.
-Thread blocks of a cluster have tiles of rows under the same columns, and each loads its part of the
-weights for all of them.
 
 The bound: 8192 FLOP a cycle. A step of three multipliers takes 768 cycles, in which shared memory,
 128 bytes a cycle, gives 72 KiB to the products and takes 40 KiB.
@@ -42,7 +40,6 @@ __all__ = ["COLUMNS", "ROWS", "Sizes", "multiply"]
 ROWS = 64  # of a multiplier
 COLUMNS = 128  # of a tile: one block of scales
 SQUARE = 64  # columns that go to memory at a time
-MEMBER = "member"  # the axis of a cluster's thread blocks
 REGISTERS = 24, {2: 240, 3: 160}  # of a thread of the loader, and of one of so many multipliers
 
 I32, F32 = jnp.int32, jnp.float32
@@ -55,18 +52,12 @@ class Sizes:
     multipliers: int
     stages: int  # steps in shared memory
     workers: int  # thread blocks: as many as there are multiprocessors
-    together: int  # tiles of rows, or of clusters
-    cluster: int = 1  # thread blocks that share weights
+    together: int  # tiles of rows
 
     @property
     def rows(self) -> int:
         """Of a tile."""
         return ROWS * self.multipliers
-
-    @property
-    def axis(self) -> str | None:
-        """Of a cluster's thread blocks; None: each is alone."""
-        return None if self.cluster == 1 else MEMBER
 
 
 def scratch(sizes: Sizes, out: Any) -> dict:
@@ -81,7 +72,7 @@ def scratch(sizes: Sizes, out: Any) -> dict:
         "x_scale": plgpu.SMEM((stages, sizes.rows), F32),
         "y": lib.swizzled((sizes.multipliers, COLUMNS // SQUARE, ROWS, SQUARE), out),
         "full": lib.barrier(3, stages),  # copy engine -> multipliers
-        "free": lib.barrier(sizes.multipliers, stages, axis=sizes.axis),  # of all -> loader
+        "free": lib.barrier(sizes.multipliers, stages),  # multipliers -> loader
     }
 
 
@@ -95,8 +86,8 @@ def multiply(
     ``x`` [rows, channels] e4m3, ``x_scale`` [channels / 128, rows], ``weight`` [columns, channels].
     """
     (rows, channels), columns = x.shape, weight.values.shape[0]
-    down, across = cdiv(rows, sizes.rows * sizes.cluster), cdiv(columns, COLUMNS)
-    clusters = min(sizes.workers // sizes.cluster, down * across)
+    down, across = cdiv(rows, sizes.rows), cdiv(columns, COLUMNS)
+    workers = min(sizes.workers, down * across)
 
     def body(x_g, x_scale_g, w_g, scale_g, y_g, **refs):
         wg, simulate = lax.axis_index("wg"), interpret is not None
@@ -104,12 +95,11 @@ def multiply(
         def facts() -> dict[str, Any]:
             """What both roles know; each reads it, so that no register holds it before."""
             worker = lax.axis_index("worker")
-            rest = jnp.int32(down * across + clusters - 1) - worker
+            rest = jnp.int32(down * across + workers - 1) - worker
             return dict(
-                sizes=sizes, down=down, across=across, clusters=clusters, worker=worker,
-                member=0 if sizes.axis is None else lax.axis_index(sizes.axis),
-                tiles=lax.div(rest, jnp.int32(clusters)), steps=channels // SCALE_BLOCK,
-                refs=refs, simulate=simulate,
+                sizes=sizes, down=down, across=across, workers=workers, worker=worker,
+                tiles=lax.div(rest, jnp.int32(workers)), steps=channels // SCALE_BLOCK, refs=refs,
+                simulate=simulate,
             )  # fmt: skip
 
         @pl.when(wg < sizes.multipliers)
@@ -131,10 +121,8 @@ def multiply(
         sliced=(2, 3),
         out_type=jax.ShapeDtypeStruct((rows, columns), out_dtype),
         scratch_types=scratch(sizes, out_dtype),
-        grid=(clusters,),
+        grid=(workers,),
         grid_names=("worker",),
-        cluster=() if sizes.axis is None else (sizes.cluster,),
-        cluster_names=() if sizes.axis is None else (sizes.axis,),
         num_threads=sizes.multipliers + 1,
         thread_name="wg",
         kernel_name="mla_fp8_matmul",
@@ -151,11 +139,10 @@ class _Role:
     """What both roles know."""
 
     sizes: Sizes
-    down: int  # clusters' tiles of rows
-    across: int  # tiles of columns
-    clusters: int
-    worker: Any  # the number of the cluster
-    member: Any  # of the thread block in it
+    down: int  # tiles of rows
+    across: int  # and of columns
+    workers: int  # thread blocks
+    worker: Any  # the number of this one
     tiles: Any  # of the thread block
     steps: int  # of a tile
     refs: dict[str, Any]
@@ -163,13 +150,12 @@ class _Role:
 
     def place(self, t):
         """``(first row, number of the tile of columns)`` of the thread block's tile ``t``."""
-        number, whole = self.worker + t * self.clusters, jnp.int32(self.sizes.together)
+        number, whole = self.worker + t * self.workers, jnp.int32(self.sizes.together)
         first = lax.div(number, whole * self.across) * whole
         together = jnp.minimum(whole, self.down - first)
         local = number - first * self.across
         block = lax.div(local, together)
-        tile = (first + local - block * together) * self.sizes.cluster + self.member
-        return tile * self.sizes.rows, block
+        return (first + local - block * together) * self.sizes.rows, block
 
     def slot(self, g):
         """Of step ``g`` of the thread block."""
@@ -205,8 +191,7 @@ class _Loader(_Role):
             pl.when(g >= self.sizes.stages)(lambda: plgpu.barrier_wait(free))
             channels = pl.ds(k * SCALE_BLOCK, SCALE_BLOCK)
             w, x, x_scale = (self.refs[name].at[s] for name in ("w", "x", "x_scale"))
-            piece = self.weight.at[columns, channels]
-            plgpu.copy_gmem_to_smem(piece, w, full, collective_axes=self.sizes.axis)
+            plgpu.copy_gmem_to_smem(self.weight.at[columns, channels], w, full)
             plgpu.copy_gmem_to_smem(self.x.at[rows, channels], x, full)
             plgpu.copy_gmem_to_smem(self.x_scale.at[k, rows], x_scale, full)
 
