@@ -18,6 +18,12 @@ from mla_jax.hf_keys import load_json
 __all__ = ["ChatTemplate", "is_chat", "special_tokens"]
 
 _MAX_BYTES: Final = 2**24
+_OPTIONS: Final = (
+    "chat_template", "continue_final_message", "max_length", "padding", "return_dict",
+    "return_tensors", "tokenize", "tokenizer_kwargs", "truncation",
+)  # fmt: skip
+"""Of transformers' ``apply_chat_template``: no template reads them."""
+
 _SPECIAL: Final = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
@@ -65,6 +71,7 @@ class ChatTemplate:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
+        where: str = "chat",
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         **variables: Any,
@@ -72,31 +79,39 @@ class ChatTemplate:
         """The text of a conversation.
 
         ``tools`` are JSON schemas of functions; ``add_generation_prompt`` opens the model's
-        answer; ``variables`` are whatever else the template reads (``thinking=True``).
+        answer; ``variables`` are whatever else the template reads (``thinking=True``). ``where``
+        names the conversation.
 
         Raises:
-            EngineError: jinja2 is not installed, or the template refuses, with its own words.
+            EngineError: jinja2 is not installed, an option of ``apply_chat_template`` that is not
+                implemented, or the template refuses, with its own words.
         """
+        if unread := [name for name in variables if name in _OPTIONS]:
+            given = ", ".join(f"{name}={variables[name]!r}" for name in unread)
+            allowed = "tools, add_generation_prompt, and variables that the template reads"
+            hint = "This option of transformers' apply_chat_template is not implemented."
+            raise EngineError(where, given, allowed, hint)
         name = "tool_use" if tools and "tool_use" in self.sources else "default"
         if name not in self.sources:
             found = ", ".join(sorted(self.sources))
-            raise EngineError(self.where, f"templates {found}", "one named default")
+            raise EngineError(f"{where}: {self.where}", f"templates {found}", "one named default")
         given = {"messages": messages, "tools": tools, "documents": None, **variables}
         given["add_generation_prompt"] = add_generation_prompt
         try:
             plain = json.loads(json.dumps(given, allow_nan=False))
         except (TypeError, ValueError, RecursionError) as error:
             allowed = "messages of texts, numbers, lists and objects, as in JSON"
-            raise EngineError("chat", shown(error), allowed) from None
+            raise EngineError(where, shown(error), allowed) from None
         try:
             sandbox: Any = importlib.import_module("mla_jax.chat_sandbox")
             return sandbox.compiled(self.sources[name]).render(**{**self.tokens, **plain})
         except ModuleNotFoundError:
             allowed = "text or token ids, because jinja2 is not installed"
-            raise EngineError("chat", "messages", allowed, "pip install 'mla-jax[hf]'.") from None
+            raise EngineError(where, "messages", allowed, "pip install 'mla-jax[hf]'.") from None
         except Exception as error:  # whatever a stranger's program comes to
             said = f"{type(error).__name__}: {error}"
-            raise EngineError(self.where, shown(said), "messages that the template takes") from None
+            allowed = "messages that the template takes"
+            raise EngineError(f"{where}: {self.where}", shown(said), allowed) from None
 
 
 def _sources(folder: Path) -> tuple[dict[str, str], Path]:

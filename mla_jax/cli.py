@@ -517,7 +517,9 @@ def explain(
 @app.command("parity")
 def parity_command(
     model_dir: Path,
-    tokens: Annotated[int, typer.Option(min=1, help="How many tokens, drawn evenly.")] = 96,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="How many tokens, drawn evenly: 96, or what has room.")
+    ] = None,
     prompt_ids: Annotated[str | None, typer.Option(help="Token ids instead, as 1,2,3.")] = None,
     layers: Annotated[int | None, typer.Option(help="Leading layers only; serves nothing.")] = None,
     serve: Annotated[bool, typer.Option(help="Also serve the tokens and compare logits.")] = True,

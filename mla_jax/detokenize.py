@@ -51,14 +51,19 @@ class TextSoFar:
         after = replace(self, window=window, known=text, settled=len(window), held=held)
         return after, told, found
 
-    def rest(self) -> str:
-        """What is left to tell when no token follows: half a character is told as it is."""
+    def rest(self) -> tuple[str, bool]:
+        """``(what is left to tell, whether a stop string was found)`` when no token follows.
+
+        Half a character is told as it is.
+        """
         if self.broken or len(self.window) == self.settled:
-            return self.held
+            return self.held, False
         try:
-            return _cut(self.held + self.decode(self.window)[len(self.known) :], self.stops)[0]
+            left = self.held + self.decode(self.window)[len(self.known) :]
         except EngineError:
-            return self.held
+            return self.held, False
+        told, held, found = _cut(left, self.stops)
+        return told + held, found
 
 
 def _cut(text: str, stops: Sequence[str]) -> tuple[str, str, bool]:

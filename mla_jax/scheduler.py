@@ -254,6 +254,9 @@ class Scheduler:
         if params.logit_bias and params.logit_bias[-1][0] >= self.vocab:
             given = params.logit_bias[-1][0]
             raise EngineError(f"request {id}: logit_bias", given, f"tokens below {self.vocab}")
+        if params.logprobs > self.vocab:
+            allowed = f"at most {self.vocab}, the tokens that there are"
+            raise EngineError(f"request {id}: logprobs", params.logprobs, allowed)
         new = params.max_new_tokens
         if len(prompt) + new > self.max_model_len:
             raise EngineError(
@@ -529,6 +532,8 @@ def _outcome(work: Work, token: int, logprob: float, likeliest: Likeliest) -> Ou
             reason = "stop"
         elif text.broken and text.stops:  # it cannot be seen where it ends
             reason = "error"
+        elif reason == "length" and text.rest()[1]:  # behind it half a character is left
+            reason = "stop"
     told = Event(id=request.id, token_id=token, logprob=logprob, text=piece, top_logprobs=likeliest)
     if reason is not None:
         told = _last_event(request, reason, told, text)
@@ -542,7 +547,7 @@ def _last_event(
     text = request.text if token is None else text
     told = token or Event(id=request.id, token_id=None, logprob=math.nan)
     if text is not None:
-        told = replace(told, text=told.text + text.rest())
+        told = replace(told, text=told.text + text.rest()[0])
     ids = () if told.token_id is None else (told.token_id,)
     asked = request.params.logprobs > 0
     completion = Completion(

@@ -77,7 +77,7 @@ class TextProcessor:
         if self.template is None:
             raise self._no_template(where)
         facts = {"tools": tools, "add_generation_prompt": add_generation_prompt, **variables}
-        text = self.template.render(messages, **facts)
+        text = self.template.render(messages, where=where, **facts)
         return self.encode(text, where, special_tokens=False)
 
     def _no_template(self, where: str) -> EngineError:

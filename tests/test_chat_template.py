@@ -79,6 +79,19 @@ def test_what_a_template_refuses_or_must_not_do_is_an_error(tmp_path, template, 
     assert "chat_template.jinja" in str(error.value)
 
 
+def test_the_conversation_is_named(tmp_path):
+    with pytest.raises(EngineError, match=r"^file line 3: .*chat_template\.jinja: given"):
+        write(tmp_path, template="{{ 1 / 0 }}").render(HELLO, where="file line 3")
+
+
+@pytest.mark.parametrize("option", ["continue_final_message", "tokenize", "chat_template"])
+def test_options_that_no_template_reads_are_refused(tmp_path, option):
+    found = write(tmp_path, template="{{ thinking }}")
+    with pytest.raises(EngineError, match=f"chat: given {option}=True; allowed: tools, add_gen"):
+        found.render(HELLO, **{option: True})
+    assert found.render(HELLO, thinking=True) == "True"
+
+
 def test_templates_see_plain_data_only(tmp_path):
     found = write(tmp_path, template="{{ messages[0].content }}")
     with pytest.raises(EngineError, match="chat: given Object of type object"):

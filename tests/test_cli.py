@@ -185,6 +185,13 @@ def test_ids_of_a_file_are_no_chat(run, folder, tmp_path, option):
     assert "line 1: given prompt_ids; allowed: texts or messages, with --chat or --system" in err
 
 
+def test_chats_that_the_template_refuses_are_named_by_line(run, folder, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "w5"}\n{"messages": [{"role": "user", "content": NaN}]}\n')
+    code, _, err = run("generate", folder, "--prompts-file", file, "--chat")
+    assert code == 2 and "prompts.jsonl line 2: " in err
+
+
 def test_chats_of_options_and_files(folder, tmp_path, monkeypatch):
     file = tmp_path / "prompts.jsonl"
     messages = [{"role": "user", "content": "w5"}, {"role": "assistant", "content": "w6"}]

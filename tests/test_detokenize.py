@@ -55,9 +55,10 @@ def told(tokenizer, ids, stops=()) -> tuple[list[str], bool]:
         text, piece, found = text.push(id)
         pieces.append(piece)
         if found:
-            assert text.rest() == ""
+            assert text.rest() == ("", False)
             return pieces, True
-    return [*pieces, text.rest()], False
+    rest, found = text.rest()
+    return [*pieces, rest], found
 
 
 def test_a_word_behind_special_tokens_keeps_its_space():
@@ -149,4 +150,4 @@ def test_ids_without_a_text_are_no_error():
     assert piece == "x"
     text, piece, found = text.push(7)
     assert text.broken and (piece, found) == ("", False)
-    assert text.push(1)[0].broken and text.rest() == ""
+    assert text.push(1)[0].broken and text.rest() == ("", False)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from mla_jax.detokenize import TextSoFar
 from mla_jax.errors import EngineError
 from mla_jax.model.sampling import SamplingParams
 from mla_jax.pages import PageGroup, PagePool
@@ -540,3 +541,26 @@ def test_a_window_too_small_for_one_request_is_refused():
     with pytest.raises(EngineError, match=r"cache pages: given 4 .*at most 3, the whole pool"):
         windowed(3).add("a", [1] * 50, SamplingParams(max_new_tokens=3))
     windowed(4).add("a", [1] * 50, SamplingParams(max_new_tokens=3))
+
+
+def test_a_stop_string_before_half_a_character_ends_the_last_token():
+    """The text waits for the rest of the character, which never comes."""
+    texts = {5: "aS\ufffd", 6: "ab\ufffd"}
+
+    def decode(ids):
+        return "".join(texts[i] for i in ids)
+
+    for token, reason, told in ((5, "stop", "a"), (6, "length", "ab\ufffd")):
+        s = make()
+        s.add("x", [1], wish(1, stop="S"), TextSoFar(decode=decode, stops=("S",)))
+        (event,) = s.commit(s.schedule(), [token], [-1.0])
+        done = event.completion
+        assert done is not None and (done.finish_reason, done.text) == (reason, told)
+
+
+def test_more_likeliest_tokens_than_there_are_is_refused():
+    s = make()
+    s.vocab = 5
+    with pytest.raises(EngineError, match="request x: logprobs: given 6; allowed: at most 5"):
+        s.add("x", [1], wish(1, logprobs=6))
+    s.add("x", [1], wish(1, logprobs=5))

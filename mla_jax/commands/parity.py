@@ -103,6 +103,7 @@ def compare(
         progress: told what is done next.
 
     Raises:
+        ArgumentError: ids of no token, or more of them than there are positions.
         ConfigError: config.json, a family without tracer, or transformers is not installed.
         WeightsError: the folder does not hold the model.
     """
@@ -110,6 +111,12 @@ def compare(
     ids = list(prompt_ids(config) if token_ids is None else token_ids)
     if not ids or not all(0 <= i < config.vocab for i in ids):
         raise ArgumentError("parity: token ids", ids, f"1 or more, each 0 to {config.vocab - 1}")
+    serve = serve and layers is None
+    most = config.max_positions - (SERVED if serve else 0)
+    if len(ids) > most:
+        allowed = f"at most {most} of the model's {config.max_positions} positions"
+        more = f"{SERVED} more tokens are served; serve=False (--no-serve) leaves them out."
+        raise ArgumentError("parity: token ids", len(ids), allowed, more if serve else "")
     tensors = Tensors(folder)
     progress("transformers")
     other: Any = importlib.import_module("mla_jax.commands.transformers_trace")
@@ -120,16 +127,24 @@ def compare(
     model = load_ours(folder, config)
     mine = (trace_model_v4 if of_v4 else trace_model)(model, config, ids)  # pyright: ignore
     served: tuple[Row, ...] = ()
-    if serve and layers is None:
+    if serve:
         progress("a served request")
         served = _served(folder, config, ids, lambda more: other.logits_of(reference, more))
     progress("conventions")
     return judge(tensors, config, mine, theirs, model=model, served=served)
 
 
-def prompt_ids(config: AnyConfig, tokens: int = 96) -> list[int]:
-    """Ids drawn evenly from the vocabulary, always the same."""
-    count = min(tokens, config.max_positions - SERVED)
+def prompt_ids(config: AnyConfig, tokens: int | None = None) -> list[int]:
+    """Ids drawn evenly from the vocabulary, always the same; None: 96, or what has room.
+
+    Raises:
+        ArgumentError: more than the model has positions for, with those that are served behind.
+    """
+    most = config.max_positions - SERVED
+    count = min(96, most) if tokens is None else tokens
+    if not 1 <= count <= most:
+        allowed = f"1 to {most}: {config.max_positions} positions, {SERVED} of them served"
+        raise ArgumentError("parity: tokens", count, allowed)
     return np.random.default_rng(0).integers(min(3, config.vocab - 1), config.vocab, count).tolist()
 
 
@@ -247,7 +262,6 @@ def _served(
     logits_of: Callable[[Sequence[int]], np.ndarray],
 ) -> tuple[Row, ...]:
     """Logits of an engine's steps on these ids against the other side's on the same tokens."""
-    ids = ids[: config.max_positions - SERVED]
     engine = Engine.from_pretrained(
         folder,
         dtype=jnp.dtype(jnp.float32),

@@ -526,6 +526,10 @@ def check_selection(q, weights, cache, meta, k) -> int:
         weights=(weights, "float", "tokens heads"),
         **{"meta.slots": (meta.slots, "int", "tokens")},
     )
+    if meta.decode is None and meta.prefill is None:
+        given = "neither decodes nor chunks of prefills"
+        allowed = "rows that select: a step whose requests all attend densely has none"
+        raise ArgumentError(f"{op}: meta", given, allowed, "Its tokens see all of their keys.")
     return _best(op, k)
 
 

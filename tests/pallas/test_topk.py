@@ -536,3 +536,6 @@ def test_compiles_for_sm90(sm, triton, mosaic, form, monkeypatch):
     assert entry.count('custom_call_target="mosaic_gpu') == mosaic, entry
     used = compiled.memory_analysis().temp_size_in_bytes
     assert used < 4 * (128 * 512 * 64 + 8 * 128 * 2048) + 2**20, used
+    nothing = replace(meta, decode=None, prefill=None)
+    with pytest.raises(ArgumentError, match="meta: given neither decodes nor chunks"):
+        select_topk(q, w, cache, nothing, 3)

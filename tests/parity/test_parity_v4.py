@@ -87,6 +87,20 @@ def test_what_it_does_not_do_is_refused(folder):
         transformers_trace.load(Tensors(folder), quantised)
 
 
+def test_more_tokens_than_positions_are_refused(folder):
+    config = read_config(folder)
+    most = config.max_positions - 4
+    assert len(parity.prompt_ids(config)) == min(96, most)
+    with pytest.raises(
+        ArgumentError, match=f"parity: tokens: given {most + 1}; allowed: 1 to {most}"
+    ):
+        parity.prompt_ids(config, most + 1)
+    with pytest.raises(
+        ArgumentError, match=f"token ids: given {most + 1}; allowed: at most {most}"
+    ):
+        parity.compare(folder, [1] * (most + 1))
+
+
 def test_a_wrong_rotation_shows_in_the_states_of_groups(sides, monkeypatch):
     real = trace_v4.cos_sin
     monkeypatch.setattr(trace_v4, "cos_sin", lambda t, rope: real(t + jnp.int32(1), rope))
