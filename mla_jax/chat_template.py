@@ -107,7 +107,7 @@ class ChatTemplate:
             return sandbox.compiled(self.sources[name]).render(**{**self.tokens, **plain})
         except ModuleNotFoundError:
             allowed = "text or token ids, because jinja2 is not installed"
-            raise EngineError(where, "messages", allowed, "pip install 'mla-jax[hf]'.") from None
+            raise EngineError(where, "messages", allowed, "pip install jinja2.") from None
         except Exception as error:  # whatever a stranger's program comes to
             said = f"{type(error).__name__}: {error}"
             allowed = "messages that the template takes"

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from mla_jax import ops
 from mla_jax.cache import ELEMENT_FORMATS, LatentCache
-from mla_jax.checks import is_real, made_folder
+from mla_jax.checks import checked_size, is_real, made_folder
 from mla_jax.commands import fit, parity
 from mla_jax.commands.models import model_of
 from mla_jax.commands.roofline import roofline
@@ -75,13 +75,12 @@ try:
         grouped,
     )
 except ModuleNotFoundError as missing:
-    raise SystemExit(f"mla-jax needs {missing.name}: pip install 'mla-jax[cli]'") from None
+    raise SystemExit(f"mla-jax needs {missing.name}: pip install typer rich") from None
 
 __all__ = ["app", "main"]
 
 app = typer.Typer(
     help="Multi-head latent attention for JAX.",
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -89,10 +88,17 @@ app = typer.Typer(
 
 _BAD_INPUT = (MLAError, OSError)
 _USAGE: type[Exception] = typer.BadParameter.__bases__[0]
+_EXPLAINED = (
+    "mla_decode", "mla_prefill", "merge_attn_states", "apply_sinks", "write_latent",
+    "gather_latent", "copy_blocks", "swap_blocks", "prefill_crossover",
+)  # fmt: skip
 _MOST_GIB = 1e9  # an exbibyte
 Folder = Annotated[
     Path | None,
-    typer.Option(help="Compiled programs, kept for later runs. Yours alone: they are run."),
+    typer.Option(
+        help="Compiled programs, kept for later runs. Yours alone: they are run. The cache has "
+        "room for --max-requests requests of --max-model-len tokens then, as in ``warm``."
+    ),
 ]
 ModelName = Annotated[str, typer.Argument(help=f"A folder, or one of {', '.join(PRESETS)}.")]
 Out = Annotated[
@@ -134,14 +140,18 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def options(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option("--version", is_eager=True, callback=_print_version, help="Print it."),
     ] = False,
 ) -> None:
     """Multi-head latent attention for JAX."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+        raise typer.Exit(2)
 
 
 @app.command()
@@ -163,6 +173,8 @@ def generate(
     defaults = GenerationDefaults.open(model_dir)
     params = sampling.params(defaults, vocab=config.vocab)
     _keep_compilations(serving.cache)
+    if programs is not None:
+        made_folder("--programs", programs)
     text = TextProcessor.open(model_dir, vocab=config.vocab, family=config.family)
     if sampling.stop and text is None:
         allowed = "none, because the model has no tokenizer"
@@ -202,6 +214,7 @@ def warm(
     model_dir = folder_of(model)
     config = read_config(model_dir, ignore_keys=serving.ignore_key or ())
     _keep_compilations(serving.cache)
+    made_folder("--programs", programs)
     engine = _load(model_dir, serving, **_sizes(serving, serving.limit(config)), programs=programs)
     print(engine.explain())
     start = time.perf_counter()
@@ -434,9 +447,7 @@ def _indexer_facts(indexer: IndexerConfig) -> dict[str, int]:
 @app.command()
 @grouped
 def explain(
-    op: Annotated[
-        str, typer.Argument(help="mla_decode, mla_prefill, write_latent, …; prefill_crossover")
-    ],
+    op: Annotated[str, typer.Argument(help=f"One of {', '.join(_EXPLAINED)}.")],
     widths: WidthOptions,
     requests: Size = 8,
     tokens: Annotated[int, typer.Option(min=1, max=MOST, help="Query tokens.")] = 8,
@@ -507,16 +518,18 @@ def explain(
         "apply_sinks": ((state, shape(heads)), {}),
     }
     if op not in problems:
-        allowed = f"{', '.join(problems)}, prefill_crossover"
         hint = "From Python, mla_jax.explain takes the arguments of any operation."
-        raise ArgumentError("explain", op, allowed, hint)
+        raise ArgumentError("explain", op, ", ".join(_EXPLAINED), hint)
+    named = {b.name for b in ops.REGISTRY.backends if b.op == op}
+    if backend is not None and backend not in named:
+        raise ArgumentError("--backend", backend, f"of {op}: {', '.join(sorted(named))}")
     args, kwargs = problems[op]
     print(ops.explain(op, *args, backend=backend, **kwargs))
 
 
 @app.command("parity")
 def parity_command(
-    model_dir: Path,
+    model: Model,
     tokens: Annotated[
         int | None, typer.Option(min=1, help="How many tokens, drawn evenly: 96, or what has room.")
     ] = None,
@@ -528,12 +541,15 @@ def parity_command(
 ) -> None:
     """Compare every tensor with transformers, and name the convention where they part.
 
-    Exit code 1 if they do. Needs torch and transformers: pip install 'mla-jax[parity]'.
+    Exit code 1 if they do. Needs torch and transformers: pip install torch transformers.
     """
     keys = ignore_key or ()
+    model_dir = folder_of(model)
     config = read_config(model_dir, ignore_keys=keys)
     ids = None
     if prompt_ids is not None:
+        if tokens is not None:
+            raise EngineError("--tokens", f"{tokens}, with --prompt-ids", "one of them")
         ids = ids_of(prompt_ids, vocab=config.vocab, where="--prompt-ids")
     found = parity.compare(
         model_dir,
@@ -543,7 +559,7 @@ def parity_command(
         ignore_keys=keys,
         progress=lambda what: print(f"mla-jax: {what}", file=sys.stderr),
     )
-    show(parity_report(found), title=f"parity of {model_dir}", out=out)
+    show(parity_report(found), title=f"parity of {model}", out=out)
     raise typer.Exit(0 if found.agrees else 1)
 
 
@@ -580,7 +596,9 @@ def roofline_command(
 @app.command("fit")
 def fit_command(
     model: ModelName,
-    device: Annotated[str, typer.Option(help=f"One of {', '.join(PEAKS)}.")] = "H200",
+    device: Annotated[
+        str | None, typer.Option(help=f"One of {', '.join(PEAKS)}. Default: H200.")
+    ] = None,
     cards: Annotated[int, typer.Option(help="How many, weights divided among them.")] = 1,
     memory: Annotated[float | None, typer.Option(help="GiB of a card instead.")] = None,
     share: Annotated[float, typer.Option(help="Part of it that JAX takes.")] = 0.75,
@@ -591,8 +609,11 @@ def fit_command(
     compare: Annotated[
         bool, typer.Option("--compile", help="Compile a step of the true size and compare.")
     ] = False,
-    batch: Annotated[int, typer.Option(help="Of the compiled step.")] = 8,
-    context: Annotated[int, typer.Option(help="Of the compiled step.")] = 4096,
+    batch: Annotated[int | None, typer.Option(help="Of the compiled step. Default: 8.")] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(help="Of the compiled step. Default: 4096, or the model's limit."),
+    ] = None,
     out: Out = None,
     ignore_key: IgnoreKey = None,
 ) -> None:
@@ -600,17 +621,26 @@ def fit_command(
     if memory is not None and not (is_real(memory) and 0 < memory <= _MOST_GIB):
         allowed = f"GiB above 0, at most {_MOST_GIB:,.0f}"
         raise EngineError("--memory", memory, allowed, "A GPU of 80 GB has about 79.")
+    if memory is not None and device is not None:
+        raise EngineError("--memory", f"{memory}, with --device {device}", "one of them")
+    for name, value in (("--batch", batch), ("--context", context)):
+        if value is not None and not compare:
+            raise EngineError(name, value, "with --compile, whose step has it")
+    config = model_of(model, ignore_keys=ignore_key or ())
+    if context is not None:
+        checked_size("--context", context, high=config.max_positions)
     settings = fit.Settings(
-        config=model_of(model, ignore_keys=ignore_key or ()),
+        config=config,
         cards=cards,
         dtype=dtype,
         fp8=fp8_weights,
         cache_format=cache_format(dtype, cache_dtype),
         page=page_size,
     )
-    room = peaks_of(device).memory if memory is None else memory * 2**30
+    room = peaks_of(device or "H200").memory if memory is None else memory * 2**30
     found = fit.fit(settings, memory=room, share=share)
-    made = fit.compiled(settings, batch=batch, context=context) if compare else None
+    step = {"batch": batch or 8, "context": context or min(4096, config.max_positions)}
+    made = fit.compiled(settings, **step) if compare else None
     show(fit_report(found, made), title=f"{model}: what fits", out=out)
 
 

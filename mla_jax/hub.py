@@ -34,7 +34,7 @@ def folder_of(model: str | Path, *, weights: bool = True) -> Path:
         huggingface_hub: Any = importlib.import_module("huggingface_hub")
     except ModuleNotFoundError:
         given = f"{here}, and huggingface_hub, which downloads models, is not installed"
-        hint = "For a hub id: pip install 'mla-jax[hf]'."
+        hint = "For a hub id: pip install huggingface_hub."
         raise EngineError(f"model {model}", given, "a folder, or a hub id", hint) from None
     patterns = [*_TEXT, *(_WEIGHTS if weights else ())]
     try:

@@ -19,7 +19,8 @@ __all__ = [
 ]
 
 _NEEDS_TOKENIZER = (
-    "Text becomes token ids through the model's tokenizer: tokenizer.json, mla-jax[hf]."
+    "Text needs tokenizer.json in the model's folder, and the package tokenizers: pip install "
+    "tokenizers jinja2."
 )
 _PROMPTS = "token ids, a text, or a list of messages"
 

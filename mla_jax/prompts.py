@@ -61,7 +61,11 @@ class Reader:
     system: str | None = None  # and begin with this message
 
     def prompts(
-        self, *, ids: str | None = None, text: str | None = None, file: Path | None = None
+        self,
+        *,
+        ids: str | None = None,
+        text: Sequence[str] | None = None,
+        file: Path | None = None,
     ) -> list[Prompt]:
         """The prompts of the one source that is given.
 
@@ -77,8 +81,8 @@ class Reader:
                     allowed = "with --prompt or --prompts-file, whose texts become a chat"
                     raise EngineError(option, "--prompt-ids", allowed, "Ids are taken as they are.")
                 return [Prompt(where=where, ids=ids_of(ids, vocab=self.vocab, where=where))]
-            case None, str(), None:
-                return [Prompt(where="--prompt", ids=self._encoded(text, "--prompt"))]
+            case None, [*texts], None:
+                return [Prompt(where="--prompt", ids=self._encoded(t, "--prompt")) for t in texts]
             case None, None, Path():
                 return self._file(file)
         count = sum(x is not None for x in (ids, text, file))
@@ -130,7 +134,7 @@ class Reader:
                 where,
                 "text",
                 "token ids, because there is no tokenizer",
-                "Text needs tokenizer.json in the folder and pip install 'mla-jax[hf]'.",
+                "Text needs tokenizer.json in the folder, and pip install tokenizers jinja2.",
             )
         if not isinstance(text, str):
             if self.system is None:

@@ -192,6 +192,46 @@ def test_chats_that_the_template_refuses_are_named_by_line(run, folder, tmp_path
     assert code == 2 and "prompts.jsonl line 2: " in err
 
 
+def test_several_prompts_on_the_command_line(folder, monkeypatch):
+    read = []
+    monkeypatch.setattr(cli, "_load", lambda *_, **__: None)
+    monkeypatch.setattr(cli, "_serve", lambda engine, prompts, *_, **__: read.extend(prompts))
+    with pytest.raises(SystemExit):
+        cli.main(["generate", str(folder), "--prompt", "w5", "--prompt", "w6 w7"])
+    assert read == [[5], [6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("fit", "V2_LITE", "--batch", 3), "--batch: given 3; allowed: with --compile"),
+        (
+            ("fit", "V2_LITE", "--memory", 24, "--device", "H100"),
+            "--memory: given 24.0, with --dev",
+        ),
+        (("explain", "mla_decode", "--backend", "foo"), "--backend: given foo; allowed: of mla_d"),
+        (("explain", "routed_experts"), "given routed_experts; allowed: mla_decode, mla_prefill"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(run, args, message):
+    code, _, err = run(*args)
+    assert code == 2 and message in err
+
+
+def test_programs_are_a_folder_before_weights_are_read(run, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(cli, "_load", lambda *_, **__: pytest.fail("weights were read"))
+    file = tmp_path / "file"
+    file.write_text("")
+    for args in (("warm", folder), ("generate", folder, "--prompt-ids", "1")):
+        code, _, err = run(*args, "--programs", file)
+        assert code == 2 and f"--programs: given {file}" in err
+
+
+def test_without_a_command_the_help_is_printed(run):
+    code, out, err = run()
+    assert code == 2 and "generate" in out and not err
+
+
 def test_chats_of_options_and_files(folder, tmp_path, monkeypatch):
     file = tmp_path / "prompts.jsonl"
     messages = [{"role": "user", "content": "w5"}, {"role": "assistant", "content": "w6"}]
@@ -260,7 +300,7 @@ def test_a_hub_id_is_taken_or_refused_in_words(run, folder, monkeypatch, tmp_pat
     code, out, err = run(command, "owner/name", *more)
     assert (code, out) == (2, "")
     assert "model owner/name: given no folder owner/name here" in err
-    assert "pip install 'mla-jax[hf]'" in err
+    assert "pip install huggingface_hub" in err
     stub = ModuleType("huggingface_hub")
     stub.snapshot_download = lambda *_, **__: str(folder)
     monkeypatch.setitem(sys.modules, "huggingface_hub", stub)
@@ -465,7 +505,7 @@ def test_text_without_a_tokenizer_is_refused(run, folder, tmp_path):
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     code, _, err = run("generate", tmp_path, "--prompt", "w1")
     assert code == 2
-    assert "Text needs tokenizer.json in the folder and pip install 'mla-jax[hf]'" in err
+    assert "Text needs tokenizer.json in the folder, and pip install tokenizers jinja2" in err
     (tmp_path / "tokenizer.json").write_text("{}")
     code, _, err = run("generate", tmp_path, "--prompt", "w1")
     assert code == 2
@@ -675,7 +715,7 @@ def test_without_its_packages_it_says_what_to_install():
     code = "import sys; sys.modules['typer'] = None; import mla_jax.cli"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode != 0
-    assert done.stderr.strip() == "mla-jax needs typer: pip install 'mla-jax[cli]'"
+    assert done.stderr.strip() == "mla-jax needs typer: pip install typer rich"
 
 
 def test_explain_prefill_crossover(run, monkeypatch):

@@ -58,6 +58,6 @@ def test_a_failed_download_says_what_to_do(hub):
 
 def test_without_the_package_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    message = rf"model {ID}: given no folder {ID} here.*pip install 'mla-jax\[hf\]'"
+    message = rf"model {ID}: given no folder {ID} here.*pip install huggingface_hub"
     with pytest.raises(EngineError, match=message):
         folder_of(ID)

@@ -85,7 +85,9 @@ class PromptOptions:
     """What is asked; ``prompts.Reader`` reads it."""
 
     prompt_ids: Annotated[str | None, typer.Option(help="Token ids, as 1,2,3.")] = None
-    prompt: Annotated[str | None, typer.Option(help="Text; needs tokenizer.json.")] = None
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="Text; needs tokenizer.json. May be given again.")
+    ] = None
     prompts_file: Annotated[
         Path | None,
         typer.Option(
@@ -155,8 +157,16 @@ class EngineOptions:
     page_size: int = 64
     prefill_chunk: Annotated[int, typer.Option(help="Prompt tokens of one step.")] = 512
     max_requests: Annotated[int, typer.Option(help="Requests running at once.")] = 32
-    num_pages: Annotated[int | None, typer.Option(help="Default: enough for all at once.")] = None
-    max_model_len: Annotated[int | None, typer.Option(help="Default: the model's limit.")] = None
+    num_pages: Annotated[
+        int | None, typer.Option(help="Default: enough for --max-requests of the longest at once.")
+    ] = None
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            help="Default: the model's limit; in ``generate`` without --programs the longest "
+            "prompt and its answer."
+        ),
+    ] = None
     backend: Annotated[str | None, typer.Option(help="Of every operation that has it.")] = None
     devices: Annotated[
         int, typer.Option(min=0, help="How many to divide weights over; 0: all.")

@@ -16,7 +16,7 @@ try:
     from rich.table import Table
     from rich.text import Text
 except ModuleNotFoundError as missing:
-    raise SystemExit(f"mla-jax needs {missing.name}: pip install 'mla-jax[cli]'") from None
+    raise SystemExit(f"mla-jax needs {missing.name}: pip install typer rich") from None
 
 __all__ = ["checked_out", "fit_report", "parity_report", "roofline_report", "show", "table"]
 

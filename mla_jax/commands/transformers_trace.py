@@ -22,10 +22,10 @@ try:
     import transformers  # pyright: ignore[reportMissingImports]
 except ModuleNotFoundError as missing:
     raise ConfigError(
-        f"parity: package {missing.name}",
-        "not installed",
-        "installed beside torch and transformers",
-        "pip install 'mla-jax[parity]'",
+        "parity",
+        f"a Python without {missing.name}",
+        "one with torch and transformers",
+        "pip install torch transformers.",
     ) from None
 
 __all__ = ["load", "logits_of", "trace", "trace_v4"]
