@@ -569,7 +569,10 @@ def roofline_command(
     device: Annotated[str, typer.Option(help=f"One of {', '.join(PEAKS)}.")] = "H200",
     phase: Literal["decode", "prefill"] = "decode",
     batch: Annotated[int, typer.Option(help="Requests.")] = 1,
-    context: Annotated[int, typer.Option(help="Tokens of each, cached or new.")] = 4096,
+    context: Annotated[
+        int | None,
+        typer.Option(help="Tokens of each, cached or new. Default: 4096, or the model's limit."),
+    ] = None,
     weights: Literal["bf16", "fp8"] = "bf16",
     cache_dtype: Literal["bf16", "fp16", "fp32", "fp8_e4m3"] = "bf16",
     results: Annotated[
@@ -585,7 +588,7 @@ def roofline_command(
         device=device,
         phase=phase,
         batch=batch,
-        context=context,
+        context=_context(context, config),
         weights=weights,
         cache=cache_dtype,
         results=results,
@@ -627,8 +630,7 @@ def fit_command(
         if value is not None and not compare:
             raise EngineError(name, value, "with --compile, whose step has it")
     config = model_of(model, ignore_keys=ignore_key or ())
-    if context is not None:
-        checked_size("--context", context, high=config.max_positions)
+    context = _context(context, config)
     settings = fit.Settings(
         config=config,
         cards=cards,
@@ -639,9 +641,14 @@ def fit_command(
     )
     room = peaks_of(device or "H200").memory if memory is None else memory * 2**30
     found = fit.fit(settings, memory=room, share=share)
-    step = {"batch": batch or 8, "context": context or min(4096, config.max_positions)}
-    made = fit.compiled(settings, **step) if compare else None
+    made = fit.compiled(settings, batch=batch or 8, context=context) if compare else None
     show(fit_report(found, made), title=f"{model}: what fits", out=out)
+
+
+def _context(given: int | None, config: AnyConfig) -> int:
+    """Tokens of a request, checked."""
+    most = config.max_positions
+    return min(4096, most) if given is None else checked_size("--context", given, high=most)
 
 
 @app.command("support-matrix")
