@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mla_jax.checks import is_int, is_real
 from mla_jax.errors import MetadataError
@@ -113,8 +114,12 @@ class LatentCache:
                 "below 2**31 slots (slots are int32)",
                 "Use fewer pages.",
             )
-        if not (is_real(scale) and scale > 0) or (scale != 1 and not fmt.quantised):
-            allowed = "a positive finite number" if fmt.quantised else "1 (nothing is scaled)"
+        with np.errstate(over="ignore"):
+            stored = np.float32(scale) if is_real(scale) else np.float32(np.nan)
+        if not (np.isfinite(stored) and stored > 0) or (scale != 1 and not fmt.quantised):
+            allowed = "1 (nothing is scaled)"
+            if fmt.quantised:
+                allowed = "a positive finite number, in float32 too"
             raise MetadataError(f"LatentCache.alloc: scale of {fmt.name}", scale, allowed)
         return cls(
             pages=jnp.zeros((*stack, num_pages, page, rank + rope), fmt.dtype),

@@ -181,6 +181,9 @@ class RopeConfig:
         return _mscale(y.factor, y.mscale_all_dim) ** 2
 
 
+_ROUTING = "greedy", "group_limited_greedy", "noaux_tc", "sqrtsoftplus"
+
+
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
     """Routed experts beside one shared SwiGLU."""
@@ -189,7 +192,7 @@ class MoEConfig:
     topk: int
     width: int  # of one expert
     shared: int  # shared experts, stored as one SwiGLU of width shared * width; 0 = none
-    method: str  # greedy | group_limited_greedy | noaux_tc | sqrtsoftplus
+    method: str  # one of greedy, group_limited_greedy, noaux_tc, sqrtsoftplus
     groups: int = 1
     topk_groups: int = 1
     normalise: bool = False  # divide the chosen weights by their sum
@@ -199,8 +202,8 @@ class MoEConfig:
         check_positive(self, "experts", "topk", "width", "groups", "topk_groups")
         if not is_int(self.shared) or self.shared < 0:
             raise ConfigError("MoEConfig.shared", self.shared, "an integer, 0 or more")
-        if not isinstance(self.method, str):
-            raise ConfigError("MoEConfig.method", self.method, "a name, such as noaux_tc")
+        if self.method not in _ROUTING:
+            raise ConfigError("MoEConfig.method", self.method, ", ".join(_ROUTING))
         if not is_real(self.scale):
             raise ConfigError("MoEConfig.scale", self.scale, "a finite number")
         if self.experts % self.groups:

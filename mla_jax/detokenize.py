@@ -13,6 +13,7 @@ __all__ = ["TextSoFar"]
 
 _BROKEN = "\ufffd"  # how decoders write bytes that are no character, or not yet
 _MOST_WAITING = 16  # tokens; no character has more, so whatever waits longer is no character
+_MOST_OPEN = 3  # tokens of a character that is not complete: it has four bytes at most
 _WINDOW = 8  # tokens decoded together; the first of them give the next one its place in a word
 
 
@@ -38,17 +39,21 @@ class TextSoFar:
         window = (*self.window, token)
         try:
             text = self.decode(window)
-            if text.endswith(_BROKEN) and len(window) - self.settled < _MOST_WAITING:
-                return replace(self, window=window), "", False
+            settled = len(window)
+            if text.endswith(_BROKEN):
+                if settled - self.settled < _MOST_WAITING:
+                    return replace(self, window=window), "", False
+                settled -= _MOST_OPEN
+                text = self.decode(window[:settled])
             waiting = self.held + text[len(self.known) :]
-            later = window[self.settled :]
             # Before the first text of a window decoders drop a space: some text must be left.
-            if len(window) > _WINDOW and (shorter := self.decode(later)):
-                window, text = later, shorter
+            if len(window) > _WINDOW and (shorter := self.decode(window[self.settled : settled])):
+                window, text = window[self.settled :], shorter
+                settled -= self.settled
         except EngineError:
             return replace(self, broken=True), "", False
         told, held, found = _cut(waiting, self.stops)
-        after = replace(self, window=window, known=text, settled=len(window), held=held)
+        after = replace(self, window=window, known=text, settled=settled, held=held)
         return after, told, found
 
     def rest(self) -> tuple[str, bool]:

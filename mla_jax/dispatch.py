@@ -111,6 +111,8 @@ def explain(
     except TypeError as error:
         allowed = ", ".join(map(str, inspect.signature(make).parameters.values()))
         raise ArgumentError(f"explain: arguments of {op}", error, allowed) from None
+    if not isinstance(device, DeviceInfo | None):
+        raise ArgumentError("explain: device", repr(device), "a DeviceInfo, or None: this one")
     problem = make(*args, **kwargs)
     return REGISTRY.explain(problem, device or DeviceInfo.current(), backend)
 
@@ -151,6 +153,8 @@ def int32(x: Any) -> Array:
 
     Of a NumPy array before JAX sees it, which keeps the low 32 bits of one in 64 alone.
     """
+    if isinstance(x, np.generic):
+        x = np.asarray(x)
     xp = np if isinstance(x, np.ndarray) else jnp
     if x.dtype.itemsize > 4 or x.dtype == jnp.uint32:
         bounds = jnp.iinfo(jnp.int32)

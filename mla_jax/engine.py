@@ -386,7 +386,8 @@ class Engine:
             EngineError: it could never be served, or its id is another's whose events are not all
                 read. The engine is as it was.
         """
-        if isinstance(id, str) and id in self._claimed:
+        told = isinstance(id, str) and any(event.id == id for event in self._unread)
+        if isinstance(id, str) and (told or id in self._claimed):
             allowed = "an id that no live request has, nor one whose events are not all read"
             raise EngineError("request id", repr(id), allowed)
         return self._queue(prompt, params, id)

@@ -8,6 +8,7 @@ Published folders say ``compress_ratios`` (with entries of MTP blocks behind tho
 from collections.abc import Collection, Mapping
 from typing import Final
 
+from mla_jax.checks import is_real
 from mla_jax.hf_config import (
     INERT,
     MOST_EXPERTS,
@@ -48,12 +49,13 @@ def read(data: object, where: str = "config.json", *, ignored: Collection[str] =
     dim = keys.integer("head_dim", default=512)
     positions = keys.integer("max_position_embeddings")
     rates, ratios = _read_ratios(keys, layers)
+    rope = keys.take("rope_parameters", default=None)
     facts = {
         "vocab": keys.integer("vocab_size"),
         "hidden": keys.integer("hidden_size"),
         "heads": keys.integer("num_attention_heads"),
         "dim": dim,
-        "rope_dim": _read_rope_dim(keys, dim),
+        "rope_dim": _read_rope_dim(keys, dim, rope),
         "q_rank": keys.integer("q_lora_rank"),
         "out_groups": keys.integer("o_groups"),
         "out_rank": keys.integer("o_lora_rank"),
@@ -73,7 +75,7 @@ def read(data: object, where: str = "config.json", *, ignored: Collection[str] =
             "eps": keys.number("hc_eps", 1e-6),
         },
         "eps": keys.number("rms_norm_eps", 1e-6),
-        **_read_rope(keys, positions),
+        **_read_rope(keys, positions, rope),
         "max_positions": positions,
         "fp8_block": read_fp8(keys, experts=("fp8", "fp4")),
         "bos": keys.maybe_integer("bos_token_id", default=0),
@@ -130,21 +132,33 @@ def _read_hashed(keys: Keys, layers: int) -> int:
     return hashed
 
 
-def _read_rope_dim(keys: Keys, dim: int) -> int:
-    """Rotated channels; where neither key says it, 64 of 512, as in transformers."""
-    given = keys.maybe_integer("qk_rope_head_dim", default=None, low=2)
-    factor = keys.take("partial_rotary_factor", default=None)
-    if factor is None:
-        return dim * 64 // 512 if given is None else given
-    if not isinstance(factor, int | float) or not 0 < factor <= 1:
-        raise keys.refusal("partial_rotary_factor", factor, "a number above 0, at most 1")
-    found = int(dim * factor)
-    if given not in (None, found):
-        raise keys.refusal("qk_rope_head_dim", given, f"{found}, as partial_rotary_factor says")
-    return found
+def _read_rope_dim(keys: Keys, dim: int, rope: object) -> int:
+    """Rotated channels, the same wherever they are said; 64 of 512 where nothing says it, as in
+    transformers. ``rope``: what ``rope_parameters`` is."""
+    name = "partial_rotary_factor"
+    said = {name: keys.take(name, default=None)}
+    if isinstance(rope, Mapping):
+        inner = {f"{kind}.": rope.get(kind) for kind in ("main", "compress")} | {"": rope}
+        parts = {part: x.get(name) for part, x in inner.items() if isinstance(x, Mapping)}
+        said |= {f"rope_parameters.{part}{name}": factor for part, factor in parts.items()}
+    found = keys.maybe_integer("qk_rope_head_dim", default=None, low=2)
+    first = "qk_rope_head_dim"
+    for where, factor in said.items():
+        if factor is None:
+            continue
+        if not is_real(factor) or not 0 < factor <= 1:
+            raise keys.refusal(where, factor, "a number above 0, at most 1")
+        width = int(dim * factor)
+        if found not in (None, width):
+            if first == "qk_rope_head_dim":
+                raise keys.refusal(first, found, f"{width}, as {where} says")
+            allowed = f"a factor that gives {found} of {dim} channels, as {first} does"
+            raise keys.refusal(where, factor, allowed)
+        found, first = width, where
+    return dim * 64 // 512 if found is None else found
 
 
-def _read_rope(keys: Keys, positions: int) -> dict:
+def _read_rope(keys: Keys, positions: int, new: object) -> dict:
     """Both bases, and YaRN of the compressed layers.
 
     cos and sin are scaled by ``attention_factor`` alone, and not where it is absent: V4's own code
@@ -154,7 +168,6 @@ def _read_rope(keys: Keys, positions: int) -> dict:
     theta = keys.number("rope_theta", 1e4)
     compressed = keys.number("compress_rope_theta", 1.6e5)
     old = keys.take("rope_scaling", default=None)
-    new = keys.take("rope_parameters", default=None)
     if isinstance(new, Mapping) and {"main", "compress"} <= set(new):
         main = keys.inner(new["main"], "rope_parameters.main.")
         main.only("rope_type", ("default",))

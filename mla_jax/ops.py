@@ -420,7 +420,8 @@ def mix_streams(
     """
     facts = {"rounds": rounds, "eps": eps, "norm_eps": norm_eps}
     run = choose(problems.mix_streams(streams, proj, scale, bias, **facts), backend)
-    return run(streams, proj, scale, bias, **facts)
+    given = streams, proj, scale, bias
+    return run(*given, rounds=rounds, eps=float(eps), norm_eps=float(norm_eps))
 
 
 @overload

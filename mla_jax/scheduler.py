@@ -254,6 +254,9 @@ class Scheduler:
         if params.logit_bias and params.logit_bias[-1][0] >= self.vocab:
             given = params.logit_bias[-1][0]
             raise EngineError(f"request {id}: logit_bias", given, f"tokens below {self.vocab}")
+        if beyond := [token for token in params.stop_token_ids if token >= self.vocab]:
+            allowed = f"tokens below {self.vocab}"
+            raise EngineError(f"request {id}: stop_token_ids", beyond[0], allowed)
         if params.logprobs > self.vocab:
             allowed = f"at most {self.vocab}, the tokens that there are"
             raise EngineError(f"request {id}: logprobs", params.logprobs, allowed)

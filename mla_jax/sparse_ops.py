@@ -118,6 +118,7 @@ def _select_prefills(
     backend: str | None,
 ) -> Int[Array, "tokens _"]:
     """``found`` with the rows of prefills, chunk by chunk: keys gathered, queries scored."""
+    meta = jax.tree.map(lambda x: x if x.dtype == jnp.bool_ else int32(x), meta)
     bucket, tokens = meta.bucket, found.shape[0]
     dim, lane = q.shape[-1], jnp.arange(bucket.chunk_queries, dtype=jnp.int32)
     coded = isinstance(cache, RecordCache)

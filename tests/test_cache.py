@@ -97,3 +97,9 @@ def test_record_cache_is_a_pytree_of_one_array(layers, lead):
     assert (cache.layers, cache.page, cache.num_pages, cache.num_slots) == (layers, 4, 3, 12)
     assert len(jax.tree.leaves(cache)) == 1
     assert jax.jit(lambda c: c)(cache).format is cache.format
+
+
+@pytest.mark.parametrize("scale", [1e-50, 1e39])
+def test_scales_that_float32_does_not_hold_are_refused(scale):
+    with pytest.raises(MetadataError, match="positive finite number, in float32 too"):
+        LatentCache.alloc(num_pages=1, page=1, rank=2, rope=0, format="fp8_e4m3", scale=scale)

@@ -149,6 +149,25 @@ def test_rotated_channels_of_v4_where_no_key_says_them():
     assert V4Config.from_hf(data | {"partial_rotary_factor": 0.25}).rope_dim == 64
 
 
+def test_rotated_channels_of_v4_that_rope_parameters_say():
+    data = V4_FLASH.to_hf()
+    rope = {k: dict(v) for k, v in data["rope_parameters"].items()}
+    for part in rope.values():
+        part.pop("partial_rotary_factor", None)
+    del data["qk_rope_head_dim"]
+    data.pop("partial_rotary_factor", None)
+    assert V4Config.from_hf(data | {"rope_parameters": rope}).rope_dim == 64
+    for part in ("main", "compress"):
+        inner = rope | {part: rope[part] | {"partial_rotary_factor": 0.25}}
+        assert V4Config.from_hf(data | {"rope_parameters": inner}).rope_dim == 128
+        with pytest.raises(ConfigError, match=f"128, as rope_parameters.{part}.partial"):
+            V4Config.from_hf(data | {"rope_parameters": inner, "qk_rope_head_dim": 32})
+    both = {k: v | {"partial_rotary_factor": 0.25} for k, v in rope.items()}
+    both["compress"]["partial_rotary_factor"] = 0.5
+    with pytest.raises(ConfigError, match=r"compress\.partial_rotary_factor: given 0\.5"):
+        V4Config.from_hf(data | {"rope_parameters": both})
+
+
 @pytest.mark.parametrize(
     ("data", "match"),
     [
@@ -476,3 +495,8 @@ def test_any_yarn_numbers_are_refused_or_give_finite_ones(changes: dict, theta, 
         return
     assert np.isfinite(config.rope.inv_freq()).all()
     assert np.isfinite([config.scale, config.rope.cos_sin_factor]).all()
+
+
+def test_a_routing_method_that_is_none_is_refused():
+    with pytest.raises(ConfigError, match="method: given noaux-tc; allowed: greedy, group_limited"):
+        MoEConfig(experts=4, topk=2, width=4, shared=0, method="noaux-tc")

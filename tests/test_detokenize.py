@@ -151,3 +151,13 @@ def test_ids_without_a_text_are_no_error():
     text, piece, found = text.push(7)
     assert text.broken and (piece, found) == ("", False)
     assert text.push(1)[0].broken and text.rest() == ("", False)
+
+
+@pytest.mark.parametrize("broken", range(12, 20))
+def test_a_character_behind_bytes_that_are_none_is_whole(broken):
+    """Bytes are settled when no character can have them any more, and those behind them wait."""
+    (half,) = BYTES.encode("é").ids[1:]
+    ids = [half] * broken + BYTES.encode("中 end").ids
+    assert "".join(told(BYTES, ids)[0]) == BYTES.decode(ids)
+    pieces, found = told(BYTES, ids, ("中",))
+    assert found and "中" not in "".join(pieces)

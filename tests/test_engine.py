@@ -279,6 +279,8 @@ def test_streams_generate_and_step_each_get_their_own_events(make, alone):
     same(engine.generate([PROMPTS[0]], PARAMS[0]), alone[:1])
     events += stream
     assert tuple(e.token_id for e in events) == alone[1].token_ids
+    with pytest.raises(EngineError, match="an id that no live request has, nor one whose events"):
+        engine.add(PROMPTS[0], PARAMS[0], id=own)
     unread = engine.step()
     while engine.stats().live:
         unread += engine.step()

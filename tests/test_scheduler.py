@@ -230,7 +230,7 @@ def test_cancellation_in_any_state_returns_every_page(when):
         ([1] * 30, wish(4), r"given 9 \(30 \+ 4 - 1 rows, 4 to a page\).*at most 8.*Use 10 pages"),
         ([1], None, "request id: given 'live'"),
         (5, wish(1), r"prompt: given 5 \(int\); allowed: a sequence of token ids"),
-        ("abc", wish(1), r"prompt: given 'abc' \(str\).*Text becomes token ids"),
+        ("abc", wish(1), r"prompt: given 'abc' \(str\).*Text needs tokenizer.json"),
         (iter([1]), wish(1), r"prompt: given .*iterator\); allowed: a sequence"),
         ({1: 2}, wish(1), r"prompt: given \{1: 2\} \(dict\)"),
         (np.array(3), wish(1), "prompt: given array"),
@@ -564,3 +564,9 @@ def test_more_likeliest_tokens_than_there_are_is_refused():
     with pytest.raises(EngineError, match="request x: logprobs: given 6; allowed: at most 5"):
         s.add("x", [1], wish(1, logprobs=6))
     s.add("x", [1], wish(1, logprobs=5))
+
+
+def test_a_stop_token_that_is_no_token_is_refused():
+    s = make()
+    with pytest.raises(EngineError, match=f"stop_token_ids: given {VOCAB}; allowed: tokens below"):
+        s.add("x", [1], wish(1, stop_token_ids=(3, VOCAB)))

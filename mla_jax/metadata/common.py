@@ -193,6 +193,9 @@ class HostBatch:
         n = len(queries)
         if n != len(lens):
             raise MetadataError("seq_lens", f"{len(lens)} entries", f"{n}, one each")
+        if is_prefilling is not None and len(is_prefilling) != n:
+            given = f"{len(is_prefilling)} entries"
+            raise MetadataError("is_prefilling", given, f"{n}, one each")
         # ``argmax``: a maximum takes numpy twice as long. Read as unsigned, a negative number is
         # the largest. A length of at least a query's is not negative either.
         longest_query = longest = 0

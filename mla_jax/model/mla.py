@@ -287,7 +287,8 @@ class MLA(nnx.Module):
             cache = ops.write_latent(
                 cache, new.latent, new.k_rope, meta.slots, layer=layer, backend=writing
             )
-        facts = {"scale": self.scale, "layer": layer, "backend": backend, "plan": plan.decode}
+        facts = {"scale": self.scale, "layer": layer, "plan": plan.decode}
+        facts["backend"] = ops.named("mla_decode", backend)
 
         def decode(q_latent: Array, q_rope: Array, view: DecodeMetadata) -> AttnState:
             return ops.mla_decode(q_latent, q_rope, cache, view, **facts)
@@ -432,6 +433,6 @@ class MLA(nnx.Module):
             scale=self.scale,
             causal=causal,
             out_dtype=out_dtype,
-            backend=backend,
+            backend=ops.named("mla_prefill", backend),
             plan=plan,
         )

@@ -216,8 +216,9 @@ class _Reader:
             x = dequantise_fp4(*read) if packed else dequantise(*read)
         with np.errstate(over="ignore"):
             leaf = np.ascontiguousarray(weight.to_leaf(x).astype(dtype))
-        if dtype == np.float16 and not np.isfinite(leaf).all():
-            problem = f"{name}: values beyond float16; load as bfloat16 or float32"
+        narrower = dtype == np.float16 or dtype.itemsize < x.dtype.itemsize
+        if narrower and not np.isfinite(leaf).all():
+            problem = f"{name}: values beyond {dtype.name}, or NaN; load as bfloat16 or float32"
             raise WeightsError(str(self.checkpoint.folder), [problem])
         return leaf
 
@@ -462,6 +463,7 @@ def save(
     total = sum(x.nbytes for shard in shards for x in shard.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (root / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+    (root / "model.safetensors").unlink(missing_ok=True)  # of an earlier model: it would be read
 
 
 def _released(config: AnyConfig, weights: Mapping[str, Array]) -> Iterator[tuple[str, np.ndarray]]:

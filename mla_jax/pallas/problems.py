@@ -207,7 +207,7 @@ def swap(src, dst, pairs, *, layer=None) -> Problem:
     _layer("swap_blocks", dst, layer, optional=True)
     size = _cache_sizes("swap_blocks", dst) | {"2": 2}
     size = _bind("swap_blocks", size, pairs=(pairs, "int", "pairs 2"))
-    given, allowed = (_cache_features(c) | {"layers": c.layers or 1} for c in (src, dst))
+    given, allowed = (_cache_features(c) | {"layers": c.layers or "none"} for c in (src, dst))
     if given != allowed:
         raise ArgumentError("swap_blocks: src", given, f"{allowed}, as dst")
     _cache_sizes("swap_blocks", src)
@@ -289,6 +289,7 @@ def _prefill(op, q, kv, k_rope, meta, scale, causal, out_dtype) -> Problem:
         query_starts=(meta.query_starts, "int", "requests+1"),
         key_starts=(meta.key_starts, "int", "requests+1"),
     )
+    checked_count(f"{op}: heads", size["heads"], low=1)
     nope = size["qk"] - size["rope"]
     v = size["nope_v"] - nope
     if nope < 0 or v < 1:
@@ -745,6 +746,8 @@ def _check_blocks(what: str, x: Any) -> None:
     if x.values.dtype != jnp.float8_e4m3fn or x.scale.dtype != jnp.float32:
         given = f"{x.values.dtype} scaled by {x.scale.dtype}"
         raise ArgumentError(what, given, "float8_e4m3fn scaled by float32")
+    if x.values.ndim < 2:
+        raise ArgumentError(f"{what}: shape of its values", x.values.shape, "two axes or more")
     *lead, rows, columns = x.shape
     blocks = *lead, cdiv(rows, SCALE_BLOCK), cdiv(columns, SCALE_BLOCK)
     if x.scale.shape != blocks:

@@ -125,3 +125,9 @@ def test_a_prefill_larger_than_the_workspace_is_refused():
     with pytest.raises(MetadataError, match=r"seq_lens\[1\]: given 15; allowed: at most 14"):
         split_prefill_chunks(np.array([10, 15], np.int32), 14)
     assert split_prefill_chunks(np.zeros(0, np.int32), 14) == []
+
+
+def test_flags_of_other_requests_are_refused(our_errors):
+    for flags in ([True], [True, False, True]):
+        with pytest.raises(MetadataError, match=f"is_prefilling: given {len(flags)} entries"):
+            host([1, 2], is_prefilling=flags)

@@ -133,6 +133,14 @@ def test_shards_with_an_index(tmp_path: Path):
     assert [d for d, _ in seen] == sorted({d for d, _ in seen})
 
 
+def test_shards_replace_one_file(tmp_path: Path):
+    """``model.safetensors`` of an earlier model would be read before the index."""
+    leaves = _leaves(_config())
+    save(tmp_path, _config(), {path: 2 * x for path, x in leaves.items()})
+    save(tmp_path, _config(), leaves, shard_bytes=200_000)
+    _assert_equal(load(tmp_path, _config(), dtype="float32"), leaves)
+
+
 def test_fused_experts(folder: Path):
     leaves = _leaves(_config())
     tensors = _tensors(folder)

@@ -26,6 +26,21 @@ def as_arrays(q, kv, gain, turn, slots):
     return *map(jnp.asarray, (q, kv, gain)), v4_steps.angles(turn), jnp.asarray(slots)
 
 
+@pytest.mark.parametrize(("format", "dim", "pairs"), [("index_key", 128, 32), ("v4", 512, 16)])
+def test_records_whose_rotary_channels_are_others(format, dim, pairs, rng):
+    """A row is cut where the record's values end, wherever rotation begins."""
+    cache = RecordCache.alloc(num_pages=2, page=4, format=format)
+    q, kv, gain = rng.normal(size=(1, 2, dim)), rng.normal(size=(1, dim)), np.ones(dim)
+    turn = rng.uniform(0, 6, size=(1, pairs))
+    angles = jnp.asarray(np.cos(turn), jnp.float32), jnp.asarray(np.sin(turn), jnp.float32)
+    given = *(jnp.asarray(x, jnp.float32) for x in (q, kv, gain)), angles, jnp.array([5])
+    _, after = append_window(cache, *given, eps=EPS)
+    exact = LatentCache.alloc(num_pages=2, page=4, rank=dim, rope=0, format="fp32")
+    _, exact = append_window(exact, *given, eps=EPS)
+    got, want = (gather_rows(c, jnp.array([5]), dtype="float32") for c in (after, exact))
+    assert np.abs(got - want).max() < 0.07 * np.abs(want).max()
+
+
 @pytest.mark.parametrize("format", ["bf16", "fp16", "fp32", "v4"])
 @pytest.mark.parametrize(("tokens", "heads"), [(1, 64), (9, 3), (30, 20)])
 def test_against_the_truth(tokens, heads, format, backend, rng):

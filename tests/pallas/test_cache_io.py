@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from mla_jax.cache import ELEMENT_FORMATS, FORMATS, LatentCache
 from mla_jax.config import MLADims
+from mla_jax.errors import ArgumentError
 from mla_jax.ops import copy_blocks, gather_latent, swap_blocks, write_latent
 from tests.cases import GARBAGE_PAGE, TINY, draw, paged, run, starts
 
@@ -149,6 +150,15 @@ def test_swap_blocks_copies_one_way(format, backend, rng):
     np.testing.assert_array_equal(got, want)
     none = run(copy_blocks, dst, jnp.zeros((0, 2), jnp.int32), backend=backend)
     np.testing.assert_array_equal(bits(none.pages), bits(dst.pages))
+
+
+def test_a_stack_of_one_layer_is_no_cache_of_one_layer():
+    sizes = {"num_pages": 2, "page": 4, "rank": 2, "rope": 0}
+    one, stack = LatentCache.alloc(**sizes), LatentCache.alloc(**sizes, layers=1)
+    pairs = jnp.array([[1, 0]], jnp.int32)
+    for src, dst, layer in ((one, stack, 0), (stack, one, None)):
+        with pytest.raises(ArgumentError, match="swap_blocks: src"):
+            swap_blocks(src, dst, pairs, layer=layer)
 
 
 @given(seed=st.integers(0, 2**16), page=st.sampled_from([1, 3, 4]))

@@ -110,6 +110,16 @@ def drawn(rng, *, dims=SMALL, heads=None, tokens=6, keys=11, page=4, pages=9, fo
     return Drawn(q, cache, slots, stored, dims.rank, dtype)
 
 
+@pytest.mark.parametrize("sinks", [None, jnp.zeros(1)])
+def test_a_row_that_is_infinite_is_never_left_out(sinks):
+    cache = LatentCache.alloc(num_pages=1, page=4, rank=4, rope=0, format="fp32")
+    rows = jnp.array([[1.0, 2, 3, 4], [jnp.inf, 0, 0, 0]])
+    cache = write_rows(cache, (rows,), jnp.array([0, 1]))
+    given = jnp.ones((1, 1, 4)), jnp.ones((1, 1, 0)), cache, jnp.array([[0, 1]])
+    state = mla_sparse_decode(*given, scale=1.0, sinks=sinks)
+    assert np.isnan(state.out).all() and np.isnan(state.lse).all()
+
+
 def test_the_definition_reads_no_row_that_is_not_seen(rng):
     q, rows = draw(rng, 2, 3, 20), draw(rng, 2, 7, 20)
     seen = rng.random((2, 7)) < 0.5

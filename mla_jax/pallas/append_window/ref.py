@@ -1,14 +1,10 @@
 """Definition of V4's new rows and queries, and their path on every device."""
 
-from dataclasses import replace
-
 import jax.numpy as jnp
 
 from mla_jax.cache import LatentCache, RecordCache
 from mla_jax.pallas.append.ref import rms_norm
-from mla_jax.pallas.cache_io.records import write_records
-from mla_jax.pallas.cache_io.ref import write_latent
-from mla_jax.pallas.pooling.ref import rotate_tail
+from mla_jax.pallas.pooling.ref import rotate_tail, write_split
 from mla_jax.types import Array, Float, Int
 
 __all__ = ["append_window"]
@@ -29,9 +25,4 @@ def append_window(
     """``(rotate(rms_norm(q)), cache)`` with ``rotate(rms_norm(kv) * gain)`` at each slot."""
     q = rotate_tail(rms_norm(q, jnp.ones(q.shape[-1:], q.dtype), eps=eps), cos, sin)
     row = rotate_tail(rms_norm(kv, gain, eps=eps), cos, sin)
-    rest = row.shape[-1] - 2 * cos.shape[-1]
-    parts = row[:, :rest], row[:, rest:]
-    if isinstance(cache, RecordCache):
-        return q, write_records(cache, parts, slots, layer=layer)
-    facts = {"format": cache.format, "layer": layer}
-    return q, replace(cache, pages=write_latent(cache.pages, cache.scale, *parts, slots, **facts))
+    return q, write_split(cache, row, slots, layer)

@@ -13,7 +13,7 @@ from mla_jax.pallas.cache_io.records import gather_rows, write_records
 from mla_jax.pallas.cache_io.ref import write_latent
 from mla_jax.types import Array, Bool, Float, Int
 
-__all__ = ["pool_states", "pooled", "rotate_tail"]
+__all__ = ["pool_states", "pooled", "rotate_tail", "write_split"]
 
 
 def pool_states(
@@ -37,7 +37,7 @@ def pool_states(
     cuts = np.cumsum([2 * p.values[0].size for p in pools])[:-1].tolist()
     shares = jnp.split(parts, cuts, axis=-1)
     caches = [_stored(p, x, groups, eps, layer) for p, x in zip(pools, shares, strict=True)]
-    return _write(ring, rows, groups.keep, layer), tuple(caches)
+    return write_split(ring, rows, groups.keep, layer), tuple(caches)
 
 
 def _row(pool: StatePool, positions: Int[Array, "tokens"]) -> Float[Array, "tokens width"]:
@@ -53,11 +53,13 @@ def _stored(pool, parts, groups, eps, layer) -> LatentCache | RecordCache:
     angles = groups.cos, groups.sin
     states = pooled(shaped[:, :, 0], shaped[:, :, 1], there, pool.gain, *angles, eps=eps)
     slots = jnp.where(groups.ends >= 0, pool.slots[jnp.maximum(groups.ends, 0)], -1)
-    return _write(pool.cache, states.astype(pool.gain.dtype), slots, layer)
+    return write_split(pool.cache, states.astype(pool.gain.dtype), slots, layer)
 
 
-def _write[C: (LatentCache, RecordCache)](cache: C, rows: Array, slots: Array, layer: Layer) -> C:
-    """``rows`` at ``slots`` of any cache."""
+def write_split[C: LatentCache | RecordCache](
+    cache: C, rows: Array, slots: Array, layer: Layer
+) -> C:
+    """``rows`` at ``slots`` of any cache, cut into the values that its format has."""
     if isinstance(cache, RecordCache):
         cuts = np.cumsum([f.count for f in cache.format.values])[:-1].tolist()
         return write_records(cache, tuple(jnp.split(rows, cuts, axis=-1)), slots, layer=layer)

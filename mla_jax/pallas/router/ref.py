@@ -89,7 +89,7 @@ def scaled_weights(weights: Float[Array, "tokens topk"], moe: MoEConfig) -> Floa
     """Scores of the chosen experts, divided by their sum if ``moe.normalise``, times the scale."""
     if moe.normalise:
         weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
-    return weights * moe.scale
+    return weights * float(moe.scale)
 
 
 def _keep_best_groups(

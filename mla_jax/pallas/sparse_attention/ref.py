@@ -15,12 +15,13 @@ def attend(
 ) -> AttnState:  # fmt: skip
     """``out = softmax(scale * q rows^T) rows[:value]`` of each token over its own rows, float32.
 
-    A row that is not seen may hold anything; no row gives ``(0, -inf)``; equal rows count each.
+    A row that is not seen may hold anything; no row gives ``(0, -inf)``; equal rows count each. A
+    score of plus infinity gives NaN.
     """
     rows = jnp.where(seen[..., None], rows.astype(jnp.float32), 0.0)
     s = jnp.einsum("thd,tkd->thk", q.astype(jnp.float32), rows, precision="highest")
     s = jnp.where(seen[:, None], scale * s, -jnp.inf)
-    lse = logsumexp(s, axis=-1)
+    lse = logsumexp(jnp.where(jnp.isposinf(s), jnp.nan, s), axis=-1)
     p = jnp.exp(s - jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None])
     out = jnp.einsum("thk,tkd->thd", p, rows[..., :value], precision="highest")
     return AttnState(out=out, lse=lse)
