@@ -26,6 +26,11 @@ _COLDEST = 1e-4
 _LEAST_MASS = 1e-30
 """Of top-p: smaller numbers are 0 in float32, and then no token would be kept."""
 
+_FRACTIONS = (
+    "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
+"""Parameters that are kept as Python numbers, whoever gave them: they are hashed and compared."""
+
 MOST_LOGPROBS = 20
 """Likeliest tokens that a request may ask to be told at each of its tokens (OpenAI's limit)."""
 
@@ -65,6 +70,10 @@ class SamplingParams:
             value = getattr(self, name)
             if is_int(value):  # of JAX too, which cannot compare with 2**32
                 object.__setattr__(self, name, int(value))
+        for name in _FRACTIONS:
+            value = getattr(self, name)
+            if isinstance(value, jax.Array | np.generic) and is_real(value):
+                object.__setattr__(self, name, float(value))
         t, p = self.temperature, self.top_p
         _require(is_real(t) and (t == 0 or t >= _COLDEST), "temperature", t,
                  f"0 (greedy) or at least {_COLDEST}")  # fmt: skip

@@ -22,6 +22,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
+from mla_jax.checks import checked_size
 from mla_jax.config_v4 import AnyConfig, V4Config, read_config
 from mla_jax.errors import WeightsError
 from mla_jax.model.safetensors_io import Checkpoint, Tensor, write_safetensors
@@ -216,9 +217,12 @@ class _Reader:
             x = dequantise_fp4(*read) if packed else dequantise(*read)
         with np.errstate(over="ignore"):
             leaf = np.ascontiguousarray(weight.to_leaf(x).astype(dtype))
-        narrower = dtype == np.float16 or dtype.itemsize < x.dtype.itemsize
-        if narrower and not np.isfinite(leaf).all():
-            problem = f"{name}: values beyond {dtype.name}, or NaN; load as bfloat16 or float32"
+        beyond = dtype == np.float16 and not np.isfinite(leaf).all()
+        if dtype.itemsize < x.dtype.itemsize and x.size:  # quicker than to look at 16 bits
+            most = float(jnp.finfo(dtype).max)
+            beyond = beyond or not (x.min() >= -most and x.max() <= most)  # nor NaN
+        if beyond:
+            problem = f"{name}: values beyond {dtype.name}, or NaN; load it in a wider dtype"
             raise WeightsError(str(self.checkpoint.folder), [problem])
         return leaf
 
@@ -433,9 +437,10 @@ def save(
     """Write ``config.json`` and the released tensor layout, in the dtypes of ``weights``.
 
     One ``model.safetensors``, or shards of about ``shard_bytes`` with an index.
-    Raises WeightsError when ``weights`` are not exactly the leaves of ``config``, and ConfigError
-    when ``config.json`` cannot say it.
+    Raises WeightsError when ``weights`` are not exactly the leaves of ``config``, ConfigError when
+    ``config.json`` cannot say it, and EngineError when ``shard_bytes`` is no size.
     """
+    checked_size("save: shard_bytes", shard_bytes, high=2**63 - 1)
     root = Path(folder)
     expected = expected_shapes(config)
     problems = [f"missing: {p}" for p in expected if p not in weights]

@@ -41,12 +41,14 @@ def test_the_strictest_filters_are_greedy(filters):
     np.testing.assert_array_equal(token, np.argmax(logits, axis=-1))
 
 
-def test_integers_of_jax_are_integers():
+def test_numbers_of_jax_are_numbers():
     made = SamplingParams(
         seed=jnp.uint32(5), top_k=jnp.int32(3), logprobs=jnp.int32(2), stop_token_ids=jnp.array([3])
     )
     assert made == SamplingParams(seed=5, top_k=3, logprobs=2, stop_token_ids=(3,))
     assert hash(made.stop_token_ids) == hash((3,))
+    numbers = SamplingParams(temperature=jnp.float32(0.5), top_p=np.float32(0.5))
+    assert hash(numbers) == hash(SamplingParams(temperature=0.5, top_p=0.5))
 
 
 def test_the_logprob_is_of_the_raw_softmax():

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 from mla_jax.cache import LatentCache
 from mla_jax.config import ModelConfig
 from mla_jax.engine import Engine, load_model
-from mla_jax.errors import ConfigError, WeightsError
+from mla_jax.errors import ConfigError, EngineError, WeightsError
 from mla_jax.model.family import family_of
 from mla_jax.model.presets import V3
 from mla_jax.model.safetensors_io import Checkpoint, write_safetensors
@@ -131,6 +131,12 @@ def test_shards_with_an_index(tmp_path: Path):
     total = sum(x.nbytes for x in leaves.values())
     assert seen[-1] == (total, total)
     assert [d for d, _ in seen] == sorted({d for d, _ in seen})
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, "x"])
+def test_shards_of_no_size_are_refused(tmp_path: Path, size):
+    with pytest.raises(EngineError, match="save: shard_bytes: given"):
+        save(tmp_path, _config(), _leaves(_config()), shard_bytes=size)
 
 
 def test_shards_replace_one_file(tmp_path: Path):
@@ -283,6 +289,22 @@ def test_float16_overflow_is_an_error(folder: Path):
     write_safetensors(folder / "model.safetensors", tensors)
     with pytest.raises(WeightsError, match="beyond float16"):
         load(folder, _config(), dtype="float16")
+
+
+@pytest.mark.parametrize(
+    ("stored", "value", "dtype"),
+    [
+        ("float64", 1e300, "float32"),
+        ("float32", 3.4e38, "bfloat16"),
+        ("float64", np.nan, "float32"),
+    ],
+)
+def test_values_beyond_a_narrower_dtype(folder: Path, stored, value, dtype):
+    tensors = _tensors(folder)
+    tensors["model.norm.weight"] = np.full_like(tensors["model.norm.weight"], value, dtype=stored)
+    write_safetensors(folder / "model.safetensors", tensors)
+    with pytest.raises(WeightsError, match=f"model.norm.weight: values beyond {dtype}, or NaN"):
+        load(folder, _config(), dtype=dtype)
 
 
 def _header(entries: object, data: bytes = b"") -> bytes:
