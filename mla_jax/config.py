@@ -202,7 +202,7 @@ class MoEConfig:
         check_positive(self, "experts", "topk", "width", "groups", "topk_groups")
         if not is_int(self.shared) or self.shared < 0:
             raise ConfigError("MoEConfig.shared", self.shared, "an integer, 0 or more")
-        if self.method not in _ROUTING:
+        if not isinstance(self.method, str) or self.method not in _ROUTING:
             raise ConfigError("MoEConfig.method", self.method, ", ".join(_ROUTING))
         if not is_real(self.scale):
             raise ConfigError("MoEConfig.scale", self.scale, "a finite number")

@@ -322,6 +322,9 @@ def test_refusals(rng, our_errors):
         select_topk(q, w[:, 1:], cache, meta, 3)
     with pytest.raises(ArgumentError, match="layer: given 0; allowed: None"):
         select_topk(q, w, cache, meta, 3, layer=0)
+    nothing = replace(meta, decode=None, prefill=None)
+    with pytest.raises(ArgumentError, match="meta: given neither decodes nor chunks"):
+        select_topk(q, w, cache, nothing, 3)
 
 
 def test_the_logits_have_a_derivative(rng):
@@ -536,6 +539,3 @@ def test_compiles_for_sm90(sm, triton, mosaic, form, monkeypatch):
     assert entry.count('custom_call_target="mosaic_gpu') == mosaic, entry
     used = compiled.memory_analysis().temp_size_in_bytes
     assert used < 4 * (128 * 512 * 64 + 8 * 128 * 2048) + 2**20, used
-    nothing = replace(meta, decode=None, prefill=None)
-    with pytest.raises(ArgumentError, match="meta: given neither decodes nor chunks"):
-        select_topk(q, w, cache, nothing, 3)
