@@ -191,9 +191,6 @@ class Engine:
         defaults: GenerationDefaults | None = None,
         **settings: Unpack[Settings],
     ):
-        if unknown := sorted(settings.keys() - Settings.__annotations__.keys()):
-            allowed = ", ".join(Settings.__annotations__)
-            raise TypeError(f"Engine: given {', '.join(unknown)}; settings are {allowed}")
         defaults = GenerationDefaults() if defaults is None else defaults
         check_parts(model, config, family=family, text=text, defaults=defaults)
         self.text, self.default_params = text, defaults.params

@@ -219,8 +219,9 @@ class _Reader:
             leaf = np.ascontiguousarray(weight.to_leaf(x).astype(dtype))
         beyond = dtype == np.float16 and not np.isfinite(leaf).all()
         if dtype.itemsize < x.dtype.itemsize and x.size:  # quicker than to look at 16 bits
-            most = float(jnp.finfo(dtype).max)
-            beyond = beyond or not (x.min() >= -most and x.max() <= most)  # nor NaN
+            info = jnp.iinfo if dtype.kind in "iu" else jnp.finfo
+            least, most = (float(limit) for limit in (info(dtype).min, info(dtype).max))
+            beyond = beyond or not (x.min() >= least and x.max() <= most)  # nor NaN
         if beyond:
             problem = f"{name}: values beyond {dtype.name}, or NaN; load it in a wider dtype"
             raise WeightsError(str(self.checkpoint.folder), [problem])
