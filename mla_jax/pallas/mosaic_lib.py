@@ -46,6 +46,7 @@ __all__ = [
     "any_below_one",
     "any_of_warp_above",
     "arrive",
+    "await_uses",
     "barrier",
     "clear_rows",
     "fence",
@@ -58,6 +59,7 @@ __all__ = [
     "layer_of",
     "matmul",
     "matmul_registers",
+    "multipliers_and_loader",
     "row_vector",
     "shared_bytes",
     "store_rows",
@@ -192,6 +194,41 @@ def barrier(
     if axis is None:
         return plgpu.Barrier(**sizes)
     return plgpu.ClusterBarrier(collective_axes=(axis,), **sizes)
+
+
+def await_uses(barriers, uses) -> None:
+    """Wait until the last slots of a ring are free, those that none of its ``uses`` took again."""
+    count = jnp.int32(barriers.shape[0])
+
+    @pl.loop(jnp.maximum(uses - count, 0), uses)
+    def _(i):
+        plgpu.barrier_wait(barriers.at[lax.rem(i, count)])
+
+
+def multipliers_and_loader(
+    count: int, *, registers: tuple[int, int], multiplier: Callable[[Any], Any],
+    loader: Callable[[], Any], simulate: bool,
+) -> None:  # fmt: skip
+    """Warpgroups below ``count`` run what ``multiplier(number)`` gives, one warp of the next one
+    what ``loader()`` gives. ``registers``: of a thread of the loader, and of a multiplier.
+
+    Both are made where they run, so that no register holds before what they read.
+    """
+    wg = lax.axis_index("wg")
+
+    @pl.when(wg < count)
+    def _():
+        plgpu.set_max_registers(registers[1], action="increase")
+        multiplier(wg).run()
+
+    @pl.when(wg == count)
+    def _():
+        plgpu.set_max_registers(registers[0], action="decrease")
+        role = loader()
+        if simulate:  # there are no warps
+            role.run()
+        else:
+            plgpu.warp_map(lambda warp: pl.when(warp == 0)(role.run))
 
 
 def shared_bytes(scratch: dict) -> int:

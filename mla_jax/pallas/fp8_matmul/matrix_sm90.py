@@ -90,7 +90,7 @@ def multiply(
     workers = min(sizes.workers, down * across)
 
     def body(x_g, x_scale_g, w_g, scale_g, y_g, **refs):
-        wg, simulate = lax.axis_index("wg"), interpret is not None
+        simulate = interpret is not None
 
         def facts() -> dict[str, Any]:
             """What both roles know; each reads it, so that no register holds it before."""
@@ -102,19 +102,13 @@ def multiply(
                 simulate=simulate,
             )  # fmt: skip
 
-        @pl.when(wg < sizes.multipliers)
-        def _():
-            plgpu.set_max_registers(REGISTERS[1][sizes.multipliers], action="increase")
-            _Multiplier(wg=wg, scale=scale_g, out=y_g, **facts()).run()
-
-        @pl.when(wg == sizes.multipliers)
-        def _():
-            plgpu.set_max_registers(REGISTERS[0], action="decrease")
-            loader = _Loader(x=x_g, x_scale=x_scale_g, weight=w_g, **facts())
-            if simulate:  # there are no warps
-                loader.run()
-            else:
-                plgpu.warp_map(lambda warp: pl.when(warp == 0)(loader.run))
+        lib.multipliers_and_loader(
+            sizes.multipliers,
+            registers=(REGISTERS[0], REGISTERS[1][sizes.multipliers]),
+            multiplier=lambda wg: _Multiplier(wg=wg, scale=scale_g, out=y_g, **facts()),
+            loader=lambda: _Loader(x=x_g, x_scale=x_scale_g, weight=w_g, **facts()),
+            simulate=simulate,
+        )
 
     kernel = lib.kernel(
         body,
@@ -172,11 +166,7 @@ class _Loader(_Role):
 
     def run(self) -> None:
         pl.loop(0, self.tiles)(self._tile)
-        g = self.tiles * self.steps
-
-        @pl.loop(jnp.maximum(g - self.sizes.stages, 0), g)  # await what was never reused
-        def _(i):
-            plgpu.barrier_wait(self.refs["free"].at[self.slot(i)])
+        lib.await_uses(self.refs["free"], self.tiles * self.steps)
 
     def _tile(self, t) -> None:
         row, block = self.place(t)

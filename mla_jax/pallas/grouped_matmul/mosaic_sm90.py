@@ -148,7 +148,7 @@ def launch(
 
     def body(*refs, **scratch):
         *given, used, result = refs
-        wg, simulate = lax.axis_index("wg"), interpret is not None
+        simulate = interpret is not None
 
         def parts():
             """What both roles are made of; each reads it, so that no register holds it before."""
@@ -163,20 +163,14 @@ def launch(
             places = dict(blocks=blocks, columns=columns, worker=worker, member=member)
             return facts, *roles(*given, facts=facts, **places)
 
-        @pl.when(wg < GROUPS)
-        def _():
-            plgpu.set_max_registers(REGISTERS[1], action="increase")
-            facts, _, multiplier, own = parts()
-            multiplier(wg=wg, out=result, gated=gated, **own, **facts).run()
+        def multiplier(wg):
+            facts, _, role, own = parts()
+            return role(wg=wg, out=result, gated=gated, **own, **facts)
 
-        @pl.when(wg == GROUPS)
-        def _():
-            plgpu.set_max_registers(REGISTERS[0], action="decrease")
-            _, loader, *_ = parts()
-            if simulate:  # there are no warps
-                loader.run()
-            else:
-                plgpu.warp_map(lambda warp: pl.when(warp == 0)(loader.run))
+        lib.multipliers_and_loader(
+            GROUPS, registers=REGISTERS, multiplier=multiplier, loader=lambda: parts()[1],
+            simulate=simulate,
+        )  # fmt: skip
 
     kernel = lib.kernel(
         body,
@@ -241,16 +235,8 @@ class Loader(Role):
 
     def run(self) -> None:
         pl.loop(0, self.items)(self._item)
-        g = self.items * self.steps
-
-        # Await what was never reused.
-        @pl.loop(jnp.maximum(g - self.sizes.stages, 0), g)
-        def _(i):
-            plgpu.barrier_wait(self.refs["free"].at[self.slot(i)])
-
-        @pl.loop(jnp.maximum(self.items - AHEAD, 0), self.items)
-        def _(t):
-            plgpu.barrier_wait(self.refs["heard"].at[self.place(t)])
+        lib.await_uses(self.refs["free"], self.items * self.steps)
+        lib.await_uses(self.refs["heard"], self.items)
 
     def _item(self, t) -> None:
         number, g = self.worker + t * self.sizes.clusters, t * self.steps
