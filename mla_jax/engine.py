@@ -12,6 +12,7 @@ in vain changes nothing: its rows lie in pages that their next owner writes befo
 
 import itertools
 import math
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -139,7 +140,7 @@ def _read_model(
 
 
 class Engine:
-    """One model, its caches and its queue. Not thread-safe.
+    """One model, its caches and its queue, for one thread at a time; a second one is refused.
 
     After an interruption or an exception inside a step the engine goes on: the next call makes
     the caches anew and running requests are computed again; no token is lost or told twice.
@@ -237,6 +238,7 @@ class Engine:
         self._unread: list[Event] = []  # for the next ``step``
         self._claimed: dict[str, list[Event]] = {}  # for ``generate`` and ``stream``
         self._abandoned: set[str] = set()  # their readers are gone: to be cancelled
+        self._inside: int | None = None  # the thread that changes host state
         self._broken = False  # something was interrupted: host state may be half changed
         self._outcomes: Sequence[Outcome] = ()  # of the step that is being concluded
         self._logits: dict[str, list[np.ndarray]] = {}
@@ -731,12 +733,18 @@ class _Whole:
         self._engine = engine
 
     def __enter__(self) -> None:
+        here = threading.get_ident()
+        if self._engine._inside not in (None, here):
+            given, hint = "while another thread is in one", "Calls may take turns under a lock."
+            raise EngineError("a call of the engine", given, "one thread at a time", hint)
+        self._engine._inside = here
         self._engine._mend()
         self._engine._broken = True
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         # A refusal comes before anything is changed.
         self._engine._broken = kind is not None and not issubclass(kind, EngineError)
+        self._engine._inside = None
 
 
 def _bytes_of(tree: Any) -> int:

@@ -1,6 +1,8 @@
 import copy
 import dataclasses
 import random
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -145,6 +147,32 @@ def test_a_step_is_sent_before_the_tokens_of_the_last_are_read(make, monkeypatch
     engine.generate([[1, 2, 3]], wish(4))
     plain = ["send", "read"] * 4
     assert order == (["send", *["send", "read"] * 3, "read"] if ahead else plain)
+
+
+def test_a_second_thread_is_refused_and_loses_nothing(make, alone, monkeypatch):
+    """A call that comes while another thread is in one; behind each other they may come."""
+    engine, refused, run = make(), [], Step.run
+
+    def beside(call):
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(call).exception()
+
+    def interrupted(*args):
+        calls = partial(engine.add, PROMPTS[1]), partial(engine.cancel, "a"), engine.step
+        refused.extend(map(beside, calls))
+        return run(*args)
+
+    engine.add(PROMPTS[0], PARAMS[0], id="a")
+    assert beside(partial(engine.add, PROMPTS[1], PARAMS[1], id="b")) is None
+    monkeypatch.setattr(Step, "run", interrupted)
+    events = engine.step()
+    monkeypatch.undo()
+    while len(engine.scheduler):
+        events += engine.step()
+    assert refused and all(isinstance(error, EngineError) for error in refused)
+    assert "one thread at a time" in str(refused[0])
+    done = {e.id: e.completion for e in events if e.completion is not None}
+    same([done["a"], done["b"]], alone[:2])
 
 
 def test_a_step_sent_for_an_ended_request_changes_nothing(make):
