@@ -138,9 +138,10 @@ class SparseMLA(MLA):
 
         def attend(new, kv_up, absorbed, dense, latent, slots, number, plan):
             at = {"scale": self.scale, "layer": number}
+            naming = ops.named("mla_sparse_decode", backend)
 
             def listed(q_latent: Array, q_rope: Array, _: object = None) -> AttnState:
-                return ops.mla_sparse_decode(q_latent, q_rope, latent, slots, **at, backend=backend)
+                return ops.mla_sparse_decode(q_latent, q_rope, latent, slots, **at, backend=naming)
 
             def decode(q_latent: Array, q_rope: Array, view: DecodeMetadata) -> AttnState:
                 facts = {"plan": plan.decode, "backend": ops.named("mla_decode", backend)}
@@ -149,7 +150,7 @@ class SparseMLA(MLA):
             if dense is None:
                 found = listed(contract("thd,hdr->thr", new.q_nope, absorbed.k), new.q_rope)
                 return contract("thr,hrv->thv", found.out, absorbed.v).astype(new.q_nope.dtype)
-            facts = {"backend": ops.named("mla_prefill", backend), "plan": plan}
+            facts = {"backend": backend, "plan": plan}
             up, view = Up(kv_up, absorbed), decode if isinstance(latent, LatentCache) else listed
             return self.attended(new, up, dense, latent, view, layer=number, **facts)
 
@@ -307,7 +308,7 @@ class DeepseekV32(Decoder[SparseBlock]):
         number = np.maximum(np.cumsum(self.selecting) - 1, 0).astype(np.int32)
         h, latent, slots, plan = self.embed(token_ids), caches["latent"], None, None
         if meta.dense is not None:
-            facts = {"backend": ops.named("mla_prefill", backend), "placement": placement}
+            facts = {"backend": backend, "placement": placement}
             plan = plan_step(self.dims, self.rope, meta.dense, latent, dtype=h.dtype, **facts)
             if meta.dense.decode is not None and isinstance(latent, RecordCache):
                 slots = all_slots(meta.dense.decode, page=latent.page, most=self.topk)

@@ -75,7 +75,7 @@ def plan_step(
             tokens=meta.bucket.decode_tokens,
             heads=heads,
             dtype=dtype,
-            backend=backend,
+            backend=ops.named("mla_decode", backend),
         )
     if meta.prefill is not None:
         prefill = ops.plan_prefill(
@@ -88,7 +88,7 @@ def plan_step(
             v=dims.v,
             dtype=dtype,
             out_dtype=None if meta.context is None else jnp.float32,
-            backend=backend,
+            backend=ops.named("mla_prefill", backend),
         )
     return StepPlan(decode, prefill, cos_sin(meta.positions, rope))
 
