@@ -232,12 +232,13 @@ def warm(
     print(f"{count} programs ready in {time.perf_counter() - start:.1f} s: {programs}")
 
 
-def _sizes(serving: EngineOptions, limit: int) -> dict[str, int]:
-    """Of an engine whose requests may all be as long as ``limit`` at once."""
-    pages = serving.num_pages
-    if pages is None:
-        pages = 1 + serving.max_requests * cdiv(limit, max(serving.page_size, 1))
-    return {"max_requests": serving.max_requests, "num_pages": pages, "max_model_len": limit}
+def _sizes(serving: EngineOptions, limit: int) -> dict[str, int | None]:
+    """Of an engine whose requests may be as long as ``limit``."""
+    return {
+        "max_requests": serving.max_requests,
+        "num_pages": serving.num_pages,
+        "max_model_len": limit,
+    }
 
 
 def _keep_compilations(folder: Path | None) -> None:

@@ -11,7 +11,6 @@ in vain changes nothing: its rows lie in pages that their next owner writes befo
 """
 
 import itertools
-import math
 import threading
 import time
 from collections import Counter, deque
@@ -28,14 +27,19 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
+from mla_jax.cache_sizes import (
+    bytes_of,
+    check_cache_fits,
+    page_counts,
+    pages_that_fit,
+    room_beside,
+)
 from mla_jax.chat_template import is_chat
-from mla_jax.checks import checked_size
 from mla_jax.errors import EngineError, described
 from mla_jax.generation_config import GenerationDefaults
 from mla_jax.history_rows import HistoryRows
 from mla_jax.hub import folder_of
 from mla_jax.inputs import (
-    check_cache_fits,
     check_parts,
     checked_params,
     checked_prompt,
@@ -44,7 +48,7 @@ from mla_jax.inputs import (
 )
 from mla_jax.metadata.common import HostBatch
 from mla_jax.metadata.packed import pack
-from mla_jax.model.family import CacheGroup, Family, Serving, Settings, checked_dtype, family_of
+from mla_jax.model.family import Family, Serving, Settings, checked_dtype, family_of
 from mla_jax.model.sampling import SamplingParams
 from mla_jax.model.sharding import sharding_of
 from mla_jax.model.step import Step, StepBatch, StepOutput, drawn_by, empty_batch
@@ -147,10 +151,11 @@ class Engine:
 
     Args:
         model: with weights loaded; or a function that makes it, called once every setting was
-            accepted and the caches allocated.
+            accepted and, with ``num_pages``, the caches allocated.
         num_pages: pages of each layer that hold the tokens of all requests in the first cache group
             (other groups hold as many tokens, windows only what is seen of them); page 0 is never
-            given to a request.
+            given to a request. None: what fits beside the weights in 90 % of the memory that JAX
+            takes of a GPU (25 % of a CPU's), at most what ``max_requests`` full requests need.
         page: tokens in a page.
         max_requests: requests running at once; others queue.
         prefill_chunk: prompt tokens of one step, over all requests.
@@ -181,7 +186,7 @@ class Engine:
         model: nnx.Module | Callable[[], nnx.Module],
         config: Any,
         *,
-        num_pages: int,
+        num_pages: int | None = None,
         dtype: DTypeLike | None = None,
         run_ahead: bool = True,
         want_logits: bool = False,
@@ -204,7 +209,26 @@ class Engine:
         serving = Serving.of(config, dtype=dtype, placement=self.placement, **settings)
         self.builder = self.family.builder(config, serving)
         self.groups = self.family.groups(config, serving)
-        self._pages = _page_counts(self.groups, num_pages, serving)
+        self._check_largest_step(serving)
+        device = self.placement.device
+
+        def make_step() -> Step:
+            return Step(
+                model if isinstance(model, nnx.Module) else model(),
+                self.builder,
+                placement=self.placement,
+                backend=serving.backend,
+                want_logits=want_logits,
+                store=None if programs is None else (programs, (self.family.name, config, serving)),
+                vocab=config.vocab,
+            )
+
+        step = None
+        if num_pages is None:
+            step = make_step()
+            room = room_beside((step.leaves, step.derived), device)
+            num_pages = pages_that_fit(self.groups, serving, room)
+        self._pages = page_counts(self.groups, num_pages, serving)
         self.scheduler = Scheduler(
             groups=[
                 PageGroup(name=g.name, pool=PagePool(n), tokens=g.tokens, window=g.window)
@@ -216,19 +240,10 @@ class Engine:
             vocab=config.vocab,
             eos=config.eos if defaults.eos is None else defaults.eos,
         )
-        self._check_largest_step(serving)
-        check_cache_fits(self.groups, self._pages, self.placement.device)
+        check_cache_fits(self.groups, self._pages, device)
         self._caches: dict[str, Any] = {}
         self._alloc()
-        self._step = Step(
-            model if isinstance(model, nnx.Module) else model(),
-            self.builder,
-            placement=self.placement,
-            backend=serving.backend,
-            want_logits=want_logits,
-            store=None if programs is None else (programs, (self.family.name, config, serving)),
-            vocab=config.vocab,
-        )
+        self._step = make_step() if step is None else step
         self._history = self._step.new_history()  # of requests with a penalty or a bias
         self._history_rows: HistoryRows[Request] = HistoryRows(self._history.rows)
         self._most_flights = 2 if run_ahead else 1
@@ -505,8 +520,8 @@ class Engine:
             preemptions=self.scheduler.preemptions,
             recoveries=self._recoveries,
             compiles=self._step.compiled,
-            weight_bytes=_bytes_of((self._step.leaves, self._step.derived)),
-            cache_bytes=_bytes_of(self._caches),
+            weight_bytes=bytes_of((self._step.leaves, self._step.derived)),
+            cache_bytes=bytes_of(self._caches),
             workspace_bytes=self._step.workspace_bytes,
             buckets=dict(self._buckets),
         )
@@ -747,29 +762,9 @@ class _Whole:
         self._engine._inside = None
 
 
-def _bytes_of(tree: Any) -> int:
-    """Of the arrays of a tree, on one device."""
-    arrays = jax.tree.leaves(tree)
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in arrays)
-
-
 def _dtype_of(model: nnx.Module) -> jnp.dtype:
     """That of most leaves: norms and routers may have more digits, e4m3 weights have scales."""
     leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
     if any(leaf.dtype == jnp.float8_e4m3fn for leaf in leaves):
         leaves = [leaf for leaf in leaves if leaf.dtype.itemsize == 2]
     return jnp.dtype(Counter(leaf.dtype for leaf in leaves).most_common(1)[0][0])
-
-
-_PAGES = "2 or more (page 0 is never given), at most 2,147,483,647"
-
-
-def _page_counts(groups: Sequence[CacheGroup], num_pages: int, serving: Serving) -> list[int]:
-    """Pages of each group for the tokens that ``num_pages`` of the first hold, and the null page.
-
-    Those of a window, of which old pages are given back, are fewer: what all requests see.
-    """
-    checked_size("num_pages", num_pages, low=2, allowed=_PAGES)
-    tokens = (num_pages - 1) * groups[0].tokens
-    most = {"requests": serving.max_requests, "chunk": serving.prefill_chunk}
-    return [1 + group.pages_for(tokens, **most) for group in groups]

@@ -1,6 +1,5 @@
 """Prompts, wishes and settings as an engine is given them, checked before anything is done."""
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
@@ -10,7 +9,6 @@ from mla_jax.errors import EngineError, shown
 from mla_jax.model.sampling import SamplingParams
 
 __all__ = [
-    "check_cache_fits",
     "check_parts",
     "checked_params",
     "checked_prompt",
@@ -23,26 +21,6 @@ _NEEDS_TOKENIZER = (
     "tokenizers jinja2."
 )
 _PROMPTS = "token ids, a text, or a list of messages"
-
-
-def check_cache_fits(groups: Sequence[Any], num_pages: Sequence[int], device: Any) -> None:
-    """Refuse caches that are larger than the device's whole memory, before they are asked for.
-
-    A CPU's memory is the machine's: asked for more, the system ends the process. ``groups`` are
-    the model's ``CacheGroup``; ``num_pages`` has the pages of each.
-
-    Raises:
-        EngineError: with the pages that the memory holds.
-    """
-    size = sum(n * group.page_bytes for n, group in zip(num_pages, groups, strict=True))
-    memory = _memory_of(device)
-    if memory is None or size <= memory:
-        return
-    first, tokens = num_pages[0], groups[0].tokens
-    given = f"{size:,} bytes ({first:,} pages of {tokens:,} tokens)"
-    most = memory * first // size
-    hint = f"{most:,} such pages are as large as all of it." if most > 1 else "Use smaller pages."
-    raise EngineError("cache", given, f"at most {memory:,} bytes, the device's memory", hint)
 
 
 def check_parts(model: Any, config: Any, *, family: Any, text: Any, defaults: Any) -> None:
@@ -62,14 +40,6 @@ def check_parts(model: Any, config: Any, *, family: Any, text: Any, defaults: An
     for name, good, given, allowed in parts:
         if not good:
             raise EngineError(f"Engine: {name}", _kind(given), allowed)
-
-
-def _memory_of(device: Any) -> int | None:
-    """Bytes of a ``jax.Device``; ``None`` where the device does not say."""
-    limit = (device.memory_stats() or {}).get("bytes_limit")
-    if limit is None and device.platform == "cpu" and hasattr(os, "sysconf"):
-        limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return limit
 
 
 def checked_prompts(

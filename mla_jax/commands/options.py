@@ -158,7 +158,11 @@ class EngineOptions:
     prefill_chunk: Annotated[int, typer.Option(help="Prompt tokens of one step.")] = 512
     max_requests: Annotated[int, typer.Option(help="Requests running at once.")] = 32
     num_pages: Annotated[
-        int | None, typer.Option(help="Default: enough for --max-requests of the longest at once.")
+        int | None,
+        typer.Option(
+            help="Default: what fits beside the weights, at most enough for --max-requests of the "
+            "longest; in ``generate`` without --programs enough for the prompts given."
+        ),
     ] = None
     max_model_len: Annotated[
         int | None,
