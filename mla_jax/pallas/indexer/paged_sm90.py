@@ -2,7 +2,7 @@
 
 The sums of ``scores_sm90``, of keys in a cache of ``index_key`` records or of 16-bit elements. Each
 warpgroup has a stream of pages of its own, 64 keys each, and one row's queries; so one hides what
-another one waits for, and a thread block begins where another ends.
+another one waits for, and a thread block begins where another ends. So thread blocks are small.
 """
 
 # Mosaic GPU states its types in part only; roles are decided while tracing.
@@ -28,10 +28,13 @@ from mla_jax.pallas.indexer import scores_sm90 as scores
 from mla_jax.pallas.indexer.scores_sm90 import BLOCK, DIM, F8, I32, MISSING, SIDE, cdiv_
 from mla_jax.types import cdiv, round_up
 
-__all__ = ["STREAMS", "Fit", "fit", "paged_ranks"]
+__all__ = ["Fit", "fit", "paged_ranks"]
 
-STREAMS = 3
-"""Warpgroups of a thread block, each of which has every third page of its span."""
+SLOTS = 2
+"""Pages of a warpgroup: one that it multiplies, one that comes."""
+
+MOST_BLOCKS = 5
+"""Thread blocks of one warpgroup on a multiprocessor: more of them start more often, for nothing."""
 
 SCALES = 2
 """Rows of a page of records, behind its keys, that hold their scales."""
@@ -44,17 +47,20 @@ _ROWS = (plgpu.TilingTransform((1, 128)), plgpu.SwizzleTransform(128))
 
 
 class Fit(NamedTuple):
-    """What the shared memory of a multiprocessor has room for."""
+    """How a multiprocessor is filled."""
 
-    slots: int  # pages of a warpgroup
+    streams: int  # warpgroups of a thread block; of three, each has every third page of its span
     blocks: int  # thread blocks
 
 
 def fit(queries: int, *, records: bool) -> Fit:
-    """For so many queries of each row, over records or 16-bit elements."""
+    """For so many queries of each row, over records or 16-bit elements.
+
+    Warpgroups of one thread block share its queries. Where these are few, each has its own.
+    """
     if records:
-        return Fit(slots=4 if queries < 3 else 3, blocks=2)
-    return Fit(slots=2, blocks=2) if queries == 1 else Fit(slots=3, blocks=1)
+        return Fit(1, MOST_BLOCKS) if queries < 3 else Fit(3, 2 if queries < 8 else 1)
+    return Fit(streams=min(queries, 3), blocks=(4, 2, 1)[min(queries, 3) - 1])
 
 
 @lib.lowered_once("columns", "span", "least")
@@ -73,9 +79,9 @@ def paged_ranks(
     records = pages.dtype == jnp.uint8
     assert size == ([BLOCK * (DIM + 4)] if records else [BLOCK, DIM])
     kind = F8 if records else pages.dtype
-    slots = fit(queries, records=records).slots
+    streams, _ = fit(queries, records=records)
     copies = 2 if records else 1  # of a page, and of what goes with a query
-    shape = STREAMS, slots, BLOCK, DIM
+    shape = streams, SLOTS, BLOCK, DIM
     keys = lib.swizzled(shape, kind)
     weights = weights.astype(jnp.float32).reshape(rows * queries, heads)
     if rest := round_up(heads, SIDE) - heads:
@@ -84,23 +90,23 @@ def paged_ranks(
         "q": lib.swizzled((queries, heads, DIM), kind),
         "k": keys,
         "q_full": lib.barrier(copies * queries),
-        "full": lib.barrier(copies, STREAMS * slots),
-        "free": lib.barrier(1, STREAMS * slots),
+        "full": lib.barrier(copies, streams * SLOTS),
+        "free": lib.barrier(1, streams * SLOTS),
     }
     if records:  # of elements two thread blocks would not fit with the weights in shared memory too
         copied = plgpu.SMEM(shape, jnp.uint8, transforms=_ROWS)
         scratch |= {
             "k": plgpu.RefUnion(keys, copied),
-            "s": plgpu.SMEM((STREAMS, slots, SCALES, DIM), jnp.uint8),
+            "s": plgpu.SMEM((streams, SLOTS, SCALES, DIM), jnp.uint8),
             "w": plgpu.SMEM((queries, weights.shape[1]), jnp.float32),
         }
     kernel = lib.kernel(
         functools.partial(_paged, columns=columns, span=span, least=least, layers=layers),
         out_type=jax.ShapeDtypeStruct((rows * queries, columns), I32),
         scratch_types=scratch,
-        grid=(rows * cdiv(columns, STREAMS * BLOCK * span),),
+        grid=(rows * cdiv(columns, streams * BLOCK * span),),
         grid_names=("item",),
-        num_threads=STREAMS,
+        num_threads=streams,
         thread_name="wg",
         kernel_name="mla_index_ranks_paged",
         compiler_params=scores.PARAMS,
@@ -117,21 +123,22 @@ def _paged(
     wg, item = lax.axis_index("wg"), lax.axis_index("item")
     queries, records = refs["q"].shape[0], "s" in refs
     codes, copied = refs["k"] if records else (refs["k"], refs["k"])
-    slots, shared = codes.shape[1], scores.shared_as(codes.dtype)
-    spans = cdiv(columns, STREAMS * BLOCK * span)
+    streams, slots, *_ = codes.shape
+    shared, keys = scores.shared_as(codes.dtype), streams * BLOCK * span
+    spans = cdiv(columns, keys)
     row, part = lax.div(item, spans), lax.rem(item, spans)
     base, count = base_g[0], pages_g.shape[0] // layers
     offset = jnp.clip(layer_g[0], 0, layers - 1) * count
-    column = part * (STREAMS * BLOCK * span)
+    column = part * keys
     ends = [jnp.minimum(lens_g[row, j], table_g.shape[1] * BLOCK) for j in range(queries)]
     longest = functools.reduce(jnp.maximum, [jnp.where(n > least, n, 0) for n in ends])
     # Positions of the thread block.
-    seen = jnp.minimum(jnp.minimum(longest - base, columns) - column, STREAMS * BLOCK * span)
+    seen = jnp.minimum(jnp.minimum(longest - base, columns) - column, keys)
     full, free = (lambda s, x=refs[name]: x.at[wg * slots + s] for name in ("full", "free"))
 
     def place(i):
         """Where page ``i`` of this stream lies, or -1."""
-        at = lax.div(base + column, BLOCK) + i * STREAMS + wg
+        at = lax.div(base + column, BLOCK) + i * streams + wg
         found = table_g[row, jnp.minimum(at, table_g.shape[1] - 1)]
         return jnp.where((found >= 0) & (found < count), found + offset, -1)
 
@@ -156,7 +163,7 @@ def _paged(
         plgpu.barrier_wait(full(slot))
         lanes = scores.lane_numbers()
         scale = jnp.where(here >= 0, factor(slot, lanes), MISSING)
-        at = column + (i * STREAMS + wg) * BLOCK
+        at = column + (i * streams + wg) * BLOCK
         facts = {"lanes": lanes, "column": at, "columns": columns, "base": base, "codes": records}
 
         @pl.loop(0, queries)
@@ -173,7 +180,7 @@ def _paged(
 
         return after
 
-    n = cdiv_(jnp.maximum(cdiv_(jnp.maximum(seen, 0), BLOCK) - wg, 0), STREAMS)
+    n = cdiv_(jnp.maximum(cdiv_(jnp.maximum(seen, 0), BLOCK) - wg, 0), streams)
 
     @pl.when(seen > 0)
     def _():

@@ -49,7 +49,7 @@ def select_decode(
     records = isinstance(cache, RecordCache)
     size = (-1,) if records else (page, -1)
     pages = cache.pages.reshape(cache.layers or 1, cache.num_pages, *size)
-    workers = paged.fit(queries, records=records).blocks * sms
+    streams, resident = paged.fit(queries, records=records)
     number = jnp.zeros((), jnp.int32) if layer is None else layer
 
     def some(row: Array, rows: int, *whole: Array) -> Array:
@@ -57,8 +57,7 @@ def select_decode(
         q, weights, page_table, lens = map(cut, whole)
 
         def ranks(base: Array, columns: int) -> Array:
-            blocks = cdiv(columns, paged.STREAMS * page)
-            span = _span(len(q), blocks, workers)
+            span = _span(len(q), cdiv(columns, streams * page), resident * sms)
             return paged.paged_ranks(
                 q, weights, pages, page_table, lens, number, base,
                 columns=columns, span=span, least=k,
