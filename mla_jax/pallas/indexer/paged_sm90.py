@@ -34,7 +34,7 @@ SLOTS = 2
 """Pages of a warpgroup: one that it multiplies, one that comes."""
 
 MOST_BLOCKS = 5
-"""Thread blocks of one warpgroup on a multiprocessor: more of them start more often, for nothing."""
+"""Thread blocks of one warpgroup on a multiprocessor; more of them were not faster."""
 
 SCALES = 2
 """Rows of a page of records, behind its keys, that hold their scales."""
