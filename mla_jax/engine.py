@@ -278,8 +278,8 @@ class Engine:
         where they are there and ``text`` and ``defaults`` are not given.
         ``ignore_keys`` names keys of config.json to pass over, as in ``ModelConfig.from_hf``.
         ``fp8_weights``: whether e4m3 weights stay e4m3 on the device, which halves what they take
-        and what a step reads; False widens them to ``dtype``. None: they stay on one GPU with a
-        16-bit ``dtype``, if all products of the layers are e4m3.
+        and what a step reads; False widens them to ``dtype``. None: they stay on GPUs with a 16-bit
+        ``dtype``, if all products of the layers are e4m3.
 
         Raises:
             ConfigError: config.json has a key that this library does not implement.
@@ -712,12 +712,12 @@ def _keep_fp8(
 ) -> bool:
     """Whether e4m3 weights stay so; refuses what was asked for and cannot be."""
     if asked is None:
-        usual = placement.on_gpu and placement.size == 1 and dtype.itemsize == 2
+        usual = placement.on_gpu and dtype.itemsize == 2
         given = bool(getattr(config, "fp8_block", None))
         return usual and given and family.fp8 and keeps_fp8(folder, config)
-    if asked and (placement.size > 1 or not family.fp8):
-        given = f"True on {placement.size} devices, family {family.name}"
-        raise EngineError("fp8_weights", given, "None or False: e4m3 weights stay on one device")
+    if asked and not family.fp8:
+        allowed = "None or False: this family's weights are widened"
+        raise EngineError("fp8_weights", f"True, family {family.name}", allowed)
     return asked
 
 

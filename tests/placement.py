@@ -116,7 +116,7 @@ def leaves(engine: Engine, weights: dict[str, jax.Array]) -> dict[str, list[obje
     for path, leaf in nnx.to_flat_state(state):
         name, leaf = ".".join(map(str, path)), leaf.get_value()
         same = np.array_equal(np.asarray(leaf), np.asarray(weights[name]))
-        found[name] = [divided_axis(name) is not None, shares(leaf), same]
+        found[name] = [divided_axis(name, leaf.dtype) is not None, shares(leaf), same]
     return found
 
 

@@ -93,3 +93,20 @@ def test_sparse_attention_over_eight_devices():
     assert found["devices"] == 8
     for kind in ("deepseek_v32", "glm_moe_dsa", "deepseek_v4"):
         assert found[kind] == [True, [1 / 8, 1]]
+
+
+@pytest.mark.slow
+def test_e4m3_weights_stay_so_over_eight_devices():
+    """Divided by outputs, inputs or experts where each device has whole blocks; else whole."""
+    found = _in_a_process("tests.fp8_placement")
+    assert found["devices"] == 8
+    for kind in ("wide", "narrow"):
+        assert found[kind]["tokens"] and found[kind]["off"] < 2e-4
+        assert found[kind]["e4m3"]
+    whole = ("attn.q_down.", "attn.kv_down.", "attn.kv_up.")
+    for path in found["wide"]["e4m3"]:
+        scale = path.replace(".kernel", ".scale") if path.endswith("kernel") else f"{path}_scale"
+        share = 1 if any(name in path for name in whole) else 1 / 8
+        assert found["wide"]["shares"][path] == found["wide"]["shares"][scale] == share, path
+        narrow = 1 / 8 if "experts" in path else 1
+        assert found["narrow"]["shares"][path] == narrow, path

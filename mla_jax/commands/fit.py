@@ -25,7 +25,7 @@ from mla_jax.errors import ArgumentError, EngineError
 from mla_jax.metadata.common import HostBatch
 from mla_jax.metadata.packed import pack
 from mla_jax.model.family import CacheGroup, Family, Serving, family_of
-from mla_jax.model.sharding import divided_axis
+from mla_jax.model.sharding import share_axis
 from mla_jax.model.step import Step, empty_batch
 from mla_jax.placement import Placement
 from mla_jax.types import Int
@@ -56,9 +56,6 @@ class Settings:
     def __post_init__(self) -> None:
         for name in ("cards", "page", "prefill_chunk"):
             checked_size(name, getattr(self, name))
-        if self.fp8 and self.cards > 1:
-            hint = "Without it weights are widened to dtype and divided."
-            raise EngineError("fp8 weights on several cards", self.cards, "1 card", hint)
         if self.fp8 and not self.family.fp8:
             raise EngineError(
                 "fp8 weights of family", self.family.name, "one whose module has them"
@@ -215,8 +212,7 @@ def _nbytes(leaf: Any) -> int:
 
 
 def _share(path: str, leaf: Any, cards: int) -> int:
-    axis = divided_axis(path)
-    whole = axis is None or leaf.shape[axis] % cards
+    whole = share_axis(path, leaf.shape, leaf.dtype, cards) is None
     return _nbytes(leaf) if whole else _nbytes(leaf) // cards
 
 

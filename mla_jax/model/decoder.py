@@ -81,7 +81,8 @@ class DecoderBlock[Attention: MLA](nnx.Module):
         """
         x, then = self.mlp_norm(h), AddNorm(residual=h, gain=after, eps=self.mlp_norm.eps)
         if not self.sparse:
-            return add_norm(self.mlp(x, backend=backend), then)  # pyright: ignore[reportReturnType]
+            y = self.mlp(x, backend=backend, placement=placement)
+            return add_norm(y, then)  # pyright: ignore[reportReturnType]
         return self.moe.onto(then, x, real, backend=backend, placement=placement)
 
     def feed_whole(

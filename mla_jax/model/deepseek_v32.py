@@ -86,9 +86,10 @@ class SparseMLA(MLA):
         ``layer`` and ``index_layer`` are this layer's numbers in the stacks of latents and of
         index keys; ``plan`` is that of a dense step. The state's ``h`` and ``x`` stay as they are.
         """
-        low = self.query_latents(x, backend=backend)
-        q = self._rotate_queries(self.q_up(low, backend=backend), angles)
-        new = Rows(q, *self.latents(x, angles, backend=backend))
+        facts: dict[str, Any] = {"backend": backend, "placement": placement}
+        low = self.query_latents(x, **facts)
+        q = self._rotate_queries(self.q_up(low, **facts), angles)
+        new = Rows(q, *self.latents(x, angles, **facts))
         latent, keys, slots = state.latent, state.index_keys, state.slots
 
         def writing(cache: LatentCache | RecordCache) -> str | None:
@@ -98,12 +99,12 @@ class SparseMLA(MLA):
         row = new.latent, new.k_rope
         latent = ops.write_rows(latent, row, meta.slots, layer=layer, backend=writing(latent))
         if self.indexer is not None:
-            key = self.indexer.keys(x, angles, backend=backend)
+            key = self.indexer.keys(x, angles, **facts)
             at = {"layer": index_layer, "backend": writing(keys)}
             keys = ops.write_rows(keys, (key,), meta.indexer.slots, **at)
             if meta.dense is None:
                 chosen = ops.select_topk(
-                    self.indexer.queries(low, angles, backend=backend),
+                    self.indexer.queries(low, angles, **facts),
                     self.indexer.weights(x),
                     keys,
                     meta.indexer,
@@ -112,13 +113,13 @@ class SparseMLA(MLA):
                     backend=ops.named("select_topk_decode", backend),
                 )
                 slots = slots_of(chosen, meta, page=latent.page)
-        facts = {"backend": backend, "plan": StepPlan() if plan is None else plan}
+        plan = StepPlan() if plan is None else plan
         heads = self._heads(
-            new, absorbed, meta.dense, latent, slots, layer=layer, placement=placement, **facts
+            new, absorbed, meta.dense, latent, slots, layer=layer, plan=plan, **facts
         )
         kept = None if state.slots is None else slots
         state = state._replace(latent=latent, index_keys=keys, slots=kept)
-        return self.out(heads, backend=backend), state
+        return self.out(heads, **facts), state
 
     def _heads(
         self,

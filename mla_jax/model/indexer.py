@@ -18,6 +18,7 @@ from mla_jax.errors import ConfigError
 from mla_jax.model.linear import Linear, precision_of
 from mla_jax.model.norm import LayerNorm
 from mla_jax.model.rope import rotate
+from mla_jax.placement import Placement
 from mla_jax.types import Array, Float
 
 __all__ = ["Indexer", "hadamard"]
@@ -54,9 +55,10 @@ class Indexer(nnx.Module):
         angles: tuple[Array, Array],
         *,
         backend: str | None = None,
+        placement: Placement | None = None,
     ) -> Float[Array, "tokens heads dim"]:
         """From the normalised query latent."""
-        return self._placed(self.q_up(q_latent, backend=backend), angles)
+        return self._placed(self.q_up(q_latent, backend=backend, placement=placement), angles)
 
     def keys(
         self,
@@ -64,9 +66,11 @@ class Indexer(nnx.Module):
         angles: tuple[Array, Array],
         *,
         backend: str | None = None,
+        placement: Placement | None = None,
     ) -> Float[Array, "tokens dim"]:
         """What the index cache stores."""
-        return self._placed(self.k_norm(self.k(x, backend=backend)), angles)
+        k = self.k(x, backend=backend, placement=placement)
+        return self._placed(self.k_norm(k), angles)
 
     def weights(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens heads"]:
         """Of each head, float32, both constant factors of the score in them."""

@@ -1,7 +1,9 @@
 """Matrix products with a stated accumulator, and the linear layer built on them."""
 
 import math
+from collections.abc import Callable
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +12,8 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from mla_jax import ops
-from mla_jax.model.sharding import divided
-from mla_jax.placement import Placement
+from mla_jax.model.sharding import divided, divides
+from mla_jax.placement import SHARDS, Placement
 from mla_jax.types import SCALE_BLOCK, Array, BlockScaled, Float, cdiv
 
 __all__ = [
@@ -65,7 +67,8 @@ class Linear(nnx.Module):
     """``y = x @ kernel (+ bias)`` with ``kernel [*in, *out]``; heads are axes of their own.
 
     With ``fp8`` the weight is block-scaled e4m3 as published: ``kernel [out, in]`` of bytes, rows
-    and columns of all axes merged, and ``scale``.
+    and columns of all axes merged, and ``scale``. Several devices divide it by outputs if it is
+    ``parallel`` by ``"column"``, by inputs if by ``"row"``; XLA divides all other weights.
     """
 
     def __init__(
@@ -77,8 +80,9 @@ class Linear(nnx.Module):
         dtype: jnp.dtype,
         rngs: nnx.Rngs,
         fp8: bool = False,
+        parallel: Literal["column", "row"] | None = None,
     ):
-        self.in_dims, self.out_dims = in_dims, out_dims
+        self.in_dims, self.out_dims, self.parallel = in_dims, out_dims, parallel
         if fp8:
             self.kernel, self.scale = scaled_params((math.prod(out_dims), math.prod(in_dims)))
         else:
@@ -88,22 +92,42 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(out_dims, dtype)) if bias else None
 
     def __call__(
-        self, x: Float[Array, "*axes"], *, backend: str | None = None
+        self,
+        x: Float[Array, "*axes"],
+        *,
+        backend: str | None = None,
+        placement: Placement | None = None,
     ) -> Float[Array, "*result"]:
         """Accumulated in float32, rounded once to the dtype of ``x``.
 
-        ``backend`` is that of e4m3 weights; XLA multiplies all others.
+        ``backend`` is that of e4m3 weights; XLA multiplies all others. Over several devices of a
+        ``placement`` e4m3 weights need it too: each device rounds what it adds to the sum.
         """
         bias = None if self.bias is None else self.bias[...]
         axes = len(self.in_dims)
         if self.scale is None:
             return project(x, self.kernel[...], bias, in_axes=axes)
-        weight = BlockScaled(values=self.kernel[...], scale=self.scale[...])
         lead = x.shape[: x.ndim - axes]
         rows = x.reshape(math.prod(lead), math.prod(self.in_dims))
-        y = ops.matmul_fp8(rows, weight, backend=ops.named("matmul_fp8", backend))
+        run = partial(ops.matmul_fp8, backend=ops.named("matmul_fp8", backend))
+        if placement is not None and placement.size > 1:
+            run = self._divided(run, placement)
+        y = run(rows, BlockScaled(values=self.kernel[...], scale=self.scale[...]))
         y = y.reshape(*lead, *self.out_dims)
         return y if bias is None else (y + bias.astype(jnp.float32)).astype(x.dtype)
+
+    def _divided[**P](self, run: Callable[P, Array], placement: Placement) -> Callable[P, Array]:
+        """``run(rows, weight)`` on every device, with its share of the weight if it has one."""
+        outputs, inputs = self.kernel[...].shape
+        if self.parallel == "column" and divides(placement, outputs, unit=SCALE_BLOCK):
+            return divided(run, placement, given=(None, 0), returned=1)
+        if self.parallel == "row" and divides(placement, inputs, unit=SCALE_BLOCK):
+
+            def summed(*args: P.args, **kwargs: P.kwargs) -> Array:
+                return lax.psum(run(*args, **kwargs), SHARDS)
+
+            return divided(summed, placement, given=(1, 1), returned=None)
+        return divided(run, placement, given=(None, None), returned=None)
 
     def dense(self, dtype: DTypeLike) -> Float[Array, "*dims"]:
         """``[*in, *out]``: the kernel, or the widened bytes in ``dtype``."""

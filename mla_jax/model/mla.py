@@ -134,20 +134,20 @@ class MLA(nnx.Module):
         d = config.dims
         facts = {"dtype": dtype, "rngs": rngs, "fp8": fp8}
 
-        def linear(in_dim: int, *out_dims: int, bias: bool = False) -> Linear:
-            return Linear((in_dim,), out_dims, bias=bias, **facts)
+        def linear(in_dim: int, *out_dims: int, bias: bool = False, **more: Any) -> Linear:
+            return Linear((in_dim,), out_dims, bias=bias, **facts, **more)
 
         biased = config.attention_bias
         if d.q_rank is None:
-            self.q = linear(config.hidden, d.heads, d.qk)
+            self.q = linear(config.hidden, d.heads, d.qk, parallel="column")
         else:
             self.q_down = linear(config.hidden, d.q_rank, bias=biased)
             self.q_norm = RMSNorm(d.q_rank, eps=config.latent_eps, dtype=dtype)
-            self.q_up = linear(d.q_rank, d.heads, d.qk)
+            self.q_up = linear(d.q_rank, d.heads, d.qk, parallel="column")
         self.kv_down = linear(config.hidden, d.row, bias=biased)
         self.kv_norm = RMSNorm(d.rank, eps=config.latent_eps, dtype=dtype)
         self.kv_up = linear(d.rank, d.heads, d.nope + d.v)
-        self.out = Linear((d.heads, d.v), (config.hidden,), bias=biased, **facts)
+        self.out = Linear((d.heads, d.v), (config.hidden,), bias=biased, **facts, parallel="row")
         self.dims, self.rope, self.scale = d, config.rope, config.scale
 
     def absorbed(self) -> Absorbed:
@@ -160,32 +160,40 @@ class MLA(nnx.Module):
 
     def queries(
         self, x: Float[Array, "tokens hidden"], angles: tuple[Array, Array], *,
-        backend: str | None = None,
+        backend: str | None = None, placement: Placement | None = None,
     ) -> tuple[Float[Array, "tokens heads nope"], Float[Array, "tokens heads rope"]]:  # fmt: skip
         """Per-head queries, the rotary part rotated."""
-        q = self._rotate_queries(self._project_queries(x, backend), angles)
+        q = self._rotate_queries(self._project_queries(x, backend, placement), angles)
         return q[..., : self.dims.nope], q[..., self.dims.nope :]
 
     def latents(
         self, x: Float[Array, "tokens hidden"], angles: tuple[Array, Array], *,
-        backend: str | None = None,
+        backend: str | None = None, placement: Placement | None = None,
     ) -> tuple[Float[Array, "tokens rank"], Float[Array, "tokens rope"]]:  # fmt: skip
         """What the cache stores: the normalised latent and the rotated shared key."""
-        return self._split_row(self.kv_down(x, backend=backend), angles)
+        return self._split_row(self.kv_down(x, backend=backend, placement=placement), angles)
 
     def _project_queries(
-        self, x: Float[Array, "tokens hidden"], backend: str | None
+        self,
+        x: Float[Array, "tokens hidden"],
+        backend: str | None,
+        placement: Placement | None = None,
     ) -> Float[Array, "tokens heads qk"]:
         """Per-head queries before rotation."""
+        facts: dict[str, Any] = {"backend": backend, "placement": placement}
         if self.dims.q_rank is None:
-            return self.q(x, backend=backend)
-        return self.q_up(self.query_latents(x, backend=backend), backend=backend)
+            return self.q(x, **facts)
+        return self.q_up(self.query_latents(x, **facts), **facts)
 
     def query_latents(
-        self, x: Float[Array, "tokens hidden"], *, backend: str | None = None
+        self,
+        x: Float[Array, "tokens hidden"],
+        *,
+        backend: str | None = None,
+        placement: Placement | None = None,
     ) -> Float[Array, "tokens q_rank"]:
         """The normalised query latent, of models that have one."""
-        return self.q_norm(self.q_down(x, backend=backend))
+        return self.q_norm(self.q_down(x, backend=backend, placement=placement))
 
     def _rotate_queries(
         self, q: Float[Array, "tokens heads qk"], angles: tuple[Array, Array]
@@ -222,7 +230,8 @@ class MLA(nnx.Module):
         """
         plan = StepPlan() if plan is None else plan
         angles = cos_sin(meta.positions, self.rope) if plan.angles is None else plan.angles
-        q, kv = self._project_queries(x, backend), self.kv_down(x, backend=backend)
+        facts: dict[str, Any] = {"backend": backend, "placement": placement}
+        q, kv = self._project_queries(x, backend, placement), self.kv_down(x, **facts)
         kv_up, number = self._up_projection(), 0 if layer is None else layer
         absorbed = self.absorbed() if absorbed is None else absorbed
         several = placement is not None and placement.size > 1
@@ -244,7 +253,7 @@ class MLA(nnx.Module):
             given = (Rows._make((1, None, None)), 1, 0, None, None, None, None)
             attend = divided(attend, placement, given=given, returned=(1, None))
         heads, cache = attend(new, kv_up, absorbed, meta, cache, number, plan)
-        return self.out(heads, backend=backend), cache
+        return self.out(heads, **facts), cache
 
     def _appended(
         self,

@@ -5,6 +5,7 @@ from flax import nnx
 
 from mla_jax.model.linear import Linear
 from mla_jax.pallas.grouped_matmul.ref import swiglu
+from mla_jax.placement import Placement
 from mla_jax.types import Array, Float
 
 __all__ = ["SwiGLU"]
@@ -26,14 +27,18 @@ class SwiGLU(nnx.Module):
     ):
         self.limit = limit
 
-        def linear(into: int, out: int) -> Linear:
-            return Linear((into,), (out,), bias=bias, dtype=dtype, rngs=rngs, fp8=fp8)
-
-        self.gate, self.up = linear(hidden, width), linear(hidden, width)
-        self.down = linear(width, hidden)
+        facts = {"bias": bias, "dtype": dtype, "rngs": rngs, "fp8": fp8}
+        self.gate = Linear((hidden,), (width,), **facts, parallel="column")
+        self.up = Linear((hidden,), (width,), **facts, parallel="column")
+        self.down = Linear((width,), (hidden,), **facts, parallel="row")
 
     def __call__(
-        self, x: Float[Array, "tokens hidden"], *, backend: str | None = None
+        self,
+        x: Float[Array, "tokens hidden"],
+        *,
+        backend: str | None = None,
+        placement: Placement | None = None,
     ) -> Float[Array, "tokens hidden"]:
-        gate, up = self.gate(x, backend=backend), self.up(x, backend=backend)
-        return self.down(swiglu(gate, up, self.limit), backend=backend)
+        facts = {"backend": backend, "placement": placement}
+        gate, up = self.gate(x, **facts), self.up(x, **facts)
+        return self.down(swiglu(gate, up, self.limit), **facts)

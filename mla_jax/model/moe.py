@@ -158,27 +158,28 @@ class Experts(nnx.Module):
             experts = jnp.where(real[:, None], experts, -1)
         op = "routed_experts_fp8" if self.fp8 else "routed_experts"
         run = partial(getattr(ops, op), limit=self.limit, backend=ops.named(op, backend))
-        if self.fp8:
-            return run(x, *self._scaled(), weights, experts, then=then)
 
         def share(gate, up, down, x, weights, chosen):
             mine = chosen - lax.axis_index(SHARDS) * gate.shape[0]
             mine = jnp.where((chosen >= 0) & (mine >= 0) & (mine < gate.shape[0]), mine, -1)
             return lax.psum(run(x, gate, up, down, weights, mine), SHARDS)
 
-        gate, up, down = self.gate[...], self.up[...], self.down[...]
+        gate, up, down = self._products()
         if placement is None or not divides(placement, gate.shape[0]):
             return run(x, gate, up, down, weights, experts, then=then)
         given = (0, 0, 0, None, None, None)
         on_all = divided(share, placement, given=given, returned=None)
         return add_norm(on_all(gate, up, down, x, weights, experts), then)
 
-    def _scaled(self) -> tuple[BlockScaled, BlockScaled, BlockScaled]:
-        return (
-            BlockScaled(values=self.gate[...], scale=self.gate_scale[...]),
-            BlockScaled(values=self.up[...], scale=self.up_scale[...]),
-            BlockScaled(values=self.down[...], scale=self.down_scale[...]),
-        )
+    def _products(self) -> tuple[Any, Any, Any]:
+        """Gate, up and down: arrays, or block-scaled ones."""
+        values = self.gate[...], self.up[...], self.down[...]
+        if not self.fp8:
+            return values
+        scales = self.gate_scale[...], self.up_scale[...], self.down_scale[...]
+        pairs = zip(values, scales, strict=True)
+        gate, up, down = (BlockScaled(values=v, scale=scale) for v, scale in pairs)
+        return gate, up, down
 
 
 class MoE(nnx.Module):
@@ -217,7 +218,7 @@ class MoE(nnx.Module):
         """
         facts = {"backend": backend, "placement": placement}
         y = self.experts(x, *self.router(x, real, **facts), **facts)
-        return y if self.shared is None else self.shared(x, backend=backend) + y
+        return y if self.shared is None else self.shared(x, **facts) + y
 
     def onto(
         self,
@@ -233,7 +234,7 @@ class MoE(nnx.Module):
         The residual is added to the shared part first, which XLA does inside of its last product;
         that sum needs no routed expert, so both parts can run at the same time.
         """
-        if self.shared is not None:
-            then = then._replace(residual=then.residual + self.shared(x, backend=backend))
         facts = {"backend": backend, "placement": placement}
+        if self.shared is not None:
+            then = then._replace(residual=then.residual + self.shared(x, **facts))
         return self.experts.onto(then, x, *self.router(x, real, **facts), **facts)

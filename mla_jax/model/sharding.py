@@ -7,9 +7,10 @@
 | routed experts | experts |
 | dense and shared feed-forward | width |
 
-Norms, latent down-projections and routers are on every device, and so are caches. An axis that
-the devices do not divide evenly stays whole. Attention runs under ``jax.shard_map`` over heads,
-experts over experts; XLA divides the other products.
+Of block-scaled e4m3 weights the same, but for the key/value up-projection, which is whole; each
+device has whole blocks of 128. Norms, latent down-projections and routers are on every device, and
+so are caches. An axis that the devices do not divide evenly stays whole. Attention runs under
+``jax.shard_map`` over heads, experts over experts, and so do e4m3 products; XLA divides the others.
 """
 
 import re
@@ -17,11 +18,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec, Sharding
+from jax.typing import DTypeLike
 
 from mla_jax.placement import SHARDS, Placement
+from mla_jax.types import SCALE_BLOCK
 
-__all__ = ["divided", "divides", "divided_axis", "sharding_of"]
+__all__ = ["divided", "divided_axis", "divides", "share_axis", "sharding_of"]
 
 _AXES = (
     (r"embed\.embedding", 0),
@@ -34,26 +38,44 @@ _AXES = (
     (r"experts\.(gate|up|down)", 0),
 )
 
+_BLOCK_AXES = (
+    (r"attn\.(q|q_up)\.(kernel|scale)", 0),
+    (r"attn\.out\.(kernel|scale)", 1),
+    (r"(mlp|shared)\.(gate|up)\.(kernel|scale)", 0),
+    (r"(mlp|shared)\.down\.(kernel|scale)", 1),
+    (r"experts\.(gate|up|down)(_scale)?", 0),
+)
+"""Of e4m3 weights, ``[out, in]``, and of their scales."""
 
-def divided_axis(path: str) -> int | None:
+
+def divided_axis(path: str, dtype: DTypeLike) -> int | None:
     """The axis of a leaf that is divided, stacked layers counted; None: the leaf stays whole."""
-    for pattern, axis in _AXES:
+    blocks = jnp.dtype(dtype) == jnp.float8_e4m3fn or path.endswith("scale")
+    for pattern, axis in _BLOCK_AXES if blocks else _AXES:
         if re.search(rf"(^|\.){pattern}$", path):
             return axis + path.startswith("stacks.")
     return None
 
 
-def sharding_of(path: str, shape: tuple[int, ...], placement: Placement) -> Sharding:
+def share_axis(path: str, shape: tuple[int, ...], dtype: DTypeLike, devices: int) -> int | None:
+    """The axis of which each of so many devices has an equal share; None: all have all of it."""
+    axis = divided_axis(path, dtype)
+    blocks = jnp.dtype(dtype) == jnp.float8_e4m3fn and path.endswith("kernel")
+    unit = SCALE_BLOCK if blocks else 1
+    return None if axis is None or devices < 2 or shape[axis] % (devices * unit) else axis
+
+
+def sharding_of(
+    path: str, shape: tuple[int, ...], dtype: DTypeLike, placement: Placement
+) -> Sharding:
     """Where the leaf of this path is."""
-    axis = divided_axis(path)
-    if axis is None or not divides(placement, shape[axis]):
-        return placement.everywhere
-    return placement.divided(axis)
+    axis = share_axis(path, shape, dtype, placement.size)
+    return placement.everywhere if axis is None else placement.divided(axis)
 
 
-def divides(placement: Placement | None, size: int) -> bool:
-    """Whether an axis of this size is divided: several devices, each with as much."""
-    return placement is not None and placement.size > 1 and size % placement.size == 0
+def divides(placement: Placement | None, size: int, *, unit: int = 1) -> bool:
+    """Whether an axis is divided: several devices, each with as many units of ``unit``."""
+    return placement is not None and placement.size > 1 and size % (placement.size * unit) == 0
 
 
 def divided[**P, R](

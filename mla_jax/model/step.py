@@ -190,7 +190,7 @@ class Step:
         leaves, tree = jax.tree.flatten(state)
         paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
         shardings = [
-            sharding_of(path, leaf.shape, self.placement)
+            sharding_of(path, leaf.shape, leaf.dtype, self.placement)
             for path, leaf in zip(paths, leaves, strict=True)
         ]
 

@@ -89,10 +89,10 @@ def load(
     *,
     dtype: str | np.dtype | type,
     progress: Progress | None = None,
-    sharding: Callable[[str, tuple[int, ...]], jax.sharding.Sharding] | None = None,
+    sharding: Callable[[str, tuple[int, ...], np.dtype], jax.sharding.Sharding] | None = None,
     fp8: bool = False,
 ) -> dict[str, Array]:
-    """Leaves by path, on the default device unless ``sharding(path, shape)`` says where.
+    """Leaves by path, on the default device unless ``sharding(path, shape, dtype)`` says where.
 
     A leaf of stacked layers is filled row by row where it will stay: beside the leaves, one
     layer's part of one of them is in memory at a time, and each device is sent its own share.
@@ -133,13 +133,13 @@ def load(
 class _Filling:
     """Leaves in the making. A stack begins as zeros and gets its rows in place."""
 
-    sharding: Callable[[str, tuple[int, ...]], jax.sharding.Sharding] | None
+    sharding: Callable[[str, tuple[int, ...], np.dtype], jax.sharding.Sharding] | None
     leaves: dict[str, Array] = field(default_factory=dict)
 
     def put(self, path: str, array: np.ndarray, place: Place | None) -> None:
         """A whole leaf, or the row ``place.index`` of a stack."""
         shape = array.shape if place is None else (place.repeats, *array.shape)
-        sharding = self.sharding and self.sharding(path, shape)
+        sharding = self.sharding and self.sharding(path, shape, array.dtype)
         if place is None:
             self.leaves[path] = jax.device_put(array, sharding)
             return

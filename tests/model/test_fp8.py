@@ -1,23 +1,20 @@
 """A model whose weights stay block-scaled e4m3: the model of its widened weights."""
 
-import dataclasses
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
 
-from mla_jax.config import MLADims, MoEConfig
 from mla_jax.engine import Engine
-from mla_jax.errors import EngineError, WeightsError
+from mla_jax.errors import WeightsError
 from mla_jax.model.deepseek_v3 import DeepseekV3
 from mla_jax.model.safetensors_io import Checkpoint, write_safetensors
 from mla_jax.model.sampling import SamplingParams
-from mla_jax.model.weights import keeps_fp8, load, place, save
-from tests.model import tiny
+from mla_jax.model.weights import keeps_fp8, load, place
+from tests.model import fp8
 
 GPU = jax.default_backend() == "gpu"
 LONG = SamplingParams(max_new_tokens=12, ignore_eos=True)
@@ -26,58 +23,15 @@ BOUND = 1.25
 """How much farther from float32 logits may be than those of the widened weights in bfloat16."""
 
 
-def config(**changes):
-    """Widths that the kernels take too: multiples of 128."""
-    facts = {
-        "hidden": 256,
-        "mlp": 384,
-        "dims": MLADims(heads=4, rank=128, nope=32, rope=16, v=32, q_rank=128),
-        "rope": dataclasses.replace(tiny.config().rope, dim=16),
-        "moe": MoEConfig(
-            experts=8, topk=3, width=128, shared=1, method="noaux_tc", groups=4, topk_groups=2,
-            normalise=True, scale=2.5,
-        ),
-        "fp8_block": 128,
-    }  # fmt: skip
-    return dataclasses.replace(tiny.config(), **(facts | changes))
-
-
-def quantised(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes and the float32 scale of each block."""
-    q = np.zeros(x.shape, ml_dtypes.float8_e4m3fn)
-    scale = np.zeros([-(-n // 128) for n in x.shape], np.float32)
-    for i, j in np.ndindex(*scale.shape):
-        block = np.s_[128 * i : 128 * i + 128, 128 * j : 128 * j + 128]
-        scale[i, j] = np.abs(x[block]).max() / 448
-        q[block] = (x[block] / scale[i, j]).astype(q.dtype)
-    return q, scale
-
-
-def is_product(name: str) -> bool:
-    return "_proj" in name and name.endswith(".weight")
-
-
 @pytest.fixture(scope="module")
 def cfg():
-    return config()
+    return fp8.config()
 
 
 @pytest.fixture(scope="module")
 def folder(cfg, tmp_path_factory):
     path = tmp_path_factory.mktemp("fp8")
-    save(path, cfg, tiny.leaves(tiny.model(cfg)))
-    text = (path / "config.json").read_text()
-    tensors = {}
-    for name, tensor in Checkpoint.open(path).tensors.items():
-        x = tensor.read()
-        if is_product(name):
-            tensors[name], tensors[f"{name}_scale_inv"] = quantised(x)
-        else:
-            tensors[name] = x
-    write_safetensors(path / "model.safetensors", tensors)
-    block = '"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", '
-    block += '"weight_block_size": [128, 128]}'
-    (path / "config.json").write_text(text.rstrip()[:-1].rstrip() + f",\n  {block}\n}}\n")
+    fp8.write(path, cfg)
     return path
 
 
@@ -124,13 +78,13 @@ def test_in_bfloat16_it_is_as_near_to_float32_as_the_widened_model(folder, recor
     """The same tokens are fed to all: the error of the logits of each request's first token."""
     true, _ = serve(folder, "float32", False)
     errors = {}
-    for fp8 in (False, True):
-        got, _ = serve(folder, "bfloat16", fp8)
+    for kept in (False, True):
+        got, _ = serve(folder, "bfloat16", kept)
         pairs = [(a.logits[0], b.logits[0]) for a, b in zip(got, true, strict=True)]
-        errors[fp8] = np.sqrt(sum(((a - b) ** 2).sum() for a, b in pairs)) / np.sqrt(
+        errors[kept] = np.sqrt(sum(((a - b) ** 2).sum() for a, b in pairs)) / np.sqrt(
             sum((b**2).sum() for _, b in pairs)
         )
-        record_property(f"relative error, fp8 {fp8}", float(errors[fp8]))
+        record_property(f"relative error, fp8 {kept}", float(errors[kept]))
     assert errors[True] < BOUND * errors[False], errors
     assert errors[False] < 0.05, errors
 
@@ -142,7 +96,7 @@ def test_by_itself_a_gpu_keeps_them_and_a_cpu_does_not(folder):
 
 
 def test_what_cannot_stay(folder, cfg, tmp_path):
-    """One product that is not e4m3, or several devices."""
+    """One product that is not e4m3."""
     assert keeps_fp8(folder, cfg)
     tensors = {n: t.read() for n, t in Checkpoint.open(folder).tensors.items()}
     name = "model.layers.1.self_attn.o_proj.weight"
@@ -154,10 +108,6 @@ def test_what_cannot_stay(folder, cfg, tmp_path):
     with pytest.raises(WeightsError, match=r"o_proj\.weight: given F32; allowed: F8_E4M3"):
         serve(tmp_path, "bfloat16", True)
     serve(tmp_path, "bfloat16", None)
-    devices = jax.devices()
-    if len(devices) > 1:
-        with pytest.raises(EngineError, match="fp8_weights"):
-            serve(folder, "bfloat16", True, devices=devices[:2])
 
 
 @pytest.mark.slow
