@@ -23,6 +23,9 @@ __all__ = ["block_scaled", "drawn", "of_layers", "of_ratios"]
 LARGE = 2**28
 """Elements of a leaf that is drawn row by row."""
 
+CODES = 2048
+"""How much larger e4m3 codes are than the weights, to use their range."""
+
 
 def of_layers(config: ModelConfig, layers: int) -> ModelConfig:
     """The model with so many layers: its dense ones first, then expert layers."""
@@ -49,14 +52,22 @@ def block_scaled(w: jax.Array) -> BlockScaled:
     return BlockScaled(values=values.astype(jnp.float8_e4m3fn), scale=scale)
 
 
-def drawn(config: AnyConfig, module: Any = DeepseekV3) -> Any:
-    """A model of this class in bfloat16; routers in float32, as always."""
-    dtype = jnp.dtype(jnp.bfloat16)
-    abstract = nnx.eval_shape(lambda: module(config, dtype=dtype, rngs=nnx.Rngs(0)))
+def drawn(config: AnyConfig, module: Any = DeepseekV3, *, fp8: bool = False) -> Any:
+    """A model of this class in bfloat16; routers in float32, as always.
+
+    With ``fp8`` its products are block-scaled e4m3.
+    """
+    facts: dict[str, Any] = {"dtype": jnp.dtype(jnp.bfloat16)} | ({"fp8": True} if fp8 else {})
+    abstract = nnx.eval_shape(lambda: module(config, **facts, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(abstract)
     leaves, tree = jax.tree.flatten(state)
+    paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
     keys = jax.random.split(jax.random.key(0), len(leaves))
-    made = [_leaf(key, x.shape, x.dtype) for key, x in zip(keys, leaves, strict=True)]
+    made = []
+    for key, path, x in zip(keys, paths, leaves, strict=True):
+        scales = fp8 and path.endswith("scale") and "norm" not in path
+        one = jnp.full(x.shape, 1 / CODES, x.dtype) if scales else _leaf(key, x.shape, x.dtype)
+        made.append(one)
     return nnx.merge(graph, jax.tree.unflatten(tree, jax.block_until_ready(made)))
 
 
@@ -72,7 +83,8 @@ def _leaf(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array
 
 @partial(jax.jit, static_argnums=(1, 2))
 def _normal(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-    return (0.02 * jax.random.normal(key, shape, jnp.bfloat16)).astype(dtype)
+    factor = 0.02 * CODES if dtype == jnp.float8_e4m3fn else 0.02
+    return (factor * jax.random.normal(key, shape, jnp.bfloat16)).astype(dtype)
 
 
 @partial(jax.jit, donate_argnums=0)

@@ -67,10 +67,15 @@ def _few_v4() -> Any:
     return dataclasses.replace(V4_FLASH, **few, moe=moe, fp8_block=None)
 
 
+E4M3 = "v3_weights", "v3_2_weights"
+"""Of ``MODELS`` those whose products have block-scaled e4m3 weights."""
+
 MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "v2_lite": (lambda: _few("v2_lite", n_routed_experts=64, vocab_size=102400), "bf16"),
     "v3": (lambda: _few("v3"), "bf16"),
     "v3_e4m3": (lambda: _few("v3"), "fp8_e4m3"),
+    "v3_weights": (lambda: _few("v3"), "bf16"),
+    "v3_2_weights": (lambda: _few("v3_2", index_topk=256), "fp8_e4m3"),
     "v3_2": (lambda: _few("v3_2", index_topk=256), "bf16"),
     "v3_2_records": (lambda: _few("v3_2", index_topk=256), "fp8_e4m3"),
     "v4": (_few_v4, "bf16"),
@@ -133,7 +138,8 @@ def check(variant: str, model: str, *, tiny: bool = False, devices: int = 1) -> 
         dims = dataclasses.replace(config.dims, heads=2)
         config = dataclasses.replace(config, vocab=256, hidden=64, mlp=64, moe=moe, dims=dims)
     module = family_of(config.family).module
-    engine = Given(drawn(config, module), config, cache_format, devices)
+    weights = drawn(config, module, **({"fp8": True} if model in E4M3 else {}))
+    engine = Given(weights, config, cache_format, devices)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, config.vocab, n).tolist() for n in rng.integers(*LENGTHS, REQUESTS)]
     found = answers(engine, prompts, **VARIANTS[variant])
