@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from mla_jax.commands import fit
 from mla_jax.config import MLADims, ModelConfig
 from mla_jax.engine import Engine
 from mla_jax.model.sampling import SamplingParams
@@ -54,6 +55,8 @@ def main() -> dict[str, object]:
 
             _, want = serve(jax.devices()[0])
             many, got = serve(jax.devices())
+        settings = fit.Settings(config=cfg, cards=8, dtype="float32", fp8=True, cache_format="fp32")
+        predicted = fit.fit(settings, memory=2**34)
         state = jax.tree.unflatten(many._step._tree, many._step.leaves)
         leaves = {".".join(map(str, p)): v.get_value() for p, v in nnx.to_flat_state(state)}
         found[name] = {
@@ -62,6 +65,7 @@ def main() -> dict[str, object]:
                 float(np.abs(a.logits - b.logits).max()) for a, b in zip(got, want, strict=True)
             ),
             "shares": {path: shares(leaf) for path, leaf in leaves.items()},
+            "bytes": [many.stats().weight_bytes, predicted.weights + predicted.derived],
             "e4m3": [p for p, leaf in leaves.items() if leaf.dtype == jnp.float8_e4m3fn],
         }
     return found

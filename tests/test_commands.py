@@ -324,7 +324,6 @@ def test_what_is_no_memory(run, memory):
         (("roofline", "V3", "--out", "x.png"), "whose name ends in .html or .svg"),
         (("fit", "V3", "--cards", "0"), "cards: given 0; allowed: 1 or more"),
         (("fit", "V3", "--share", "1.5"), "share: given 1.5; allowed: above 0, at most 1"),
-        (("fit", "V3", "--cards", "2", "--fp8-weights"), "allowed: 1 card"),
         (("fit", "V2_LITE", "--cards", "4096", "--compile"), "those of this machine"),
         (("parity", "V4_FLASH"), "model: given V4_FLASH, which is not here"),
         (("roofline", "V3", "--out", "no-such-folder/x.html"), "a file in a folder that exists"),

@@ -103,6 +103,8 @@ def test_e4m3_weights_stay_so_over_eight_devices():
     for kind in ("wide", "narrow"):
         assert found[kind]["tokens"] and found[kind]["off"] < 2e-4
         assert found[kind]["e4m3"]
+        held, predicted = found[kind]["bytes"]
+        assert held == predicted, "what `mla-jax fit --cards 8 --fp8-weights` says"
     whole = ("attn.q_down.", "attn.kv_down.", "attn.kv_up.")
     for path in found["wide"]["e4m3"]:
         scale = path.replace(".kernel", ".scale") if path.endswith("kernel") else f"{path}_scale"

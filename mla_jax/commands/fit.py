@@ -25,7 +25,7 @@ from mla_jax.errors import ArgumentError, EngineError
 from mla_jax.metadata.common import HostBatch
 from mla_jax.metadata.packed import pack
 from mla_jax.model.family import CacheGroup, Family, Serving, family_of
-from mla_jax.model.sharding import share_axis
+from mla_jax.model.sharding import derived_axis, share_axis
 from mla_jax.model.step import Step, empty_batch
 from mla_jax.placement import Placement
 from mla_jax.types import Int
@@ -204,7 +204,9 @@ def _weights(settings: Settings) -> tuple[int, int]:
         _share(".".join(map(str, path)), var.get_value(), settings.cards) for path, var in state
     )
     derived = jax.tree.leaves(nnx.eval_shape(lambda m: m.derive(), model))
-    return held, sum(_share_of_heads(leaf, settings) for leaf in derived)
+    whole = (derived_axis(leaf.shape, settings.cards) is None for leaf in derived)
+    shares = (1 if one else settings.cards for one in whole)
+    return held, sum(_nbytes(x) // n for x, n in zip(derived, shares, strict=True))
 
 
 def _nbytes(leaf: Any) -> int:
@@ -214,12 +216,6 @@ def _nbytes(leaf: Any) -> int:
 def _share(path: str, leaf: Any, cards: int) -> int:
     whole = share_axis(path, leaf.shape, leaf.dtype, cards) is None
     return _nbytes(leaf) if whole else _nbytes(leaf) // cards
-
-
-def _share_of_heads(leaf: Any, settings: Settings) -> int:
-    """Absorbed weights are divided by heads, the axis behind that of stacked layers; no gain is."""
-    whole = len(leaf.shape) < 3 or leaf.shape[1] % settings.cards
-    return _nbytes(leaf) if whole else _nbytes(leaf) // settings.cards
 
 
 def compiled(settings: Settings, *, batch: int, context: int) -> Compiled:

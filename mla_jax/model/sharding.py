@@ -25,7 +25,7 @@ from jax.typing import DTypeLike
 from mla_jax.placement import SHARDS, Placement
 from mla_jax.types import SCALE_BLOCK
 
-__all__ = ["divided", "divided_axis", "divides", "share_axis", "sharding_of"]
+__all__ = ["derived_axis", "divided", "divided_axis", "divides", "share_axis", "sharding_of"]
 
 _AXES = (
     (r"embed\.embedding", 0),
@@ -63,6 +63,12 @@ def share_axis(path: str, shape: tuple[int, ...], dtype: DTypeLike, devices: int
     blocks = jnp.dtype(dtype) == jnp.float8_e4m3fn and path.endswith("kernel")
     unit = SCALE_BLOCK if blocks else 1
     return None if axis is None or devices < 2 or shape[axis] % (devices * unit) else axis
+
+
+def derived_axis(shape: tuple[int, ...], devices: int) -> int | None:
+    """Of what is derived from the weights of stacked layers; absorbed weights alone have heads."""
+    heads = shape[1] if len(shape) == 4 else 0
+    return 1 if devices > 1 and heads and heads % devices == 0 else None
 
 
 def sharding_of(

@@ -28,7 +28,7 @@ from mla_jax.metadata.staging import Staging, received
 from mla_jax.model.loops import nested
 from mla_jax.model.program_store import ProgramStore, source_of
 from mla_jax.model.sampling import SamplingBatch, sample
-from mla_jax.model.sharding import sharding_of
+from mla_jax.model.sharding import derived_axis, sharding_of
 from mla_jax.model.token_history import Fed, HistoryStore, TokenHistory
 from mla_jax.placement import Placement
 from mla_jax.types import Array, Float, Int
@@ -200,17 +200,18 @@ class Step:
 
         if (old := getattr(self, "leaves", None)) is not None:
             _check_same(paths, leaves, old)
-        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+        abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+        if abstract:
             leaves = [_placed(x, s) for x, s in zip(leaves, shardings, strict=True)]
-            with self.placement.working():
-                compiled = jax.jit(derive).lower(leaves).compile()
-            derived = jax.tree.map(
-                _placed, jax.eval_shape(derive, leaves), compiled.output_shardings
-            )
         else:
             leaves = jax.device_put(leaves, shardings)
-            with self.placement.working():
-                derived = jax.jit(derive)(leaves)
+        with self.placement.working():
+            derived = jax.eval_shape(derive, leaves)
+            homes = jax.tree.map(self._derived_home, derived)
+            if abstract:
+                derived = jax.tree.map(_placed, derived, homes)
+            else:
+                derived = jax.jit(derive, out_shardings=homes)(leaves)
         taken = graph, tree, leaves, derived
         self._graph, self._tree, self.leaves, self.derived = taken
 
@@ -303,6 +304,10 @@ class Step:
         decision = jax.tree.unflatten(layout.tree, layout.shapes).decision
         unrolled = getattr(decision, "decodes_only", False)
         return GPU_OPTIONS | (UNROLLED if unrolled else {})
+
+    def _derived_home(self, leaf: jax.ShapeDtypeStruct) -> jax.sharding.Sharding:
+        axis = derived_axis(leaf.shape, self.placement.size)
+        return self.placement.everywhere if axis is None else self.placement.divided(axis)
 
     def _trees(self, layout: Layout, arguments: Any) -> tuple[Any, Any]:
         """Structure of a program's arguments and results, without tracing it."""
