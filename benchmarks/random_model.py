@@ -6,7 +6,6 @@ that draws all leaves at once takes minutes to compile.
 
 import dataclasses
 import math
-from functools import partial
 from typing import Any
 
 import jax
@@ -16,6 +15,8 @@ from flax import nnx
 from mla_jax.config import ModelConfig
 from mla_jax.config_v4 import AnyConfig, V4Config
 from mla_jax.model.deepseek_v3 import DeepseekV3
+from mla_jax.model.sharding import sharding_of
+from mla_jax.placement import Placement
 from mla_jax.types import SCALE_BLOCK, BlockScaled
 
 __all__ = ["block_scaled", "drawn", "of_layers", "of_ratios"]
@@ -52,11 +53,19 @@ def block_scaled(w: jax.Array) -> BlockScaled:
     return BlockScaled(values=values.astype(jnp.float8_e4m3fn), scale=scale)
 
 
-def drawn(config: AnyConfig, module: Any = DeepseekV3, *, fp8: bool = False) -> Any:
+def drawn(
+    config: AnyConfig,
+    module: Any = DeepseekV3,
+    *,
+    fp8: bool = False,
+    placement: Placement | None = None,
+) -> Any:
     """A model of this class in bfloat16; routers in float32, as always.
 
-    With ``fp8`` its products are block-scaled e4m3.
+    With ``fp8`` its products are block-scaled e4m3. Over the devices of a ``placement`` each draws
+    its own share.
     """
+    placement = Placement.of(placement)
     facts: dict[str, Any] = {"dtype": jnp.dtype(jnp.bfloat16)} | ({"fp8": True} if fp8 else {})
     abstract = nnx.eval_shape(lambda: module(config, **facts, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(abstract)
@@ -66,27 +75,31 @@ def drawn(config: AnyConfig, module: Any = DeepseekV3, *, fp8: bool = False) -> 
     made = []
     for key, path, x in zip(keys, paths, leaves, strict=True):
         scales = fp8 and path.endswith("scale") and "norm" not in path
-        one = jnp.full(x.shape, 1 / CODES, x.dtype) if scales else _leaf(key, x.shape, x.dtype)
-        made.append(one)
+        home = sharding_of(path, x.shape, x.dtype, placement)
+        if scales:
+            made.append(jnp.full(x.shape, 1 / CODES, x.dtype, device=home))
+        else:
+            made.append(_leaf(key, x.shape, x.dtype, home))
     return nnx.merge(graph, jax.tree.unflatten(tree, jax.block_until_ready(made)))
 
 
-def _leaf(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+def _leaf(
+    key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype, home: jax.sharding.Sharding
+) -> jax.Array:
     """Large stacks row by row: drawing one takes several times its memory."""
     if math.prod(shape) < LARGE or len(shape) < 3:
-        return _normal(key, shape, dtype)
-    leaf = jnp.zeros(shape, dtype)
+        return jax.jit(_normal, static_argnums=(1, 2), out_shardings=home)(key, shape, dtype)
+    put = jax.jit(_put, static_argnums=3, donate_argnums=0, out_shardings=home)
+    leaf = jnp.zeros(shape, dtype, device=home)
     for i, each in enumerate(jax.random.split(key, shape[0])):
-        leaf = _put(leaf, _normal(each, shape[1:], dtype), i)
+        leaf = put(leaf, each, i, dtype)
     return leaf
 
 
-@partial(jax.jit, static_argnums=(1, 2))
 def _normal(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
     factor = 0.02 * CODES if dtype == jnp.float8_e4m3fn else 0.02
     return (factor * jax.random.normal(key, shape, jnp.bfloat16)).astype(dtype)
 
 
-@partial(jax.jit, donate_argnums=0)
-def _put(leaf: jax.Array, row: jax.Array, i: int) -> jax.Array:
-    return leaf.at[i].set(row)
+def _put(leaf: jax.Array, key: jax.Array, i: int, dtype: jnp.dtype) -> jax.Array:
+    return leaf.at[i].set(_normal(key, leaf.shape[1:], dtype))
