@@ -58,7 +58,7 @@ def experts(rng, tokens, *, hidden=256, width=128, dtype="bfloat16", **facts):
 
 
 @DTYPES
-@pytest.mark.parametrize("shape", [(128, 128), (192, 256), (576, 384), (24, 128)])
+@pytest.mark.parametrize("shape", [(128, 128), (192, 256), (576, 384), (24, 128), (200, 2688)])
 @pytest.mark.parametrize("tokens", [1, 17, 64])
 def test_a_product(tokens, shape, dtype, backend, rng):
     w = weight(rng, *shape, std=shape[1] ** -0.5)
@@ -68,6 +68,50 @@ def test_a_product(tokens, shape, dtype, backend, rng):
     true = x.astype(np.float64) @ wide(w).T
     honest = x.astype(np.float64) @ wide(w).astype(x.dtype).astype(np.float64).T
     within(got, true, honest.astype(x.dtype), floor=1e-5)
+
+
+@pytest.mark.gpu
+def test_bits_of_a_row_do_not_depend_on_the_others(rng):
+    """Nor on how many there are: channels are cut into the same pieces."""
+    x = jnp.asarray(draw(rng, 64, 2688, dtype="bfloat16"))
+    w = weight(rng, 200, 2688, std=2688**-0.5)
+    whole = np.asarray(run(matmul_fp8, x, w, backend="triton"))
+    for rows in (slice(5, 6), slice(0, 17)):
+        alone = run(matmul_fp8, x[rows], w, backend="triton")
+        np.testing.assert_array_equal(np.asarray(alone), whole[rows])
+
+
+@pytest.mark.skipif(bool(missing("triton")), reason=missing("triton") or "available")
+@pytest.mark.parametrize("shape", [(7168, 1536), (200, 2688), (2112, 7168), (96, 1024)])
+@pytest.mark.parametrize("tokens", [1, 17, 40, 64])
+def test_programs_cover_everything_once(tokens, shape, rng, monkeypatch):
+    """The launch, with programs in numpy that read what a program of the kernel reads."""
+    from mla_jax.pallas.fp8_matmul import triton
+
+    w = weight(rng, *shape, std=shape[1] ** -0.5)
+    x = jnp.asarray(draw(rng, tokens, shape[1]))
+    launches = []
+
+    def call(kernel, x, values, scale, count, *, out, grid, SIZES, TILE, **_):
+        launches.append(grid)
+        given, weights = np.asarray(x, np.float64), wide(w)
+        (into, columns_out), (rows, columns, each) = SIZES, TILE
+        blocks, steps = -(-columns_out // columns), into // 128
+        pieces, found = -(-steps // each), np.full(out.shape, np.nan)
+        assert pieces == out.shape[0] and (pieces - 1) * each < steps
+        for pid in range(grid):
+            block, rest = pid % blocks, pid // blocks
+            piece, row = rest % pieces, rest // pieces * rows
+            k = slice(piece * each * 128, min((piece + 1) * each, steps) * 128)
+            r, c = slice(row, row + rows), slice(block * columns, (block + 1) * columns)
+            assert np.isnan(found[piece, r, c]).all()
+            found[piece, r, c] = given[r, k] @ weights[c, k].T
+        return jnp.asarray(found, out.dtype)
+
+    monkeypatch.setattr(triton.triton_lib, "call", call)
+    got = triton.matmul_fp8(x, w)
+    np.testing.assert_allclose(got, np.asarray(x, np.float64) @ wide(w).T, atol=1e-5)
+    assert launches[0] <= 1024 * -(-tokens // 16) * 2
 
 
 @DTYPES
@@ -145,6 +189,6 @@ def test_compiles_for_sm90(tokens, monkeypatch):
     if tokens == 1:
         aot.compile_sm90(
             lambda *args: matmul_fp8(*args, backend="triton"),
-            s((tokens, 1024), jnp.bfloat16),
-            scaled(512, 1024),
+            s((tokens, 1792), jnp.bfloat16),
+            scaled(512, 1792),
         )

@@ -164,16 +164,22 @@ def down(
 
 @jit
 def matmul(x, weight, scale, tokens, out, SIZES: tl.constexpr, TILE: tl.constexpr):
-    """``out = x W^T`` for one tile of rows and columns; ``SIZES`` are channels in and out."""
+    """``out[piece] = x W^T`` over one piece of the channels, for one tile of rows and columns.
+
+    ``SIZES`` are channels in and out; ``TILE`` rows, columns, and the blocks of scales of a piece.
+    """
     INTO: tl.constexpr = SIZES[0]
     OUT: tl.constexpr = SIZES[1]
     ROWS: tl.constexpr = TILE[0]
     COLUMNS: tl.constexpr = TILE[1]
+    EACH: tl.constexpr = TILE[2]
     BLOCKS: tl.constexpr = (OUT + COLUMNS - 1) // COLUMNS
     STEPS: tl.constexpr = INTO // DEPTH
+    PIECES: tl.constexpr = (STEPS + EACH - 1) // EACH
     pid = tl.program_id(0)
-    block = pid % BLOCKS
-    row = pid // BLOCKS * ROWS + tl.arange(0, ROWS)
+    block, pid = pid % BLOCKS, pid // BLOCKS
+    piece = pid % PIECES
+    row = pid // PIECES * ROWS + tl.arange(0, ROWS)
     column = block * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, DEPTH)
     live, there = row < tokens, column < OUT
@@ -181,8 +187,8 @@ def matmul(x, weight, scale, tokens, out, SIZES: tl.constexpr, TILE: tl.constexp
     at = weight + column.to(tl.int64)[:, None] * INTO + k[None, :]
     s = scale + block * COLUMNS // DEPTH * STEPS
     y = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for i in range(0, STEPS):
+    for i in range(piece * EACH, tl.minimum(piece * EACH + EACH, STEPS)):
         part = tl.load(a + i * DEPTH, mask=live[:, None], other=0.0)
         y = _step(part, tl.load(at + i * DEPTH, mask=there[:, None], other=0.0), s + i, y)
-    to = out + row.to(tl.int64)[:, None] * OUT + column[None, :]
+    to = out + (piece * tokens + row).to(tl.int64)[:, None] * OUT + column[None, :]
     tl.store(to, y.to(out.dtype.element_ty), mask=live[:, None] & there[None, :])
