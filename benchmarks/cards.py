@@ -1,0 +1,92 @@
+"""``python -m benchmarks.cards``: a model of V3's widths with e4m3 weights over all cards here.
+
+Random weights, drawn where they stay. As many layers as asked for: V3's 61 need eight cards of
+141 GB. The cache takes what fits. Wall time through ``Engine.generate``: of a decode step, from
+calls of 2 and of 66 new tokens; of prompts, from a call with one new token each.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.random_model import drawn, of_layers
+from mla_jax.config import ModelConfig
+from mla_jax.engine import Engine
+from mla_jax.metadata.buckets import Ladder, MLALadder
+from mla_jax.model.presets import V3
+from mla_jax.model.sampling import SamplingParams
+from mla_jax.placement import Placement
+
+PAGE, CHUNK, LONGEST, MOST = 64, 2048, 2304, 32
+PROMPT, STEPS = 1024, 64
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.cards", description=__doc__)
+    parser.add_argument("--layers", type=int, default=30)
+    parser.add_argument("--out", type=Path, help="a JSON file")
+    given = parser.parse_args()
+    row = measured(of_layers(V3, given.layers), jax.devices())
+    print(json.dumps(row, indent=1))
+    if given.out is not None:
+        given.out.write_text(json.dumps(row, indent=1) + "\n")
+
+
+def measured(config: ModelConfig, devices: list[Any]) -> dict[str, Any]:
+    """Memory of one card, and milliseconds."""
+    placement = Placement.of(devices)
+    engine = Engine(
+        drawn(config, fp8=True, placement=placement),
+        config,
+        page=PAGE,
+        max_requests=MOST,
+        prefill_chunk=CHUNK,
+        max_model_len=LONGEST,
+        ladder=_ladder(),
+        devices=placement,
+        absorb_prefills=False,
+    )
+    engine.warm_up()
+    rng = np.random.default_rng(0)
+
+    def seconds(requests: int, prompt: int, new: int) -> float:
+        asked = [rng.integers(0, config.vocab, prompt).tolist() for _ in range(requests)]
+        start = time.perf_counter()
+        engine.generate(asked, SamplingParams(max_new_tokens=new, ignore_eos=True))
+        return time.perf_counter() - start
+
+    def step_ms(requests: int) -> float:
+        few, many = (seconds(requests, PROMPT, new) for new in (2, 2 + STEPS))
+        return 1e3 * (many - few) / STEPS
+
+    seconds(1, PROMPT, 4)
+    stats = engine.stats()
+    row: dict[str, Any] = {"device": devices[0].device_kind, "cards": len(devices)}
+    row |= {"layers": config.layers, "weight_bytes": stats.weight_bytes}
+    row |= {"cache_bytes": stats.cache_bytes, "workspace_bytes": stats.workspace_bytes}
+    for requests in (1, MOST):
+        row[f"decode_{requests}x{PROMPT}_ms"] = [round(step_ms(requests), 2) for _ in range(2)]
+    prompts = 8
+    row[f"prefill_{prompts}x{CHUNK}_s"] = [round(seconds(prompts, CHUNK, 1), 3) for _ in range(2)]
+    return row
+
+
+def _ladder() -> MLALadder:
+    """Four programs."""
+    return MLALadder(
+        decodes=Ladder("decode requests", (8, MOST)),
+        prefills=Ladder("prefill requests", (MOST,)),
+        prefill_tokens=Ladder("prefill tokens", (CHUNK,)),
+        pages=Ladder("pages of one request", (LONGEST // PAGE,)),
+        context_rows=4096,
+        mixed=((MOST, CHUNK), (0, CHUNK)),
+    )
+
+
+if __name__ == "__main__":
+    main()
