@@ -173,6 +173,7 @@ def generate(
     defaults = GenerationDefaults.open(model_dir)
     params = sampling.params(defaults, vocab=config.vocab)
     _keep_compilations(serving.cache)
+    _devices(serving.devices)
     if programs is not None:
         made_folder("--programs", programs)
     text = TextProcessor.open(model_dir, vocab=config.vocab, family=config.family)
@@ -214,6 +215,7 @@ def warm(
     model_dir = folder_of(model)
     config = read_config(model_dir, ignore_keys=serving.ignore_key or ())
     _keep_compilations(serving.cache)
+    _devices(serving.devices)
     made_folder("--programs", programs)
     engine = _load(model_dir, serving, **_sizes(serving, serving.limit(config)), programs=programs)
     print(engine.explain())
@@ -642,7 +644,11 @@ def fit_command(
     )
     room = peaks_of(device or "H200").memory if memory is None else memory * 2**30
     found = fit.fit(settings, memory=room, share=share)
-    made = fit.compiled(settings, batch=batch or 8, context=context) if compare else None
+    made = (
+        fit.compiled(settings, batch=8 if batch is None else batch, context=context)
+        if compare
+        else None
+    )
     show(fit_report(found, made), title=f"{model}: what fits", out=out)
 
 

@@ -144,7 +144,9 @@ def _read_model(
 
 
 class Engine:
-    """One model, its caches and its queue, for one thread at a time; a second one is refused.
+    """One model, its caches and its queue.
+
+    A call from a second thread, while another is in one, is refused.
 
     After an interruption or an exception inside a step the engine goes on: the next call makes
     the caches anew and running requests are computed again; no token is lost or told twice.
@@ -167,8 +169,8 @@ class Engine:
         backend: name of the backend of every operation that has one of that name.
         absorb_prefills: let steps of short prefills on long contexts run over their pages where
             the device's measured rates say that this is faster (docs/chunked_context.md).
-        run_ahead: send a step before the tokens of the one before are read; the tokens are the same
-            without, and later.
+        run_ahead: send a step before the tokens of the one before are read. False gives the same
+            tokens, more slowly.
         want_logits: keep every step's logits in ``Completion.logits`` (for tests and parity).
         family: what the model is; by default the one that reads the configuration's model type.
         devices: one device or several of a kind, a mesh of one axis, or a ``Placement``; None is
@@ -296,6 +298,9 @@ class Engine:
         if "defaults" not in settings:
             settings["defaults"] = GenerationDefaults.open(folder)
         settings["devices"] = placement = Placement.of(settings.get("devices"))
+        parts = {name: settings.get(name) for name in ("family", "text")}
+        defaults = settings["defaults"] or GenerationDefaults()
+        check_parts(_read_model, config, defaults=defaults, **parts)
         family = settings.get("family") or family_of(config.family)
         fp8 = _keep_fp8(folder, config, family, placement, dtype, fp8_weights)
         read = partial(
@@ -324,12 +329,11 @@ class Engine:
         After it no step compiles. Rungs are printed by ``explain``.
         """
         start = time.perf_counter()
-        self._mend()
+        with self._whole():
+            self._history.begin(self._history.rows, ())  # of no request: its program is made
         rungs = self.builder.rungs()
         caches = self._caches
         names = [group.name for group in self.groups]
-
-        self._history.begin(self._history.rows, ())  # of no request: its program is made
 
         def ready(decision: Any) -> Any:
             self._step.compile(pack(empty_batch(decision, names)).layout, caches)
@@ -711,6 +715,8 @@ def _keep_fp8(
     asked: bool | None,
 ) -> bool:
     """Whether e4m3 weights stay so; refuses what was asked for and cannot be."""
+    if asked not in (None, True, False):
+        raise EngineError("fp8_weights", repr(asked), "True, False or None")
     if asked is None:
         usual = placement.on_gpu and dtype.itemsize == 2
         given = bool(getattr(config, "fp8_block", None))
@@ -753,7 +759,11 @@ class _Whole:
             given, hint = "while another thread is in one", "Calls may take turns under a lock."
             raise EngineError("a call of the engine", given, "one thread at a time", hint)
         self._engine._inside = here
-        self._engine._mend()
+        try:
+            self._engine._mend()
+        except BaseException:
+            self._engine._inside = None
+            raise
         self._engine._broken = True
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:

@@ -178,7 +178,10 @@ def checked_ids(ids: Sequence[Any], *, vocab: int, where: str) -> list[int]:
 
 
 class Scheduler:
-    """Owns the queues and lends pages. ``schedule`` a plan, run it, ``commit`` its tokens."""
+    """Owns the queues and lends pages.
+
+    ``schedule`` a plan and ``launch`` it; when its tokens are known, ``apply`` its ``outcomes``.
+    """
 
     def __init__(
         self,

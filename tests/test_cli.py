@@ -395,11 +395,13 @@ def test_devices_are_counted(settings, run, folder):
     assert settings(*args, "--devices", 0)["devices"] == jax.local_devices()
 
 
-def test_more_devices_than_there_are_are_refused(run, folder):
+def test_more_devices_than_there_are_are_refused(run, folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     for command in (("generate", "--prompt-ids", "1"), ("warm", "--programs", "nowhere")):
         code, _, err = run(command[0], folder, *command[1:], "--devices", 999)
         assert code == 2
         assert "--devices: given 999; allowed: at most" in err
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

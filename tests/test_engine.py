@@ -159,6 +159,7 @@ def test_a_second_thread_is_refused_and_loses_nothing(make, alone, monkeypatch):
 
     def interrupted(*args):
         calls = partial(engine.add, PROMPTS[1]), partial(engine.cancel, "a"), engine.step
+        calls = *calls, engine.warm_up
         refused.extend(map(beside, calls))
         return run(*args)
 
@@ -173,6 +174,30 @@ def test_a_second_thread_is_refused_and_loses_nothing(make, alone, monkeypatch):
     assert "one thread at a time" in str(refused[0])
     done = {e.id: e.completion for e in events if e.completion is not None}
     same([done["a"], done["b"]], alone[:2])
+
+
+def test_two_interruptions_do_not_keep_other_threads_out(make, alone, monkeypatch):
+    """The second comes while the engine mends what the first one broke."""
+    engine, alloc = make(), Engine._alloc
+    engine.add(PROMPTS[0], PARAMS[0], id="a")
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    for owner, name in ((Step, "run"), (Engine, "_alloc")):
+        monkeypatch.setattr(owner, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        if owner is Step:
+            monkeypatch.undo()
+    monkeypatch.undo()
+    assert Engine._alloc is alloc
+    events = []
+    with ThreadPoolExecutor(1) as pool:
+        while len(engine.scheduler):
+            events += pool.submit(engine.step).result()
+    (done,) = [e.completion for e in events if e.completion is not None]
+    same([done], alone[:1])
 
 
 def test_a_step_sent_for_an_ended_request_changes_nothing(make):

@@ -100,7 +100,7 @@ class Recipe:
 
     def rate(self, step: int, *, first: int, stage: Stage) -> float:
         """Learning rate of a step; ``first`` is the first one of its stage."""
-        warm = min((step + 1) / self.warmup, 1.0)
+        warm = min((step + 1) / max(self.warmup, 1), 1.0)
         if stage is not self.stages[-1]:
             return self.peak * warm
         done = (step - first) / stage.steps

@@ -227,6 +227,7 @@ def compiled(settings: Settings, *, batch: int, context: int) -> Compiled:
     Raises:
         EngineError: this machine has fewer devices than cards.
     """
+    checked_size("batch", batch)
     found = jax.local_devices()
     if settings.cards > len(found):
         allowed = f"at most {len(found)}, those of this machine"

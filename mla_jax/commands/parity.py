@@ -10,6 +10,7 @@ import importlib
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -129,7 +130,8 @@ def compare(
     served: tuple[Row, ...] = ()
     if serve:
         progress("a served request")
-        served = _served(folder, config, ids, lambda more: other.logits_of(reference, more))
+        logits_of = partial(other.logits_of, reference)
+        served = _served(folder, config, ids, logits_of, ignore_keys=ignore_keys)
     progress("conventions")
     return judge(tensors, config, mine, theirs, model=model, served=served)
 
@@ -260,10 +262,13 @@ def _served(
     config: AnyConfig,
     ids: list[int],
     logits_of: Callable[[Sequence[int]], np.ndarray],
+    *,
+    ignore_keys: Sequence[str] = (),
 ) -> tuple[Row, ...]:
     """Logits of an engine's steps on these ids against the other side's on the same tokens."""
     engine = Engine.from_pretrained(
         folder,
+        ignore_keys=ignore_keys,
         dtype=jnp.dtype(jnp.float32),
         cache_format="fp32",
         page=PAGE,

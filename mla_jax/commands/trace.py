@@ -113,7 +113,7 @@ def _layer(
     x = block.mlp_norm(h)
     trace.put(f"{at}.mlp_norm", x)
     if block.sparse:
-        weights, experts = block.moe.router(x)
+        weights, experts = block.moe.router(x, backend="xla")
         trace.put_router(at, weights, experts, block.moe.router.moe.experts)
         y = block.moe(x, jnp.ones(x.shape[:1], jnp.bool_), backend="xla")
     else:

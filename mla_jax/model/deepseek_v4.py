@@ -390,13 +390,14 @@ class _Scopes(NamedTuple):
             (behind >= 0) & (behind < tail),
             page=self.window.page,
         )
-        found = ops.gather_rows(self.window, slots, dtype=dtype, layer=self.layer)
+        facts: dict[str, Any] = {"dtype": dtype, "backend": ops.named("gather_rows", self.backend)}
+        found = ops.gather_rows(self.window, slots, layer=self.layer, **facts)
         if self.states is None:
             return found
         there = (behind < 0) & (column < keys // ratio)
         table = common.page_tables[f"states_{ratio}"]
         slots = slot_mapping(table, owner, column, there, page=self.states.page)
-        states = ops.gather_rows(self.states, slots, dtype=dtype, layer=self.number)
+        states = ops.gather_rows(self.states, slots, layer=self.number, **facts)
         return jnp.where((behind < 0)[:, None], states, found)
 
 

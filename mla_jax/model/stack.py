@@ -64,7 +64,7 @@ def places_of(periods: Sequence[Period]) -> tuple[Place, ...]:
 
 
 def periods_of(kinds: Sequence[Any]) -> tuple[Period, ...]:
-    """Cut layers of these kinds into runs of a repeated period, the longest run first.
+    """Cut the layers, in order, into runs of a repeated period.
 
     At each layer the period that covers most layers is taken, the shortest of equals:
     ``d s s s s`` is ``(d) x 1, (s) x 4``; ``a b c b c b c`` is ``(a) x 1, (b c) x 3``. A short

@@ -109,7 +109,7 @@ def load(
     if _is_tied(config) and (why := _why_not_tied(checkpoint.tensors)):
         raise WeightsError(str(folder), [why])
     if fp8 and (why := _why_not_fp8(table, checkpoint.tensors)):
-        raise WeightsError(str(folder), [f"{why}; load without fp8, which widens the weights"])
+        raise WeightsError(str(folder), [f"{why}; fp8_weights=False, or None, widens what is e4m3"])
     reader = _Reader(
         checkpoint=checkpoint, config=config, progress=progress or (lambda done, total: None)
     )

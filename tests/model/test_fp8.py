@@ -110,6 +110,15 @@ def test_what_cannot_stay(folder, cfg, tmp_path):
     serve(tmp_path, "bfloat16", None)
 
 
+def test_settings_that_are_none_are_refused_in_words(folder):
+    with pytest.raises(
+        EngineError, match="fp8_weights: given 'auto'; allowed: True, False or None"
+    ):
+        serve(folder, "bfloat16", "auto")
+    with pytest.raises(EngineError, match="Engine: family"):
+        serve(folder, "bfloat16", True, family="deepseek_v3")
+
+
 @pytest.mark.slow
 def test_an_engine_of_a_loaded_module(folder, cfg):
     """Its dtype is that of what is not e4m3."""
