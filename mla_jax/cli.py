@@ -644,11 +644,8 @@ def fit_command(
     )
     room = peaks_of(device or "H200").memory if memory is None else memory * 2**30
     found = fit.fit(settings, memory=room, share=share)
-    made = (
-        fit.compiled(settings, batch=8 if batch is None else batch, context=context)
-        if compare
-        else None
-    )
+    batch = 8 if batch is None else batch
+    made = fit.compiled(settings, batch=batch, context=context) if compare else None
     show(fit_report(found, made), title=f"{model}: what fits", out=out)
 
 

@@ -263,7 +263,7 @@ def _served(
     ids: list[int],
     logits_of: Callable[[Sequence[int]], np.ndarray],
     *,
-    ignore_keys: Sequence[str] = (),
+    ignore_keys: Collection[str] = (),
 ) -> tuple[Row, ...]:
     """Logits of an engine's steps on these ids against the other side's on the same tokens."""
     engine = Engine.from_pretrained(

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from mla_jax.engine import Engine
-from mla_jax.errors import WeightsError
+from mla_jax.errors import EngineError, WeightsError
 from mla_jax.model.deepseek_v3 import DeepseekV3
 from mla_jax.model.safetensors_io import Checkpoint, write_safetensors
 from mla_jax.model.sampling import SamplingParams
@@ -111,9 +111,8 @@ def test_what_cannot_stay(folder, cfg, tmp_path):
 
 
 def test_settings_that_are_none_are_refused_in_words(folder):
-    with pytest.raises(
-        EngineError, match="fp8_weights: given 'auto'; allowed: True, False or None"
-    ):
+    allowed = "given 'auto'; allowed: True, False or None"
+    with pytest.raises(EngineError, match=f"fp8_weights: {allowed}"):
         serve(folder, "bfloat16", "auto")
     with pytest.raises(EngineError, match="Engine: family"):
         serve(folder, "bfloat16", True, family="deepseek_v3")
