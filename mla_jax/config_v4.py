@@ -94,12 +94,9 @@ class V4Config:
         sizes = ("vocab", "hidden", "heads", "dim", "q_rank", "out_groups", "out_rank", "window")
         sizes += ("index_heads", "index_dim", "index_topk", "max_positions")
         check_positive(self, *sizes)
-        if (
-            not is_int(self.rope_dim)
-            or not 0 < self.rope_dim <= min(self.dim, self.index_dim)
-            or self.rope_dim % 2
-        ):
-            allowed = f"even, from 2 to {min(self.dim, self.index_dim)}"
+        most = min(self.dim - 1, self.index_dim)  # a row has channels that are not rotated
+        if not is_int(self.rope_dim) or not 0 < self.rope_dim <= most or self.rope_dim % 2:
+            allowed = f"even, from 2 to {most}"
             raise ConfigError("V4Config.rope_dim", self.rope_dim, allowed)
         if self.heads % self.out_groups:
             raise ConfigError(

@@ -428,7 +428,7 @@ class Engine:
             return self.scheduler.add(id, ids, params, text).id
 
     def _new_id(self) -> str:
-        taken = self.scheduler, self._claimed
+        taken = self.scheduler, self._claimed, {event.id for event in self._unread}
         names = (f"request-{n}" for n in self._ids)
         return next(name for name in names if not any(name in ids for ids in taken))
 
@@ -544,7 +544,8 @@ class Engine:
         many = max(min(most, chunk // 2), 1)  # prompts of two tokens and more
         one, two = min(chunk, longest), min(2, longest)
         first = min(max(chunk - 2 * (many - 1), 1), longest)
-        whole = [longest] * min(chunk // longest, most)  # prompts as long as any
+        rest = [chunk % longest] if chunk % longest else []
+        whole = [*[longest] * (chunk // longest), *rest][:most]  # the most prompt tokens
         for lens in ([1] * most, [1] * (most - 1) + [one], [two] * (many - 1) + [first], whole):
             if lens:
                 self.builder.decide(HostBatch.of(np.array(lens), np.array([longest] * len(lens))))

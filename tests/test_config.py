@@ -141,6 +141,12 @@ def test_cos_and_sin_of_v4_are_not_scaled_unless_a_key_says_so():
     assert V4Config.from_hf(data).rope(4).cos_sin_factor == 1.25
 
 
+def test_a_row_of_v4_has_channels_that_are_not_rotated():
+    config = dataclasses.replace(V4_FLASH, dim=128, index_dim=128, rope_dim=64)
+    with pytest.raises(ConfigError, match=r"rope_dim: given 128; allowed: even, from 2 to"):
+        dataclasses.replace(config, rope_dim=128)
+
+
 def test_rotated_channels_of_v4_where_no_key_says_them():
     data = _v4(head_dim=256)
     del data["qk_rope_head_dim"]

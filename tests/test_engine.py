@@ -355,6 +355,13 @@ def test_an_id_whose_events_are_not_all_read_is_refused(make):
     assert engine.add([1, 2], wish(5), id=first.id) == first.id
 
 
+def test_an_id_that_the_engine_chooses_is_no_unread_one(make):
+    engine = make()
+    engine.add([5], wish(2), id="request-1")
+    engine.generate([[6, 7]], wish(4))  # request-0; the other one ends meanwhile
+    assert engine.add([9], wish(2)) == "request-2"
+
+
 def test_weights_that_programs_cannot_take_are_refused(make, model, alone):
     engine = make()
     other = DeepseekV3(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from mla_jax.errors import MetadataError
-from mla_jax.metadata.buckets import Ladder
+from mla_jax.metadata.buckets import Ladder, MLALadder
 from tests import traffic
 
 
@@ -91,6 +91,15 @@ def test_a_ladder_smaller_than_the_settings_is_refused(model):
         small = dataclasses.replace(traffic.LADDER, **{part: Ladder(part, (size,))}, mixed=())
         with pytest.raises(MetadataError, match=f"number of {part}: given .*allowed: 0 to {size}"):
             traffic.engine(model, ladder=small)
+
+
+def test_the_rest_of_a_chunk_behind_whole_prompts_counts(model):
+    """Two prompts of 24 fill a chunk of 40: a ladder of 30 prompt tokens is refused."""
+    sizes = {"max_requests": 2, "prefill_chunk": 40, "max_model_len": 24}
+    parts = (("decodes", 2), ("prefills", 2), ("prefill_tokens", 30), ("pages", 6))
+    ladder = MLALadder(**{p: Ladder(p, (n,)) for p, n in parts}, context_rows=24)
+    with pytest.raises(MetadataError, match="number of prefill_tokens: given 40; allowed: 0 to 30"):
+        traffic.engine(model, ladder=ladder, **sizes)
 
 
 def test_a_chunk_longer_than_any_request_is_taken(model):
