@@ -138,7 +138,7 @@ def check(variant: str, model: str, *, tiny: bool = False, devices: int = 1) -> 
         dims = dataclasses.replace(config.dims, heads=2)
         config = dataclasses.replace(config, vocab=256, hidden=64, mlp=64, moe=moe, dims=dims)
     module = family_of(config.family).module
-    weights = drawn(config, module, **({"fp8": True} if model in E4M3 else {}))
+    weights = drawn(config, module, fp8=model in E4M3)
     engine = Given(weights, config, cache_format, devices)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, config.vocab, n).tolist() for n in rng.integers(*LENGTHS, REQUESTS)]

@@ -173,7 +173,7 @@ def generate(
     defaults = GenerationDefaults.open(model_dir)
     params = sampling.params(defaults, vocab=config.vocab)
     _keep_compilations(serving.cache)
-    _devices(serving.devices)
+    _devices(serving.devices)  # refused before a folder is made
     if programs is not None:
         made_folder("--programs", programs)
     text = TextProcessor.open(model_dir, vocab=config.vocab, family=config.family)
@@ -215,7 +215,7 @@ def warm(
     model_dir = folder_of(model)
     config = read_config(model_dir, ignore_keys=serving.ignore_key or ())
     _keep_compilations(serving.cache)
-    _devices(serving.devices)
+    _devices(serving.devices)  # refused before the folder is made
     made_folder("--programs", programs)
     engine = _load(model_dir, serving, **_sizes(serving, serving.limit(config)), programs=programs)
     print(engine.explain())

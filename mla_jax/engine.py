@@ -135,7 +135,7 @@ def _read_model(
     progress: Progress | None,
     fp8: bool = False,
 ) -> nnx.Module:
-    model = family.abstract(config, jnp.dtype(dtype), **({"fp8": True} if fp8 else {}))
+    model = family.abstract(config, jnp.dtype(dtype), fp8=fp8)
     sharding = partial(sharding_of, placement=placement)
     with placement.working():
         facts = {"progress": progress, "sharding": sharding, "fp8": fp8}

@@ -10,10 +10,10 @@ import numpy as np
 from flax import nnx
 
 from mla_jax.commands import fit
-from mla_jax.config import MLADims, ModelConfig
+from mla_jax.config import MLADims, ModelConfig, MoEConfig, RopeConfig
 from mla_jax.engine import Engine
 from mla_jax.model.sampling import SamplingParams
-from tests.model import fp8, tiny
+from tests.model import fp8
 from tests.placement import shares
 
 WISH = SamplingParams(max_new_tokens=8, ignore_eos=True)
@@ -22,13 +22,12 @@ PROMPTS = [[1, 5, 9, 30], [2], list(range(3, 40))]
 
 def wide() -> ModelConfig:
     """Eight times 128 of everything that is divided."""
-    moe = {"experts": 8, "topk": 3, "width": 128, "shared": 8}
     return fp8.config(
         hidden=128,
         mlp=1024,
         dims=MLADims(heads=8, rank=128, nope=96, rope=32, v=128, q_rank=128),
-        rope=tiny.config().rope.__class__(dim=32, theta=10000.0),
-        moe=fp8.config().moe.__class__(**moe, method="noaux_tc", normalise=True),
+        rope=RopeConfig(dim=32, theta=10000.0),
+        moe=MoEConfig(experts=8, topk=3, width=128, shared=8, method="noaux_tc", normalise=True),
     )
 
 

@@ -199,23 +199,21 @@ def _pages(group: CacheGroup, settings: Settings, batch: int, context: int) -> i
 def _weights(settings: Settings) -> tuple[int, int]:
     """Bytes of one card: the module's leaves, and what is derived from them."""
     model: Any = settings.model()
+    cards = settings.cards
     state = nnx.to_flat_state(nnx.state(model))
-    held = sum(
-        _share(".".join(map(str, path)), var.get_value(), settings.cards) for path, var in state
-    )
+    leaves = [(".".join(map(str, path)), var.get_value()) for path, var in state]
+    held = (_share(x, share_axis(path, x.shape, x.dtype, cards), cards) for path, x in leaves)
     derived = jax.tree.leaves(nnx.eval_shape(lambda m: m.derive(), model))
-    whole = (derived_axis(leaf.shape, settings.cards) is None for leaf in derived)
-    shares = (1 if one else settings.cards for one in whole)
-    return held, sum(_nbytes(x) // n for x, n in zip(derived, shares, strict=True))
+    return sum(held), sum(_share(x, derived_axis(x.shape, cards), cards) for x in derived)
 
 
 def _nbytes(leaf: Any) -> int:
     return math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
 
 
-def _share(path: str, leaf: Any, cards: int) -> int:
-    whole = share_axis(path, leaf.shape, leaf.dtype, cards) is None
-    return _nbytes(leaf) if whole else _nbytes(leaf) // cards
+def _share(leaf: Any, axis: int | None, cards: int) -> int:
+    """Bytes of one card of a leaf that is divided along ``axis``, or whole."""
+    return _nbytes(leaf) if axis is None else _nbytes(leaf) // cards
 
 
 def compiled(settings: Settings, *, batch: int, context: int) -> Compiled:

@@ -25,7 +25,15 @@ from jax.typing import DTypeLike
 from mla_jax.placement import SHARDS, Placement
 from mla_jax.types import SCALE_BLOCK
 
-__all__ = ["derived_axis", "divided", "divided_axis", "divides", "share_axis", "sharding_of"]
+__all__ = [
+    "derived_axis",
+    "derived_sharding",
+    "divided",
+    "divided_axis",
+    "divides",
+    "share_axis",
+    "sharding_of",
+]
 
 _AXES = (
     (r"embed\.embedding", 0),
@@ -58,7 +66,7 @@ def divided_axis(path: str, dtype: DTypeLike) -> int | None:
 
 
 def share_axis(path: str, shape: tuple[int, ...], dtype: DTypeLike, devices: int) -> int | None:
-    """The axis of which each of so many devices has an equal share; None: all have all of it."""
+    """The axis of a leaf that is divided among so many devices; None: each holds it whole."""
     axis = divided_axis(path, dtype)
     blocks = jnp.dtype(dtype) == jnp.float8_e4m3fn and path.endswith("kernel")
     unit = SCALE_BLOCK if blocks else 1
@@ -66,7 +74,10 @@ def share_axis(path: str, shape: tuple[int, ...], dtype: DTypeLike, devices: int
 
 
 def derived_axis(shape: tuple[int, ...], devices: int) -> int | None:
-    """Of what is derived from the weights of stacked layers; absorbed weights alone have heads."""
+    """``share_axis`` of an array that ``derive`` makes: absorbed weights are divided by heads.
+
+    They are ``[layers, heads, …]`` of four axes; gains of norms have two, and stay whole.
+    """
     heads = shape[1] if len(shape) == 4 else 0
     return 1 if devices > 1 and heads and heads % devices == 0 else None
 
@@ -75,7 +86,15 @@ def sharding_of(
     path: str, shape: tuple[int, ...], dtype: DTypeLike, placement: Placement
 ) -> Sharding:
     """Where the leaf of this path is."""
-    axis = share_axis(path, shape, dtype, placement.size)
+    return _home(share_axis(path, shape, dtype, placement.size), placement)
+
+
+def derived_sharding(shape: tuple[int, ...], placement: Placement) -> Sharding:
+    """Where an array of this shape that ``derive`` makes is."""
+    return _home(derived_axis(shape, placement.size), placement)
+
+
+def _home(axis: int | None, placement: Placement) -> Sharding:
     return placement.everywhere if axis is None else placement.divided(axis)
 
 

@@ -28,7 +28,7 @@ from mla_jax.metadata.staging import Staging, received
 from mla_jax.model.loops import nested
 from mla_jax.model.program_store import ProgramStore, source_of
 from mla_jax.model.sampling import SamplingBatch, sample
-from mla_jax.model.sharding import derived_axis, sharding_of
+from mla_jax.model.sharding import derived_sharding, sharding_of
 from mla_jax.model.token_history import Fed, HistoryStore, TokenHistory
 from mla_jax.placement import Placement
 from mla_jax.types import Array, Float, Int
@@ -207,7 +207,7 @@ class Step:
             leaves = jax.device_put(leaves, shardings)
         with self.placement.working():
             derived = jax.eval_shape(derive, leaves)
-            homes = jax.tree.map(self._derived_home, derived)
+            homes = jax.tree.map(lambda x: derived_sharding(x.shape, self.placement), derived)
             if abstract:
                 derived = jax.tree.map(_placed, derived, homes)
             else:
@@ -304,10 +304,6 @@ class Step:
         decision = jax.tree.unflatten(layout.tree, layout.shapes).decision
         unrolled = getattr(decision, "decodes_only", False)
         return GPU_OPTIONS | (UNROLLED if unrolled else {})
-
-    def _derived_home(self, leaf: jax.ShapeDtypeStruct) -> jax.sharding.Sharding:
-        axis = derived_axis(leaf.shape, self.placement.size)
-        return self.placement.everywhere if axis is None else self.placement.divided(axis)
 
     def _trees(self, layout: Layout, arguments: Any) -> tuple[Any, Any]:
         """Structure of a program's arguments and results, without tracing it."""
