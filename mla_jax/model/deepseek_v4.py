@@ -32,7 +32,7 @@ from mla_jax.model.embed import Embed, Head, project_to_vocab
 from mla_jax.model.hyper_connections import StreamHead, Streams
 from mla_jax.model.linear import Linear, contract, precision_of
 from mla_jax.model.mlp import SwiGLU
-from mla_jax.model.moe import Experts, HashRouter, Router
+from mla_jax.model.moe import Experts, HashRouter, Router, routed_and_shared
 from mla_jax.model.norm import RMSNorm
 from mla_jax.model.rope import cos_sin
 from mla_jax.model.sharding import divided, divides
@@ -472,13 +472,12 @@ class V4MoE(nnx.Module):
         placement: Placement | None = None,
     ) -> Float[Array, "tokens hidden"]:
         """Rows that are not real reach no expert and give the shared part only."""
-        shared = {"backend": backend, "placement": placement}
+        facts = {"backend": backend, "placement": placement}
         if isinstance(self.router, HashRouter):
             weights, experts = self.router(x, token_ids, real)
         else:
-            weights, experts = self.router(x, real, **shared)
-        y = self.experts(x, weights, experts, **shared)
-        return y if self.shared is None else y + self.shared(x, backend=backend)
+            weights, experts = self.router(x, real, **facts)
+        return routed_and_shared(self.experts, self.shared, x, weights, experts, **facts)
 
 
 class V4Block(nnx.Module):

@@ -107,13 +107,14 @@ class Linear(nnx.Module):
         axes = len(self.in_dims)
         if self.scale is None:
             return project(x, self.kernel[...], bias, in_axes=axes)
-        lead = x.shape[: x.ndim - axes]
-        rows = x.reshape(math.prod(lead), math.prod(self.in_dims))
+        lead, given = x.shape[: x.ndim - axes], x.shape[x.ndim - axes :]
+        rows = x.reshape(math.prod(lead), math.prod(given))
         run = partial(ops.matmul_fp8, backend=ops.named("matmul_fp8", backend))
         if placement is not None and placement.size > 1:
             run = self._divided(run, placement)
         y = run(rows, BlockScaled(values=self.kernel[...], scale=self.scale[...]))
-        y = y.reshape(*lead, *self.out_dims)
+        inner = self.out_dims[1:]  # the first axis may be a device's share of it
+        y = y.reshape(*lead, y.shape[1] // math.prod(inner), *inner)
         return y if bias is None else (y + bias.astype(jnp.float32)).astype(x.dtype)
 
     def _divided[**P](self, run: Callable[P, Array], placement: Placement) -> Callable[P, Array]:

@@ -13,7 +13,7 @@ from mla_jax.config import ModelConfig, MoEConfig
 from mla_jax.errors import ConfigError
 from mla_jax.model.linear import scaled_params
 from mla_jax.model.mlp import SwiGLU
-from mla_jax.model.sharding import divided, divides
+from mla_jax.model.sharding import divided, divides, share_axis
 from mla_jax.pallas.axes import AddNorm
 from mla_jax.pallas.grouped_matmul.ref import add_norm
 from mla_jax.pallas.router.ref import (
@@ -25,7 +25,7 @@ from mla_jax.pallas.router.ref import (
 from mla_jax.placement import SHARDS, Placement
 from mla_jax.types import Array, BlockScaled, Bool, Float, Int
 
-__all__ = ["Experts", "HashRouter", "MoE", "Router", "choose_experts"]
+__all__ = ["Experts", "HashRouter", "MoE", "Router", "choose_experts", "routed_and_shared"]
 
 
 class Router(nnx.Module):
@@ -160,8 +160,7 @@ class Experts(nnx.Module):
         run = partial(getattr(ops, op), limit=self.limit, backend=ops.named(op, backend))
 
         def share(gate, up, down, x, weights, chosen):
-            mine = chosen - lax.axis_index(SHARDS) * gate.shape[0]
-            mine = jnp.where((chosen >= 0) & (mine >= 0) & (mine < gate.shape[0]), mine, -1)
+            mine = _own(chosen, gate.shape[0])
             return lax.psum(run(x, gate, up, down, weights, mine), SHARDS)
 
         gate, up, down = self._products()
@@ -180,6 +179,61 @@ class Experts(nnx.Module):
         pairs = zip(values, scales, strict=True)
         gate, up, down = (BlockScaled(values=v, scale=scale) for v, scale in pairs)
         return gate, up, down
+
+
+def routed_and_shared(
+    experts: Experts,
+    shared: SwiGLU | None,
+    x: Float[Array, "tokens hidden"],
+    weights: Float[Array, "tokens topk"],
+    chosen: Int[Array, "tokens topk"],
+    *,
+    backend: str | None,
+    placement: Placement | None,
+) -> Float[Array, "tokens hidden"]:
+    """``experts(x, weights, chosen) + shared(x)``.
+
+    Devices that have a share of both add their shares first. Then one sum over the devices is
+    enough: of 16-bit rows each rounds what it adds.
+    """
+    facts = {"backend": backend, "placement": placement}
+    axes = None if shared is None else _shares(experts, shared, placement)
+    if shared is None or placement is None or axes is None:
+        y = experts(x, weights, chosen, **facts)
+        return y if shared is None else shared(x, **facts) + y
+    graph, state = nnx.split({"experts": experts, "shared": shared})
+    leaves, tree = jax.tree.flatten(state)
+
+    def share(leaves, x, weights, chosen):
+        own = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
+        mine = _own(chosen, own["experts"].gate.shape[0])
+        y = own["experts"](x, weights, mine, backend=backend)
+        return lax.psum(own["shared"](x, backend=backend) + y, SHARDS)
+
+    given = (axes, None, None, None)
+    return divided(share, placement, given=given, returned=None)(leaves, x, weights, chosen)
+
+
+def _shares(
+    experts: Experts, shared: SwiGLU, placement: Placement | None
+) -> list[int | None] | None:
+    """The divided axis of each leaf of both; None: a device has one of them whole.
+
+    Then its part would be added as often as there are devices; so would a bias of the last product.
+    """
+    if placement is None or placement.size < 2 or shared.down.bias is not None:
+        return None
+    state = nnx.split({"experts": experts, "shared": shared})[1]
+    paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
+    pairs = zip(paths, jax.tree.leaves(state), strict=True)
+    axes = [share_axis(path, leaf.shape, leaf.dtype, placement.size) for path, leaf in pairs]
+    return None if None in axes else axes
+
+
+def _own(chosen: Int[Array, "tokens topk"], count: int) -> Int[Array, "tokens topk"]:
+    """Choices as numbers of this device's ``count`` experts; -1 for those of other devices."""
+    mine = chosen - lax.axis_index(SHARDS) * count
+    return jnp.where((chosen >= 0) & (mine >= 0) & (mine < count), mine, -1)
 
 
 class MoE(nnx.Module):
@@ -217,8 +271,8 @@ class MoE(nnx.Module):
         Over several devices of a ``placement`` each one has its own experts.
         """
         facts = {"backend": backend, "placement": placement}
-        y = self.experts(x, *self.router(x, real, **facts), **facts)
-        return y if self.shared is None else self.shared(x, **facts) + y
+        choice = self.router(x, real, **facts)
+        return routed_and_shared(self.experts, self.shared, x, *choice, **facts)
 
     def onto(
         self,
@@ -232,9 +286,12 @@ class MoE(nnx.Module):
         """The residual plus all of that, and its norm.
 
         The residual is added to the shared part first, which XLA does inside of its last product;
-        that sum needs no routed expert, so both parts can run at the same time.
+        that sum needs no routed expert, so both parts can run at the same time. Where several
+        devices add up what they have, both parts are in one sum.
         """
         facts = {"backend": backend, "placement": placement}
+        if self.shared is not None and _shares(self.experts, self.shared, placement) is not None:
+            return add_norm(self(x, real, **facts), then)  # pyright: ignore[reportReturnType]
         if self.shared is not None:
             then = then._replace(residual=then.residual + self.shared(x, **facts))
         return self.experts.onto(then, x, *self.router(x, real, **facts), **facts)

@@ -27,6 +27,7 @@ from jax._src.lib import gpu_triton  # what jax-triton and Pallas use; there is 
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from mla_jax.errors import ArgumentError
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.types import Array
 
@@ -97,19 +98,30 @@ def call(
     arrays, or of results, is one argument of the kernel. ``aliases`` maps the number of an array of
     ``args`` to that of the result that takes its memory; those in tuples count too. ``registers``
     bounds those of a thread.
+
+    Raises:
+        ArgumentError: a thread block would need more shared memory than the device has.
     """
     operands = (*args, *(out if isinstance(out, tuple) else (out,)))
+    device = DeviceInfo.current()
     program = compiled(
         kernel,
         jax.tree.map(lambda x: "i32" if isinstance(x, int) else _pointer(x.dtype), operands),
         tuple(constants.items()),
-        sm=DeviceInfo.current().sm,
+        sm=device.sm,
         warps=warps,
         stages=stages,
         registers=registers,
     )
     meta, text = program.metadata, program.asm
     assert not meta.global_scratch_size, f"{meta.name} asks for memory that nobody allocates"
+    if 0 < device.shared_memory < meta.shared:
+        raise ArgumentError(
+            f"{meta.name} on {device.kind}: shared memory of a thread block",
+            f"{meta.shared} bytes",
+            f"at most {device.shared_memory}",
+            "The backend xla has no such limit.",
+        )
     binary = gpu_triton.TritonKernel(
         meta.name, warps, 1, meta.shared, text["ptx"], str(text["ttir"]), meta.target.arch
     )

@@ -63,9 +63,10 @@ def test_a_token_alone_is_the_token_among_neighbours(backend, rng):
         assert a[order].tobytes() == np.asarray(b).tobytes()
 
 
-def test_many_tokens_choose_as_few_do(backend, rng):
+@pytest.mark.parametrize("name", ["v2_lite", "v3", "k2"])
+def test_many_tokens_choose_as_few_do(name, backend, rng):
     """A program of each piece, or one for all: the same sums in the same order."""
-    moe = MOES["v2_lite"]
+    moe = MOES[name]
     c = case(rng, MOST_CUT + 70, moe, dtype="bfloat16")
     many = run(route_tokens, *c.args, moe=moe, backend=backend)
     judge(many, c)
@@ -135,8 +136,8 @@ def test_compiles_for_sm90_with_two_launches(tokens, moe, monkeypatch):
         lambda x, kernel, real, *b: route_tokens(
             x, kernel, b[0] if b else None, real, moe=moe, backend="triton"
         ),
-        spec((tokens, 2048), jnp.bfloat16),
-        spec((2048, moe.experts), jnp.float32),
+        spec((tokens, 7168), jnp.bfloat16),
+        spec((7168, moe.experts), jnp.float32),
         spec((tokens,), jnp.bool_),
         *bias,
     )
@@ -150,3 +151,11 @@ def test_pieces():
     assert triton.MOST_CUT == MOST_CUT
     assert triton.piece_depth(64) == triton.piece_depth(2048) == 128
     assert triton.piece_depth(7168) == 256
+
+
+@pytest.mark.skipif(triton is None, reason=missing("triton") or "installed")
+def test_programs_fill_the_machine():
+    """Rows of a program by the tokens, and by how many programs have the same tokens."""
+    assert [triton._rows(n, 16) for n in (1, 256, 257, 1024)] == [16, 16, 64, 64]
+    assert [triton._rows(n, 4) for n in (2048, 8064, 8192, 16384)] == [64, 64, 128, 128]
+    assert triton._rows(16384, 1) == 64

@@ -25,11 +25,11 @@ def logits(
     SIZES: tl.constexpr, PIECE: tl.constexpr, COUNT: tl.constexpr, TILE: tl.constexpr,
     PARTED: tl.constexpr,
 ):  # fmt: skip
-    """``out[program] = x @ kernel`` over ``COUNT`` pieces of channels, for one tile of tokens.
+    """``out[piece] = x @ kernel`` over ``COUNT`` pieces of channels, for one tile of tokens.
 
-    ``SIZES`` are hidden and experts, ``TILE`` tokens, experts (a power of two) and channels of one
-    turn. Each piece is summed by itself, and then added. Products are as exact as float32's: of
-    bfloat16 rows they are those of three bfloat16 numbers that make up a weight; ``PARTED``:
+    ``SIZES`` are hidden and experts, ``TILE`` the tokens and experts of a program and the channels
+    of one turn. Each piece is summed by itself, and then added. Products are as exact as float32's:
+    of bfloat16 rows they are those of three bfloat16 numbers that make up a weight; ``PARTED``:
     ``kernel`` has these already, the largest first.
     """
     HIDDEN: tl.constexpr = SIZES[0]
@@ -38,10 +38,11 @@ def logits(
     ROWS: tl.constexpr = TILE[0]
     COLUMNS: tl.constexpr = TILE[1]
     DEPTH: tl.constexpr = TILE[2]
+    TILES: tl.constexpr = (EXPERTS + COLUMNS - 1) // COLUMNS
     pid = tl.program_id(0)
-    first = pid % PROGRAMS
-    t = pid // PROGRAMS * ROWS + tl.arange(0, ROWS)
-    e = tl.arange(0, COLUMNS)
+    first = pid // TILES % PROGRAMS
+    t = pid // (TILES * PROGRAMS) * ROWS + tl.arange(0, ROWS)
+    e = pid % TILES * COLUMNS + tl.arange(0, COLUMNS)
     k = first * COUNT * PIECE + tl.arange(0, DEPTH)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for _ in range(COUNT):

@@ -32,8 +32,14 @@ __all__ = [
 MOST_CUT = 1024
 """Tokens up to which each piece of the product has a program of its own."""
 
-TOKENS, MANY_TOKENS, DEPTH = 16, 64, 32
-"""Of a program of ``logits``: its tokens, and the channels of one turn of its loop."""
+COLUMNS, DEPTH = 64, 32
+"""Of a program of ``logits``: its experts, and the channels of one turn of its loop."""
+
+ROWS = (16, 64, 128)
+"""Tokens of a program: of up to ``FEW`` tokens, of more, and where programs abound even so."""
+
+FEW, ABOUND = 256, 256
+"""Tokens, and programs of the largest size: twice as many as an H200 has multiprocessors."""
 
 MOST_PIECES, NARROW_PIECES = 32, 128
 """Of a product: of a router's, whose program adds them, and of one with few columns."""
@@ -88,9 +94,10 @@ def product_pieces(
     """``x @ kernel`` in float32, cut along hidden; of many tokens one piece has all of it."""
     (tokens, hidden), out = x.shape, kernel.shape[1]
     depth = piece_depth(hidden, most)
-    pieces, columns = cdiv(hidden, depth), max(power_of_two(out), LEAST)
-    many = tokens > MOST_CUT
-    programs, rows = (1, MANY_TOKENS) if many else (pieces, TOKENS)
+    pieces, columns = cdiv(hidden, depth), min(max(power_of_two(out), LEAST), COLUMNS)
+    many, tiles = tokens > MOST_CUT, cdiv(out, columns)
+    programs = 1 if many else pieces
+    rows = _rows(tokens, tiles * programs)
     parted = many and x.dtype == jnp.bfloat16
     return triton_lib.call(
         kernels.logits,
@@ -98,8 +105,8 @@ def product_pieces(
         _parts(kernel) if parted else kernel.astype(jnp.float32),
         tokens,
         out=jax.ShapeDtypeStruct((programs, tokens, out), jnp.float32),
-        grid=cdiv(tokens, rows) * programs,
-        warps=8 if many and columns > 64 else 4,
+        grid=cdiv(tokens, rows) * programs * tiles,
+        warps=4,
         stages=3,
         SIZES=(hidden, out),
         PIECE=depth,
@@ -107,6 +114,14 @@ def product_pieces(
         TILE=(rows, columns, DEPTH),
         PARTED=parted,
     )
+
+
+def _rows(tokens: int, others: int) -> int:
+    """Tokens of a program, with so many programs for the same tokens; no bit depends on it."""
+    few, more, most = ROWS
+    if tokens <= FEW:
+        return few
+    return most if tokens > MOST_CUT and cdiv(tokens, most) * others >= ABOUND else more
 
 
 def _parts(kernel: Float[Array, "hidden out"]) -> Float[Array, "parts hidden out"]:
