@@ -1,6 +1,9 @@
 """Block-scaled e4m3 weights on eight devices against one, in a process of its own: JSON."""
 
+import dataclasses
+import functools
 import json
+import re
 import tempfile
 from pathlib import Path
 
@@ -12,7 +15,11 @@ from flax import nnx
 from mla_jax.commands import fit
 from mla_jax.config import MLADims, ModelConfig, MoEConfig, RopeConfig
 from mla_jax.engine import Engine
+from mla_jax.model.moe import MoE
 from mla_jax.model.sampling import SamplingParams
+from mla_jax.model.sharding import sharding_of
+from mla_jax.pallas.axes import AddNorm
+from mla_jax.placement import Placement
 from tests.model import fp8
 from tests.placement import shares
 
@@ -31,9 +38,46 @@ def wide() -> ModelConfig:
     )
 
 
+def experts(cfg: ModelConfig, *, width8: bool, bias: bool) -> list:
+    """Arrays that the devices add up in a layer of float32 experts; how far off its result is.
+
+    ``width8``: whether the devices divide the shared experts; ``bias``: whether these have biases.
+    """
+    moe = cfg.moe if width8 else dataclasses.replace(cfg.moe, shared=1, width=12)
+    cfg = dataclasses.replace(cfg, moe=moe, mlp_bias=bias)
+    layer = MoE(cfg, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0))
+    graph, state = nnx.split(layer)
+    keys = iter(jax.random.split(jax.random.key(1), 32))
+    state = jax.tree.map(lambda x: 0.1 * jax.random.normal(next(keys), x.shape), state)
+    x, h = 2 * jax.random.normal(jax.random.key(2), (2, 40, cfg.hidden))
+    real = jnp.arange(40) < 37
+
+    def run(state, placement):
+        then = AddNorm(residual=h, gain=jnp.ones(cfg.hidden), eps=1e-6)
+        return nnx.merge(graph, state).onto(then, x, real, placement=placement)
+
+    want = jax.jit(functools.partial(run, placement=None))(state)
+    placement = Placement.of(jax.devices())
+    leaves, tree = jax.tree.flatten(state)
+    paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
+    pairs = zip(paths, leaves, strict=True)
+    homes = [sharding_of(path, x.shape, x.dtype, placement) for path, x in pairs]
+    placed = jax.tree.unflatten(tree, jax.device_put(leaves, homes))
+    program = jax.jit(functools.partial(run, placement=placement)).lower(placed).compile()
+    pairs = zip(want, program(placed), strict=True)
+    off = max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs)
+    sums = re.findall(r"= (.*) all-reduce(?:-start)?\(", program.as_text())
+    return [sum(shape.count("[") for shape in sums), off]
+
+
 def main() -> dict[str, object]:
     """Tokens, logits and shares: of a model that is divided whole, and of a narrow one."""
     found: dict[str, object] = {"devices": len(jax.devices())}
+    found["experts"] = {
+        f"{width8} {bias}": experts(wide(), width8=width8, bias=bias)
+        for width8 in (True, False)
+        for bias in (True, False)
+    }
     for name, cfg in (("wide", wide()), ("narrow", fp8.config())):
         with tempfile.TemporaryDirectory() as root:
             fp8.write(Path(root), cfg)

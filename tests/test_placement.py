@@ -100,6 +100,8 @@ def test_e4m3_weights_stay_so_over_eight_devices():
     """Divided by outputs, inputs or experts where each device has whole blocks; else whole."""
     found = _in_a_process("tests.fp8_placement")
     assert found["devices"] == 8
+    for kind, (sums, off) in found["experts"].items():  # shared experts divided, with biases
+        assert off < 1e-4 and sums == (2 if kind == "True True" else 1), kind
     for kind in ("wide", "narrow"):
         assert found[kind]["tokens"] and found[kind]["off"] < 2e-4
         assert found[kind]["e4m3"]

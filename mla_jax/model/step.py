@@ -29,7 +29,7 @@ from mla_jax.model.loops import nested
 from mla_jax.model.program_store import ProgramStore, source_of
 from mla_jax.model.sampling import SamplingBatch, sample
 from mla_jax.model.sharding import derived_sharding, sharding_of
-from mla_jax.model.token_history import Fed, HistoryStore, TokenHistory
+from mla_jax.model.token_history import Fed, HistoryStore, TokenHistory, history_specs
 from mla_jax.placement import Placement
 from mla_jax.types import Array, Float, Int
 
@@ -228,6 +228,9 @@ class Step:
         """Of requests without penalties; its arrays have the same shapes as all others."""
         return self.new_history()
 
+    def _history_specs(self) -> TokenHistory:
+        return history_specs(self._slots, self._vocab, self.placement)
+
     def new_history(self) -> HistoryStore:
         """Room for the tokens of as many requests as a step can have."""
         return HistoryStore(self._slots, self._vocab, self.placement)
@@ -329,7 +332,7 @@ class Step:
         """Shapes and places of what the program of these batches takes."""
         words = jax.ShapeDtypeStruct((layout.size,), np.int32, sharding=self._staging.sharding)
         tokens = jax.ShapeDtypeStruct((self._slots,), np.int32, sharding=self.placement.everywhere)
-        carried = self.leaves, self.derived, dict(caches), self._no_history.now
+        carried = self.leaves, self.derived, dict(caches), self._history_specs()
         return *jax.tree.map(_spec, carried), tokens, words
 
     def trace(self, layout: Layout, caches: Mapping[str, Any]) -> jax.stages.Traced:

@@ -30,6 +30,7 @@ __all__ = [
     "TokenHistory",
     "adjusted",
     "raw_logits",
+    "history_specs",
 ]
 
 
@@ -109,8 +110,7 @@ class HistoryStore:
 
     def __init__(self, rows: int, vocab: int, placement: Placement):
         self.rows, self.vocab, self._placement = rows, vocab, placement
-        split = divides(placement, vocab)
-        self._sharding = placement.divided(1) if split else placement.everywhere
+        self._sharding = _home(vocab, placement)
         self.reset()
 
     def reset(self) -> None:
@@ -126,6 +126,20 @@ class HistoryStore:
         given = jax.device_put((np.asarray(row, np.int32), dense), self._placement.everywhere)
         with self._placement.working():
             self.now = _beginning(self._sharding)(self.now, *given)
+
+
+def history_specs(rows: int, vocab: int, placement: Placement) -> TokenHistory:
+    """``HistoryStore.now`` without memory: shapes, dtypes and places."""
+    home = _home(vocab, placement)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=home),
+        TokenHistory.zeros(rows, vocab),
+    )
+
+
+def _home(vocab: int, placement: Placement) -> Sharding:
+    """Of histories: divided by vocabulary, as logits are, if the devices divide it."""
+    return placement.divided(1) if divides(placement, vocab) else placement.everywhere
 
 
 @cache
