@@ -11,15 +11,18 @@ __all__ = ["matmul_fp8", "routed_experts_fp8"]
 
 
 def matmul_fp8(x: Float[Array, "tokens into"], weight: BlockScaled) -> Float[Array, "tokens out"]:
-    """``ref.matmul_fp8`` with weights rounded to x's dtype."""
+    """``ref.matmul_fp8`` with weights rounded to x's dtype.
+
+    The sum is in float32 and is rounded while it is stored: no float32 result is in memory.
+    """
     exact = x.dtype == jnp.float32
     return lax.dot_general(
         x,
         weight.widened(x.dtype),
         (((1,), (1,)), ((), ())),
         precision=lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT,
-        preferred_element_type=jnp.float32,
-    ).astype(x.dtype)
+        preferred_element_type=x.dtype,
+    )
 
 
 def routed_experts_fp8(
