@@ -1,0 +1,53 @@
+"""Steps of every released model at its own widths, a layer of each kind, compiled for an H200.
+
+What a kernel cannot take (shared memory, a size that nobody tried) fails here, without a GPU.
+"""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from mla_jax.commands import fit
+from mla_jax.config_v4 import AnyConfig, V4Config
+from mla_jax.model.presets import PRESETS
+from mla_jax.placement import Placement
+from tests import aot
+
+REASON = aot.available()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(REASON), reason=REASON or "available"),
+]
+
+BATCHES = {"decodes": [1] * 8, "prompts": [1] * 31 + [2049]}
+"""New tokens of each request."""
+
+
+def one_of_each(config: AnyConfig) -> AnyConfig:
+    """The first layer of each kind, in order."""
+    if isinstance(config, V4Config):
+        ratios = tuple(dict.fromkeys(config.compress_ratios))
+        return dataclasses.replace(config, compress_ratios=ratios, hash_layers=1, fp8_block=None)
+    kept = sorted({config.sparse_layers.index(kind) for kind in set(config.sparse_layers)})
+    sparse = tuple(config.sparse_layers[i] for i in kept)
+    changes: dict = {"layers": len(kept), "sparse_layers": sparse}
+    if config.indexer is not None:
+        full = tuple(config.indexer.full[i] for i in kept)
+        changes["indexer"] = dataclasses.replace(config.indexer, full=full)
+    return dataclasses.replace(config, **changes)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_step_compiles(name, batch):
+    """e4m3 weights where the model is published so; a step of few decodes copies no weight."""
+    config = one_of_each(PRESETS[name])
+    fp8 = config.fp8_block is not None
+    new = np.array(BATCHES[batch], np.int32)
+    settings = fit.Settings(
+        config=config, fp8=fp8, cache_format="fp8_e4m3" if fp8 else "bf16", prefill_chunk=4096
+    )
+    program = fit.program(settings, Placement.of(aot.h200()), new, context=8192)
+    if batch == "decodes":
+        assert program.memory_analysis().temp_size_in_bytes < 2**28
