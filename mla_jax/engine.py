@@ -169,6 +169,9 @@ class Engine:
         backend: name of the backend of every operation that has one of that name.
         absorb_prefills: let steps of short prefills on long contexts run over their pages where
             the device's measured rates say that this is faster (docs/chunked_context.md).
+        fp8_activations: products of many rows with e4m3 weights round activations to e4m3 too, with
+            a scale for each 128 channels: as DeepSeek-V3 was trained and other servers do, faster
+            prompts, less exact. From 512 tokens of a step on, and 64 rows of an expert.
         run_ahead: send a step before the tokens of the one before are read. False gives the same
             tokens, more slowly.
         want_logits: keep every step's logits in ``Completion.logits`` (for tests and parity).
@@ -220,6 +223,7 @@ class Engine:
                 self.builder,
                 placement=self.placement,
                 backend=serving.backend,
+                fp8_activations=serving.fp8_activations,
                 want_logits=want_logits,
                 store=None if programs is None else (programs, (self.family.name, config, serving)),
                 vocab=config.vocab,

@@ -281,14 +281,19 @@ def wide(w: BlockScaled) -> np.ndarray:
     return np.asarray(w.values).astype(F64) * scale
 
 
+FORMS = {False: "e4m3, 128 x 128", True: "the same, rows e4m3 too"}
+"""What is stored, by ``quantise_rows``."""
+
+
 def products() -> Iterator[Row]:
     for dtype in ("float32", "bfloat16"):
         rng = np.random.default_rng(7)
         w = rng.normal(size=(256, 512)) * 512**-0.5
         x, given = draw(rng, 17, 512, dtype=dtype), quantised(w)
         wanted, original = x.astype(F64) @ wide(given).T, x.astype(F64) @ w.T
-        for backend, got in backends("matmul_fp8", jnp.asarray(x), given):
-            yield row("matmul_fp8", backend, dtype, "e4m3, 128 x 128", got, wanted, original)
+        for flag, form in FORMS.items():
+            for backend, got in backends("matmul_fp8", jnp.asarray(x), given, quantise_rows=flag):
+                yield row("matmul_fp8", backend, dtype, form, got, wanted, original)
 
 
 def experts() -> Iterator[Row]:
@@ -305,9 +310,10 @@ def experts() -> Iterator[Row]:
         given = (
             jnp.asarray(c.x), *coded.values(), jnp.asarray(c.weights), jnp.asarray(c.experts)
         )  # fmt: skip
-        for backend, got in backends("routed_experts_fp8", *given):
-            facts = backend, dtype, "e4m3, 128 x 128", got, truth(seen), truth(c)
-            yield row("routed_experts_fp8", *facts)
+        for flag, form in FORMS.items():
+            for backend, got in backends("routed_experts_fp8", *given, quantise_rows=flag):
+                facts = backend, dtype, form, got, truth(seen), truth(c)
+                yield row("routed_experts_fp8", *facts)
 
 
 def router() -> Iterator[Row]:

@@ -252,13 +252,14 @@ def program(
     new_tokens: Int[np.ndarray, "requests"],
     *,
     context: int,
+    fp8_activations: bool = False,
 ) -> Any:
     """A step of requests of up to ``context`` tokens, compiled; no weight or cache has memory."""
     serving = settings.serving(requests=len(new_tokens), context=context, placement=placement)
     groups = settings.family.groups(settings.config, serving)
     builder = settings.family.builder(settings.config, serving)
     decision = builder.decide(HostBatch.of(new_tokens, np.full_like(new_tokens, context)))
-    step = Step(settings.model(), builder, placement=placement)
+    step = Step(settings.model(), builder, placement=placement, fp8_activations=fp8_activations)
     caches = dict(_abstract_caches(settings, groups, placement, len(new_tokens), context))
     layout = pack(empty_batch(decision, [group.name for group in groups])).layout
     return step.compile(layout, caches)

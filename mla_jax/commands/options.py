@@ -172,6 +172,10 @@ class EngineOptions:
         ),
     ] = None
     backend: Annotated[str | None, typer.Option(help="Of every operation that has it.")] = None
+    fp8_activations: Annotated[
+        bool,
+        typer.Option(help="Steps of many rows: e4m3 activations where weights are e4m3."),
+    ] = False
     devices: Annotated[
         int, typer.Option(min=0, help="How many to divide weights over; 0: all.")
     ] = 1

@@ -160,6 +160,7 @@ class Settings(TypedDict, total=False):
     context_rows: int | None
     backend: str | None
     absorb_prefills: bool
+    fp8_activations: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +176,7 @@ class Serving:
     dtype: jnp.dtype
     backend: str | None
     absorb_prefills: bool
+    fp8_activations: bool
     ladder: MLALadder | None
     placement: Placement
 
@@ -193,6 +195,7 @@ class Serving:
         context_rows: int | None = None,
         backend: str | None = None,
         absorb_prefills: bool = True,
+        fp8_activations: bool = False,
         placement: Placement | None = None,
     ) -> "Serving":
         """Settings as ``Engine`` takes them, checked, with what follows where they are None.
@@ -213,6 +216,8 @@ class Serving:
         if ladder is not None and not is_dataclass(ladder):
             allowed = "a ladder, such as MLALadder.default makes, or None: the family's own"
             raise EngineError("ladder", type(ladder).__name__, allowed)
+        if not isinstance(fp8_activations, bool):
+            raise EngineError("fp8_activations", repr(fp8_activations), "True or False")
         dtype = checked_dtype(dtype)
         return cls(
             page=checked_size("page", page),
@@ -224,6 +229,7 @@ class Serving:
             dtype=dtype,
             backend=backend,
             absorb_prefills=absorb_prefills,
+            fp8_activations=fp8_activations,
             ladder=ladder,
             placement=Placement.of(placement),
         )

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 from mla_jax import ops
 from mla_jax.model.sharding import divided, divides
+from mla_jax.pallas import fp8_matmul
 from mla_jax.placement import SHARDS, Placement
 from mla_jax.types import SCALE_BLOCK, Array, BlockScaled, Float, cdiv
 
@@ -69,6 +70,8 @@ class Linear(nnx.Module):
     With ``fp8`` the weight is block-scaled e4m3 as published: ``kernel [out, in]`` of bytes, rows
     and columns of all axes merged, and ``scale``. Several devices divide it by outputs if it is
     ``parallel`` by ``"column"``, by inputs if by ``"row"``; XLA divides all other weights.
+    ``quantise_rows`` rounds ``x`` to e4m3 too, of ``fp8_matmul.MANY`` rows and more
+    (``activations``).
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class Linear(nnx.Module):
         parallel: Literal["column", "row"] | None = None,
     ):
         self.in_dims, self.out_dims, self.parallel = in_dims, out_dims, parallel
+        self.fp8, self.quantise_rows = fp8, False
         if fp8:
             self.kernel, self.scale = scaled_params((math.prod(out_dims), math.prod(in_dims)))
         else:
@@ -109,7 +113,9 @@ class Linear(nnx.Module):
             return project(x, self.kernel[...], bias, in_axes=axes)
         lead, given = x.shape[: x.ndim - axes], x.shape[x.ndim - axes :]
         rows = x.reshape(math.prod(lead), math.prod(given))
-        run = partial(ops.matmul_fp8, backend=ops.named("matmul_fp8", backend))
+        many = self.quantise_rows and len(rows) >= fp8_matmul.MANY
+        facts = {"backend": ops.named("matmul_fp8", backend), "quantise_rows": many}
+        run = partial(ops.matmul_fp8, **facts)
         if placement is not None and placement.size > 1:
             run = self._divided(run, placement)
         y = run(rows, BlockScaled(values=self.kernel[...], scale=self.scale[...]))

@@ -14,6 +14,7 @@ from mla_jax.errors import ConfigError
 from mla_jax.model.linear import scaled_params
 from mla_jax.model.mlp import SwiGLU
 from mla_jax.model.sharding import divided, divides, share_axis
+from mla_jax.pallas import fp8_matmul
 from mla_jax.pallas.axes import AddNorm
 from mla_jax.pallas.grouped_matmul.ref import add_norm
 from mla_jax.pallas.router.ref import (
@@ -84,6 +85,8 @@ class Experts(nnx.Module):
     With ``limit`` gate and up-projection are clamped to it before they are multiplied.
 
     With ``fp8`` weights are block-scaled e4m3 ``[experts, out, in]``, each with its scales.
+    ``quantise_rows`` rounds rows to e4m3 too where an expert has ``fp8_matmul.MANY_EACH`` and more
+    on average (``activations``).
     """
 
     def __init__(
@@ -96,7 +99,8 @@ class Experts(nnx.Module):
         fp8: bool = False,
         limit: float | None = None,
     ):
-        self.fp8, self.limit = fp8, limit
+        self.fp8, self.limit, self.count = fp8, limit, moe.experts
+        self.quantise_rows = False
         if fp8:
             into, back = (moe.experts, moe.width, hidden), (moe.experts, hidden, moe.width)
             self.gate, self.gate_scale = scaled_params(into)
@@ -158,6 +162,9 @@ class Experts(nnx.Module):
             experts = jnp.where(real[:, None], experts, -1)
         op = "routed_experts_fp8" if self.fp8 else "routed_experts"
         run = partial(getattr(ops, op), limit=self.limit, backend=ops.named(op, backend))
+        if self.fp8:
+            many = experts.size >= fp8_matmul.MANY_EACH * self.count
+            run = partial(run, quantise_rows=self.quantise_rows and many)
 
         def share(gate, up, down, x, weights, chosen):
             mine = _own(chosen, gate.shape[0])

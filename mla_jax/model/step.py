@@ -25,6 +25,7 @@ from mla_jax.metadata.builder import AttentionMetadataBuilder
 from mla_jax.metadata.common import build_common
 from mla_jax.metadata.packed import Layout, Packed, pack
 from mla_jax.metadata.staging import Staging, received
+from mla_jax.model.activations import quantising
 from mla_jax.model.loops import nested
 from mla_jax.model.program_store import ProgramStore, source_of
 from mla_jax.model.sampling import SamplingBatch, sample
@@ -148,6 +149,7 @@ class Step:
         builder: of the family's metadata.
         placement: where weights, caches and batches are.
         backend: name of the backend of every operation that has one of that name.
+        fp8_activations: products of many rows with e4m3 weights round rows to e4m3 too.
         want_logits: programs also return float32 logits.
         store: a folder of compiled programs, with what the model follows from.
         most_requests: of one step; those of the builder's largest rung by default.
@@ -161,6 +163,7 @@ class Step:
         *,
         placement: Placement | None = None,
         backend: str | None = None,
+        fp8_activations: bool = False,
         want_logits: bool = False,
         store: tuple[str | Path, Sequence[object]] | None = None,
         most_requests: int | None = None,
@@ -168,6 +171,7 @@ class Step:
     ):
         self.placement = Placement.of(placement)
         self.builder, self.want_logits, self._backend = builder, want_logits, backend
+        self._fp8_activations = fp8_activations
         self._staging = Staging(self.placement)
         largest = (rung.common_bucket.requests for rung in builder.rungs())
         self._slots = max(largest) if most_requests is None else most_requests
@@ -187,6 +191,10 @@ class Step:
         Interrupted, it goes on with those that it had.
         """
         graph, state = nnx.split(model)
+        if self._fp8_activations:
+            graph, parts = quantising(graph, state)
+            if not parts:
+                raise ArgumentError("fp8_activations", True, "False: no weight is e4m3")
         leaves, tree = jax.tree.flatten(state)
         paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
         shardings = [
@@ -273,6 +281,7 @@ class Step:
             *self._facts,
             layout,
             self._backend,
+            self._fp8_activations,
             self.want_logits,
             jax.tree.map(str, arguments),
             self._options(layout),  # ``_compiled`` may leave one out, by what it traces

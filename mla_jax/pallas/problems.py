@@ -392,13 +392,16 @@ def _check_experts(op: str, weights: Any, limit: Any) -> None:
         raise ArgumentError(f"{op}: limit", limit, "None or a finite Python number above 0", hint)
 
 
-def matmul_fp8(x, weight) -> Problem:
+def matmul_fp8(x, weight, *, quantise_rows=False) -> Problem:
     op = "matmul_fp8"
     size = _bind(op, {}, x=(x, "float", "tokens into"), weight=(weight, "e4m3", "out into"))
-    return Problem.of(op, dtype=str(x.dtype), **size)
+    check_flag(f"{op}: quantise_rows", quantise_rows)
+    return Problem.of(op, dtype=str(x.dtype), **size, quantise_rows=quantise_rows)
 
 
-def routed_fp8(x, gate, up, down, weights, experts, *, limit=None, then=None) -> Problem:
+def routed_fp8(
+    x, gate, up, down, weights, experts, *, limit=None, then=None, quantise_rows=False
+) -> Problem:
     op = "routed_experts_fp8"
     size = _bind(
         op,
@@ -412,14 +415,15 @@ def routed_fp8(x, gate, up, down, weights, experts, *, limit=None, then=None) ->
     )
     _check_experts(op, weights, limit)
     _check_then(op, x, then)
-    return _routed(op, x, size)
+    check_flag(f"{op}: quantise_rows", quantise_rows)
+    return _routed(op, x, size, quantise_rows=quantise_rows)
 
 
-def _routed(op: str, x: Any, size: dict[str, int]) -> Problem:
+def _routed(op: str, x: Any, size: dict[str, int], **more: bool) -> Problem:
     """Sizes, and how many rows an expert has on average."""
     names = "experts", "topk", "hidden", "width", "tokens"
     each = size["tokens"] * size["topk"] // max(size["experts"], 1)
-    return Problem.of(op, dtype=str(x.dtype), **_sizes(size, *names), rows_each=each)
+    return Problem.of(op, dtype=str(x.dtype), **_sizes(size, *names), rows_each=each, **more)
 
 
 def route(x, kernel, choice_bias, real, *, moe) -> Problem:

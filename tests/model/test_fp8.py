@@ -9,11 +9,13 @@ import pytest
 from flax import nnx
 
 from mla_jax.engine import Engine
-from mla_jax.errors import EngineError, WeightsError
+from mla_jax.errors import ArgumentError, EngineError, WeightsError
 from mla_jax.model.deepseek_v3 import DeepseekV3
+from mla_jax.model.linear import Linear
 from mla_jax.model.safetensors_io import Checkpoint, write_safetensors
 from mla_jax.model.sampling import SamplingParams
 from mla_jax.model.weights import keeps_fp8, load, place
+from mla_jax.pallas import fp8_matmul
 from tests.model import fp8
 
 GPU = jax.default_backend() == "gpu"
@@ -93,6 +95,34 @@ def test_by_itself_a_gpu_keeps_them_and_a_cpu_does_not(folder):
     _, engine = serve(folder, "bfloat16", None)
     leaves = jax.tree.leaves(engine._step.leaves)
     assert any(x.dtype == jnp.float8_e4m3fn for x in leaves) == GPU
+
+
+@pytest.mark.slow
+def test_activations_in_e4m3_of_many_rows(folder, cfg, monkeypatch):
+    """A prompt of 37 tokens has them, its decodes and a prompt of one token have not."""
+    monkeypatch.setattr(fp8_matmul, "MANY", 16)
+    monkeypatch.setattr(fp8_matmul, "MANY_EACH", 4)
+    (_, few, many), exact = serve(folder, "float32", True)
+    (_, same, got), engine = serve(folder, "float32", True, fp8_activations=True, max_requests=1)
+    assert same.token_ids == few.token_ids
+    np.testing.assert_allclose(same.logits, few.logits, atol=2e-4, rtol=2e-4)
+    module = nnx.merge(engine._step._graph, nnx.state(_module(exact)))
+    want = module.logits(module.full(jnp.asarray([PROMPTS[2]]))[0, -1:])[0]
+    off = np.linalg.norm(got.logits[0] - want) / np.linalg.norm(want)
+    moved = np.linalg.norm(got.logits[0] - many.logits[0]) / np.linalg.norm(want)
+    assert off < 0.01 < moved < 0.3
+    assert not any(x.quantise_rows for _, x in nnx.iter_graph(_module(exact)) if type(x) is Linear)
+
+
+def _module(engine):
+    return engine._step._merged(engine._step.leaves)
+
+
+def test_activations_of_a_model_without_e4m3_weights_are_refused(folder):
+    with pytest.raises(ArgumentError, match="fp8_activations: given True; allowed: False"):
+        serve(folder, "float32", False, fp8_activations=True)
+    with pytest.raises(EngineError, match="fp8_activations: given 'yes'; allowed: True or False"):
+        serve(folder, "float32", True, fp8_activations="yes")
 
 
 def test_what_cannot_stay(folder, cfg, tmp_path):

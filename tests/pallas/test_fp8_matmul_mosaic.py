@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from mla_jax import ops
 from mla_jax.errors import UnsupportedError
 from mla_jax.pallas.device import DeviceInfo
-from mla_jax.pallas.fp8_matmul import ref
+from mla_jax.pallas.fp8_matmul import ref, xla
 from mla_jax.pallas.grouped_matmul import tiles
 from mla_jax.pallas.registry import Problem
 from mla_jax.types import BlockScaled
@@ -55,18 +55,51 @@ def error(got, want):
 
 
 def test_rows_are_quantised_only_where_asked_for():
-    """By name, and from so many rows on."""
+    """By the kernel of many rows, from so many on."""
     pytest.importorskip("triton")
-    for tokens, name in ((64, "triton"), (65, "xla"), (4096, "xla")):
-        problem = Problem.of("matmul_fp8", dtype="bfloat16", tokens=tokens, into=7168, out=1536)
-        assert ops.REGISTRY.choose(problem, aot.H200).name == name
-    assert ops.REGISTRY.choose(problem, aot.H200, "mosaic").name == "mosaic"
-    fewer = Problem.of("matmul_fp8", dtype="bfloat16", tokens=511, into=7168, out=1536)
+    facts: dict = {"dtype": "bfloat16", "into": 7168, "out": 1536}
+    for tokens, exact, quantised in (
+        (64, "triton", "xla"), (65, "xla", "xla"), (511, "xla", "xla"), (512, "xla", "mosaic"),
+    ):  # fmt: skip
+        for flag, name in ((False, exact), (True, quantised)):
+            problem = Problem.of("matmul_fp8", tokens=tokens, quantise_rows=flag, **facts)
+            assert ops.REGISTRY.choose(problem, aot.H200).name == name
+    fewer = Problem.of("matmul_fp8", tokens=511, quantise_rows=True, **facts)
     with pytest.raises(UnsupportedError, match=r"tokens=511 not in \[512, …\]"):
         ops.REGISTRY.choose(fewer, aot.H200, "mosaic")
-    sizes = {"experts": 256, "topk": 8, "hidden": 7168, "width": 2048, "tokens": 8192}
-    problem = Problem.of("routed_experts_fp8", dtype="bfloat16", **sizes, rows_each=256)
-    assert ops.REGISTRY.choose(problem, aot.H200).name == "triton"
+    unasked = Problem.of("matmul_fp8", tokens=512, quantise_rows=False, **facts)
+    with pytest.raises(UnsupportedError, match=r"quantise_rows=False not in {True}"):
+        ops.REGISTRY.choose(unasked, aot.H200, "mosaic")
+    facts = {"experts": 256, "topk": 8, "hidden": 7168, "width": 2048, "tokens": 8192}
+    facts |= {"dtype": "bfloat16", "rows_each": 256}
+    for flag, name in ((False, "triton"), (True, "mosaic")):
+        problem = Problem.of("routed_experts_fp8", **facts, quantise_rows=flag)
+        assert ops.REGISTRY.choose(problem, aot.H200).name == name
+
+
+def test_quantised_rows_on_any_device(rng):
+    """``ref`` and ``xla`` round rows as the kernels do; another span of channels is not touched."""
+    w = weight(rng, 200, 640, std=640**-0.5)
+    x = draw(rng, 33, 640)
+    x[:, :128] *= 30
+    x[5] = 0
+    want = dequantised(x) @ wide(w).T
+    for backend in (ref.matmul_fp8, xla.matmul_fp8):
+        got = jax.jit(functools.partial(backend, quantise_rows=True))(jnp.asarray(x), w)
+        assert error(got, want) < 1e-6 and not np.asarray(got)[5].any()
+    low = x.astype(ml_dtypes.bfloat16)
+    got = ops.matmul_fp8(jnp.asarray(low), w, quantise_rows=True, backend="xla")
+    assert error(got, dequantised(low) @ wide(w).T) < TIGHT
+
+
+@pytest.mark.parametrize("limit", [None, 0.7])
+def test_quantised_experts_on_any_device(limit, rng):
+    c, args = experts(rng, 30, experts=4, topk=2, hidden=256, width=128, dtype="float32")
+    want = _as_kernels_do(c, limit)
+    for backend in (ref.routed_experts_fp8, xla.routed_experts_fp8):
+        run = functools.partial(backend, limit=limit, then=None, quantise_rows=True)
+        assert error(jax.jit(run)(*args), want) < TIGHT
+    assert error(ref.routed_experts_fp8(*args, limit=limit), want) > 2 * TIGHT
 
 
 @pytest.mark.slow
@@ -171,7 +204,7 @@ def judged(fn, *args, launches):
 def test_compiles_a_product(tokens, out, monkeypatch):
     monkeypatch.setattr(DeviceInfo, "current", lambda: aot.H200)
     x = jax.ShapeDtypeStruct((tokens, 2048), jnp.bfloat16)
-    judged(lambda *a: ops.matmul_fp8(*a, backend="mosaic"), x, scaled(out, 2048), launches=2)
+    judged(lambda *a: ops.matmul_fp8(*a, quantise_rows=True), x, scaled(out, 2048), launches=2)
 
 
 @pytest.mark.skipif(bool(AOT), reason=AOT or "available")
@@ -179,7 +212,7 @@ def test_compiles_the_experts(monkeypatch):
     monkeypatch.setattr(DeviceInfo, "current", lambda: aot.H200)
     s = jax.ShapeDtypeStruct
     judged(
-        lambda *a: ops.routed_experts_fp8(*a, limit=10.0, backend="mosaic"),
+        lambda *a: ops.routed_experts_fp8(*a, limit=10.0, quantise_rows=True),
         s((2048, 7168), jnp.bfloat16), scaled(32, 2048, 7168), scaled(32, 2048, 7168),
         scaled(32, 7168, 2048), s((2048, 8), jnp.float32), s((2048, 8), jnp.int32),
         launches=7,

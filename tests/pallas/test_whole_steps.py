@@ -51,3 +51,16 @@ def test_a_step_compiles(name, batch):
     program = fit.program(settings, Placement.of(aot.h200()), new, context=8192)
     if batch == "decodes":
         assert program.memory_analysis().temp_size_in_bytes < 2**28
+
+
+def test_a_step_with_e4m3_activations_compiles():
+    """Its products of many rows are those of e4m3 rows, experts' too; the others stay."""
+    settings = fit.Settings(
+        config=one_of_each(PRESETS["V3"]), fp8=True, cache_format="fp8_e4m3", prefill_chunk=4096
+    )
+    new = np.array([1] * 31 + [4065], np.int32)
+    where = Placement.of(aot.h200())
+    program = fit.program(settings, where, new, context=8192, fp8_activations=True)
+    text = program.as_text()
+    for kernel in ("mla_fp8_matmul", "mla_fp8_gate_up", "mla_fp8_down"):
+        assert f"/{kernel}/" in text

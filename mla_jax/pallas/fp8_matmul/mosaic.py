@@ -2,9 +2,11 @@
 
 Rows are quantised for it: 128 channels of a row have one float32 scale, as DeepSeek-V3 was trained
 (arXiv:2412.19437, 3.3.2). That changes results: their error against the widened weights is about
-ten times that of bf16 rows. So no call takes it by itself; it must be asked for by name. Weights
-are never widened.
+ten times that of bf16 rows. So a call must ask for it, by ``quantise_rows``. Weights are never
+widened.
 """
+
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -35,8 +37,10 @@ EXPERT_TILES = {"most": 96, "step": 16}
 EXPERT_STAGES = 4
 
 
-def matmul_fp8(x: Float[Array, "tokens into"], weight: BlockScaled) -> Float[Array, "tokens out"]:
-    """``ref.matmul_fp8`` of the quantised rows, accumulated in float32, rounded once."""
+def matmul_fp8(
+    x: Float[Array, "tokens into"], weight: BlockScaled, *, quantise_rows: Literal[True] = True
+) -> Float[Array, "tokens out"]:
+    """``ref.matmul_fp8`` of quantised rows, accumulated in float32, rounded once."""
     tokens = len(x)
     values, scales = quantise(x, room=round_up(tokens, tiles.EIGHT))
     sizes = sizes_of(tokens, weight.values.shape[0], workers=DeviceInfo.current().sms)
@@ -80,6 +84,7 @@ def quantise(
 def routed_experts_fp8(
     x: Hidden, gate: BlockScaled, up: BlockScaled, down: BlockScaled, weights: ChoiceWeights,
     experts: Choices, *, limit: float | None, then: AddNorm | None = None,
+    quantise_rows: Literal[True] = True,
 ) -> Hidden | tuple[Hidden, Hidden]:  # fmt: skip
     """``ref.routed_experts_fp8`` with rows and gated products quantised; both products of a
     choice are rounded to x's dtype."""

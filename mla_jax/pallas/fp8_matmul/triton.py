@@ -9,6 +9,7 @@ The experts' launches are those of ``grouped_matmul.triton``: a plan, gate and u
 
 import functools
 import operator
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +39,9 @@ def raised(x: Float[Array, "..."]) -> Float[Array, "..."]:
     return x * jnp.asarray(2.0**64, x.dtype) if x.dtype == jnp.bfloat16 else x
 
 
-def matmul_fp8(x: Float[Array, "tokens into"], weight: BlockScaled) -> Float[Array, "tokens out"]:
+def matmul_fp8(
+    x: Float[Array, "tokens into"], weight: BlockScaled, *, quantise_rows: Literal[False] = False
+) -> Float[Array, "tokens out"]:
     """``ref.matmul_fp8``; widening is exact, the sum is rounded once.
 
     A block of scales takes a program 0.3 us, however few bytes it has. So weights with few outputs
@@ -76,6 +79,7 @@ def piece_blocks(out: int, into: int) -> int:
 def routed_experts_fp8(
     x: Hidden, gate: BlockScaled, up: BlockScaled, down: BlockScaled, weights: ChoiceWeights,
     experts: Choices, *, limit: float | None, then: AddNorm | None = None,
+    quantise_rows: Literal[False] = False,
 ) -> Hidden | tuple[Hidden, Hidden]:  # fmt: skip
     """``ref.routed_experts_fp8``; gated products and each choice's are rounded to x's dtype."""
     (tokens, hidden), topk, (count, width, _) = x.shape, experts.shape[1], gate.shape

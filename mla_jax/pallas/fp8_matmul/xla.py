@@ -4,20 +4,23 @@ import jax.numpy as jnp
 from jax import lax
 
 from mla_jax.pallas.axes import AddNorm, Choices, ChoiceWeights, Hidden
+from mla_jax.pallas.fp8_matmul.ref import rounded_rows
 from mla_jax.pallas.grouped_matmul import xla
 from mla_jax.types import Array, BlockScaled, Float
 
 __all__ = ["matmul_fp8", "routed_experts_fp8"]
 
 
-def matmul_fp8(x: Float[Array, "tokens into"], weight: BlockScaled) -> Float[Array, "tokens out"]:
-    """``ref.matmul_fp8`` with weights rounded to x's dtype.
+def matmul_fp8(
+    x: Float[Array, "tokens into"], weight: BlockScaled, *, quantise_rows: bool
+) -> Float[Array, "tokens out"]:
+    """``ref.matmul_fp8`` with weights, and quantised rows, rounded to x's dtype.
 
     The sum is in float32 and is rounded while it is stored: no float32 result is in memory.
     """
     exact = x.dtype == jnp.float32
     return lax.dot_general(
-        x,
+        rounded_rows(x).astype(x.dtype) if quantise_rows else x,
         weight.widened(x.dtype),
         (((1,), (1,)), ((), ())),
         precision=lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT,
@@ -27,8 +30,15 @@ def matmul_fp8(x: Float[Array, "tokens into"], weight: BlockScaled) -> Float[Arr
 
 def routed_experts_fp8(
     x: Hidden, gate: BlockScaled, up: BlockScaled, down: BlockScaled, weights: ChoiceWeights,
-    experts: Choices, *, limit: float | None, then: AddNorm | None = None,
+    experts: Choices, *, limit: float | None, then: AddNorm | None = None, quantise_rows: bool,
 ) -> Hidden | tuple[Hidden, Hidden]:  # fmt: skip
-    """``ref.routed_experts_fp8`` with weights rounded to x's dtype."""
+    """``ref.routed_experts_fp8`` with weights, and quantised rows, rounded to x's dtype."""
     g, u, d = (w.widened(x.dtype).swapaxes(1, 2) for w in (gate, up, down))
-    return xla.routed_experts(x, g, u, d, weights, experts, limit=limit, then=then)
+    if not quantise_rows:
+        return xla.routed_experts(x, g, u, d, weights, experts, limit=limit, then=then)
+
+    def rounded(rows: Array) -> Array:
+        return rounded_rows(rows).astype(rows.dtype)
+
+    facts = {"limit": limit, "then": then, "between": rounded}
+    return xla.routed_experts(rounded(x), g, u, d, weights, experts, **facts)

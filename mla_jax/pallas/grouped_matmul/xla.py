@@ -1,5 +1,7 @@
 """Routed experts on any device: rows sorted by expert, three grouped products."""
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jax import lax
 
@@ -13,11 +15,12 @@ __all__ = ["routed_experts"]
 def routed_experts(
     x: Hidden, gate: ExpertsIn, up: ExpertsIn, down: ExpertsOut, weights: ChoiceWeights,
     experts: Choices, *, limit: float | None, then: AddNorm | None = None,
+    between: Callable[[Array], Array] | None = None,
 ) -> Hidden | tuple[Hidden, Hidden]:  # fmt: skip
     """``ref.routed_experts``, a chosen expert's rows alone; each product is rounded to x's dtype.
 
     Products accumulate in float32 (float32 operands never multiply in TF32); the sum over
-    choices is float32.
+    choices is float32. ``between`` is applied to what ``down`` multiplies.
     """
     count = gate.shape[0]
     # An index that is no expert sorts behind all of them, and no group holds it.
@@ -36,7 +39,8 @@ def routed_experts(
             preferred_element_type=jnp.float32,
         ).astype(a.dtype)
 
-    y = grouped(swiglu(grouped(rows, gate), grouped(rows, up), limit), down)
+    h = swiglu(grouped(rows, gate), grouped(rows, up), limit)
+    y = grouped(h if between is None else between(h), down)
     chosen = flat[order] < count
     scaled = y.astype(jnp.float32) * weights.reshape(-1)[order][:, None]
     scaled = jnp.where(chosen[:, None], scaled, 0.0)
