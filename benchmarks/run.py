@@ -51,7 +51,10 @@ def main() -> None:
 
     suite = importlib.import_module(f"benchmarks.{given.suite}")
     extra = [c.name for c in getattr(suite, "EXTRA", ())]  # no rows of the comparison
-    chosen = given.cases or [c.name for c in suite.CASES] + extra
+    names = [c.name for c in suite.CASES] + extra
+    chosen = given.cases or names
+    if unknown := [name for name in chosen if name.partition("/")[0] not in names]:
+        parser.error(f"--cases: given {', '.join(unknown)}; allowed: {', '.join(names)}")
     kind = jax.devices()[0].device_kind
     stem = f"{folder_name(kind)}_{given.suite}_{datetime.date.today()}"
     out = given.out or Path(__file__).parent / "results" / f"{stem}.json"

@@ -67,10 +67,17 @@ from mla_jax.types import AttnState, BlockScaled
 from mla_jax.version import __version__
 
 if TYPE_CHECKING:
-    from mla_jax.engine import Engine
+    from mla_jax.engine import Engine, load_model
     from mla_jax.model.sampling import SamplingParams
+    from mla_jax.scheduler import Completion, Event
 
-_LATER = {"Engine": "engine", "SamplingParams": "model.sampling"}
+_LATER = {
+    "Completion": "scheduler",
+    "Engine": "engine",
+    "Event": "scheduler",
+    "SamplingParams": "model.sampling",
+    "load_model": "engine",
+}
 
 __all__ = [
     "FORMATS",
@@ -79,11 +86,13 @@ __all__ = [
     "AttnState",
     "BlockScaled",
     "CacheFormat",
+    "Completion",
     "ConfigError",
     "ContextMetadata",
     "DecodeMetadata",
     "Engine",
     "EngineError",
+    "Event",
     "IndexerConfig",
     "LatentCache",
     "MLABucket",
@@ -118,6 +127,7 @@ __all__ = [
     "gather_latent",
     "gather_rows",
     "indexer_logits",
+    "load_model",
     "matmul_float32",
     "matmul_fp8",
     "merge_attn_states",

@@ -10,6 +10,7 @@ device (``step.drawn_by``). Where a request turns out to have ended, the step th
 in vain changes nothing: its rows lie in pages that their next owner writes before it reads them.
 """
 
+import inspect
 import itertools
 import threading
 import time
@@ -211,6 +212,10 @@ class Engine:
         if dtype is None:
             loaded = isinstance(model, nnx.Module)
             dtype = _dtype_of(model) if loaded else jnp.dtype(jnp.bfloat16)
+        if unknown := sorted(set(settings) - set(Settings.__annotations__)):
+            own = [*inspect.signature(Engine).parameters][2:-1]
+            allowed = ", ".join([*own, *Settings.__annotations__])
+            raise EngineError("Engine: settings", ", ".join(unknown), allowed)
         serving = Serving.of(config, dtype=dtype, placement=self.placement, **settings)
         self.builder = self.family.builder(config, serving)
         self.groups = self.family.groups(config, serving)

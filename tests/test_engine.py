@@ -479,9 +479,12 @@ def test_a_setting_is_refused_before_weights_are_read(setting):
     def read():
         raise AssertionError("weights were read")
 
-    kinds = (TypeError,) if "pages" in setting else (ArgumentError, EngineError, MetadataError)
-    with pytest.raises(kinds):
+    with pytest.raises((ArgumentError, EngineError, MetadataError)) as refusal:
         Engine(read, CONFIG, **{"num_pages": 8} | setting)
+    if "pages" in setting:
+        text = str(refusal.value)
+        assert "given pages; allowed: num_pages, dtype, run_ahead" in text
+        assert "prefill_chunk" in text
 
 
 def test_a_model_may_be_made_by_a_function(model):

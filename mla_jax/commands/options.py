@@ -33,10 +33,10 @@ __all__ = [
 ]
 
 MOST = 2**31 - 1  # of a size: kernels count in int32
-_CACHE_OF_DTYPE = {"float32": "fp32", "bfloat16": "bf16"}
+_CACHE_OF_DTYPE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 # Not ``type`` statements: the help of an option shows the choices of a plain Literal only.
-Dtype = Literal["float32", "bfloat16"]
+Dtype = Literal["float32", "bfloat16", "float16"]
 CacheDtype = Literal["auto", "bf16", "fp16", "fp32", "fp8_e4m3"]
 
 Model = Annotated[str, typer.Argument(help="A folder, or a hub id (owner/name).")]

@@ -39,6 +39,7 @@ from mla_jax.pallas.sparse_attention.line_plan import Line
 from mla_jax.pallas.sparse_attention.rows_sm90 import Scope
 from mla_jax.pallas.sparse_attention.scores_sm90 import Scores
 from mla_jax.pallas.sparse_attention.stream_sm90 import ROWS, VALUE, Buffers, Stream, scratch
+from mla_jax.types import cdiv
 
 __all__ = ["ROWS", "VALUE", "attend", "scratch"]
 
@@ -74,7 +75,7 @@ def attend(
     of tokens in several pieces are left as they were allocated.
     """
     count, width, dtype = queries[0].shape[0], sum(q.shape[1] for q in queries), queries[0].dtype
-    tiles = -(-heads // ROWS)
+    tiles = cdiv(heads, ROWS)
     slots = line.slots + CHAINS  # the merge reads over the last
     body = functools.partial(
         _body,

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mla_jax.cache import RECORD_FORMATS
+from mla_jax.types import cdiv
 
 __all__ = ["BLOCK", "Scope", "Tile", "tiles_of"]
 
@@ -67,7 +68,7 @@ class Scope:
     @property
     def blocks(self) -> int:
         """Blocks of 64 keys in a list."""
-        return -(-self.keys // BLOCK)
+        return cdiv(self.keys, BLOCK)
 
 
 def tiles_of(format: str, width: int) -> tuple[Tile, ...]:
@@ -318,7 +319,7 @@ def fetch(row_bytes: int, *, apart: bool) -> Iterator[str]:
         "setp.ne.u64 p, $0, 0;",
         f"mad.wide.u32 a, x, {LINE}, $0;",
     )
-    lines = -(-row_bytes // LINE)
+    lines = cdiv(row_bytes, LINE)
     for k in range(0, lines - 1, 2):
         yield f"@p prefetch.global.L2 [a+{k * LINE}];"
     yield "setp.eq.u32 q, x, 0;"

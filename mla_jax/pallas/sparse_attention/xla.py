@@ -15,7 +15,7 @@ from mla_jax.pallas.axes import RowQueries
 from mla_jax.pallas.cache_io.records import gather_rows
 from mla_jax.pallas.merge.ref import apply_sinks
 from mla_jax.pallas.sparse_attention.ref import attend
-from mla_jax.types import Array, AttnState, Bool, Float, Int
+from mla_jax.types import Array, AttnState, Bool, Float, Int, cdiv
 
 __all__ = ["WORKSPACE", "sparse_decode", "sparse_prefill", "with_sinks"]
 
@@ -93,7 +93,7 @@ def _attend(
 
     if each == tokens:
         return some((q, indices))
-    turns = -(-tokens // each)
+    turns = cdiv(tokens, each)
     short = turns * each - tokens
 
     def cut(x: Array, fill: int) -> Array:
