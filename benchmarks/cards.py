@@ -24,20 +24,26 @@ from mla_jax.placement import Placement
 
 PAGE, CHUNK, LONGEST, MOST = 64, 2048, 2304, 32
 PROMPT, STEPS = 1024, 64
+PROMPTS = 2048  # tokens of each of eight prompts that are timed
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.cards", description=__doc__)
     parser.add_argument("--layers", type=int, default=30)
+    parser.add_argument("--chunk", type=int, default=CHUNK, help="prompt tokens of a step")
+    parser.add_argument("--fp8-activations", action="store_true")
     parser.add_argument("--out", type=Path, help="a JSON file")
     given = parser.parse_args()
-    row = measured(of_layers(V3, given.layers), jax.devices())
+    facts = {"chunk": given.chunk, "fp8_activations": given.fp8_activations}
+    row = measured(of_layers(V3, given.layers), jax.devices(), **facts)
     print(json.dumps(row, indent=1))
     if given.out is not None:
         given.out.write_text(json.dumps(row, indent=1) + "\n")
 
 
-def measured(config: ModelConfig, devices: list[Any]) -> dict[str, Any]:
+def measured(
+    config: ModelConfig, devices: list[Any], *, chunk: int, fp8_activations: bool
+) -> dict[str, Any]:
     """Memory of one card, and milliseconds."""
     placement = Placement.of(devices)
     engine = Engine(
@@ -45,11 +51,12 @@ def measured(config: ModelConfig, devices: list[Any]) -> dict[str, Any]:
         config,
         page=PAGE,
         max_requests=MOST,
-        prefill_chunk=CHUNK,
+        prefill_chunk=chunk,
         max_model_len=LONGEST,
-        ladder=_ladder(),
+        ladder=_ladder(chunk),
         devices=placement,
         absorb_prefills=False,
+        fp8_activations=fp8_activations,
     )
     engine.warm_up()
     rng = np.random.default_rng(0)
@@ -71,20 +78,20 @@ def measured(config: ModelConfig, devices: list[Any]) -> dict[str, Any]:
     row |= {"cache_bytes": stats.cache_bytes, "workspace_bytes": stats.workspace_bytes}
     for requests in (1, MOST):
         row[f"decode_{requests}x{PROMPT}_ms"] = [round(step_ms(requests), 2) for _ in range(2)]
-    prompts = 8
-    row[f"prefill_{prompts}x{CHUNK}_s"] = [round(seconds(prompts, CHUNK, 1), 3) for _ in range(2)]
+    row |= {"chunk": chunk, "fp8_activations": fp8_activations}
+    row[f"prefill_8x{PROMPTS}_s"] = [round(seconds(8, PROMPTS, 1), 3) for _ in range(2)]
     return row
 
 
-def _ladder() -> MLALadder:
+def _ladder(chunk: int) -> MLALadder:
     """Four programs."""
     return MLALadder(
         decodes=Ladder("decode requests", (8, MOST)),
         prefills=Ladder("prefill requests", (MOST,)),
-        prefill_tokens=Ladder("prefill tokens", (CHUNK,)),
+        prefill_tokens=Ladder("prefill tokens", (chunk,)),
         pages=Ladder("pages of one request", (LONGEST // PAGE,)),
         context_rows=4096,
-        mixed=((MOST, CHUNK), (0, CHUNK)),
+        mixed=((MOST, chunk), (0, chunk)),
     )
 
 

@@ -41,6 +41,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "xla_router": {"off": ("route_tokens",)},
     "xla_append": {"off": ("append_latent",)},
     "xla_decode": {"off": ("mla_decode",)},
+    "fp8_activations": {"fp8_activations": True},  # of models with e4m3 weights
 }
 """What each changes: compiler options, unrolled loops, token history, operations of ``xla``."""
 
@@ -199,6 +200,7 @@ def answers(
     unrolled: bool = True,
     history: bool = True,
     run_ahead: bool = True,
+    fp8_activations: bool = False,
     off: tuple[str, ...] = (),
 ) -> dict[str, list[tuple[list[int], np.ndarray]]]:
     """Token ids and log-probabilities: some requests alone, the same again, all in one batch."""
@@ -239,6 +241,7 @@ def answers(
             ladder=MLALadder(**rungs, context_rows=4096) if dense else StepLadder(**rungs),
             absorb_prefills=False,
             run_ahead=run_ahead,
+            fp8_activations=fp8_activations,
         )
         started = time.perf_counter()
 

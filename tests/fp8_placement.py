@@ -18,6 +18,7 @@ from mla_jax.engine import Engine
 from mla_jax.model.moe import MoE
 from mla_jax.model.sampling import SamplingParams
 from mla_jax.model.sharding import sharding_of
+from mla_jax.pallas import fp8_matmul
 from mla_jax.pallas.axes import AddNorm
 from mla_jax.placement import Placement
 from tests.model import fp8
@@ -70,6 +71,12 @@ def experts(cfg: ModelConfig, *, width8: bool, bias: bool) -> list:
     return [sum(shape.count("[") for shape in sums), off]
 
 
+def _off(got: list, want: list) -> float:
+    """The largest difference of the logits of first tokens."""
+    pairs = zip(got, want, strict=True)
+    return max(float(np.abs(a.logits[0] - b.logits[0]).max()) for a, b in pairs)
+
+
 def main() -> dict[str, object]:
     """Tokens, logits and shares: of a model that is divided whole, and of a narrow one."""
     found: dict[str, object] = {"devices": len(jax.devices())}
@@ -78,11 +85,12 @@ def main() -> dict[str, object]:
         for width8 in (True, False)
         for bias in (True, False)
     }
+    sizes = fp8_matmul.MANY, fp8_matmul.MANY_EACH
     for name, cfg in (("wide", wide()), ("narrow", fp8.config())):
         with tempfile.TemporaryDirectory() as root:
             fp8.write(Path(root), cfg)
 
-            def serve(devices: object, root: str = root) -> tuple[Engine, list]:
+            def serve(devices: object, root: str = root, **more: bool) -> tuple[Engine, list]:
                 engine = Engine.from_pretrained(
                     root,
                     dtype=jnp.dtype("float32"),
@@ -93,11 +101,18 @@ def main() -> dict[str, object]:
                     page=8,
                     max_requests=4,
                     prefill_chunk=16,
+                    **more,
                 )
                 return engine, engine.generate(PROMPTS, WISH)
 
             _, want = serve(jax.devices()[0])
             many, got = serve(jax.devices())
+            if name == "wide":
+                fp8_matmul.MANY, fp8_matmul.MANY_EACH = 8, 2
+                places = jax.devices()[0], jax.devices()
+                one, all_ = (serve(devices, fp8_activations=True)[1] for devices in places)
+                found["rounded"] = [_off(one, all_), _off(one, want)]
+                fp8_matmul.MANY, fp8_matmul.MANY_EACH = sizes
         settings = fit.Settings(config=cfg, cards=8, dtype="float32", fp8=True, cache_format="fp32")
         predicted = fit.fit(settings, memory=2**34)
         state = jax.tree.unflatten(many._step._tree, many._step.leaves)
