@@ -323,14 +323,16 @@ def test_settings_follow_the_prompts_unless_given(settings, folder):
         "prefill_chunk": 512,
         "max_model_len": 9,
         "backend": None,
+        "fp8_activations": False,
         "ignore_keys": (),
         "devices": None,
         "programs": None,
     }
     given = settings(
         *(*args, "--dtype", "float32", "--num-pages", 99, "--max-model-len", 64),
-        *("--prefill-chunk", 32, "--backend", "xla"),
+        *("--prefill-chunk", 32, "--backend", "xla", "--fp8-activations"),
     )
+    assert given["fp8_activations"]
     assert (given["cache_format"], given["num_pages"], given["max_model_len"]) == ("fp32", 99, 64)
     assert (given["prefill_chunk"], given["backend"]) == (32, "xla")
     assert settings(*args, "--cache-dtype", "fp8_e4m3")["cache_format"] == "fp8_e4m3"

@@ -204,6 +204,7 @@ def serving(**changes) -> Serving:
         "dtype": jnp.dtype("bfloat16"),
         "backend": None,
         "absorb_prefills": False,
+        "fp8_activations": False,
         "ladder": None,
         "placement": Placement.of(None),
     }
