@@ -26,9 +26,14 @@ hypothesis.settings.load_profile("suite")
 _hook = jaxtyping.install_import_hook("mla_jax", f"{tests.typecheck.__name__}.check_shapes")
 
 
+IN_TURN = "slow", "whole"
+"""Marks of tests of which some runs take a third."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     thirds = "all, none, or a number: three numbers in a row take a third of them each"
-    parser.addoption("--slow", default="all", help=f"which tests marked slow are run: {thirds}")
+    for mark in IN_TURN:
+        parser.addoption(f"--{mark}", default="all", help=f"of the tests marked {mark}: {thirds}")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -48,23 +53,25 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
-def runs(item: pytest.Item, slow: str) -> bool:
-    """Whether ``--slow`` leaves a test in."""
-    if slow == "all" or item.get_closest_marker("slow") is None:
+def runs(item: pytest.Item, mark: str, which: str) -> bool:
+    """Whether the option of this mark leaves a test in."""
+    if which == "all" or item.get_closest_marker(mark) is None:
         return True
-    return slow != "none" and zlib.crc32(item.nodeid.encode()) % 3 == int(slow) % 3
+    return which != "none" and zlib.crc32(item.nodeid.encode()) % 3 == int(which) % 3
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests marked ``gpu`` are skipped, with the reason, where there is no GPU.
 
-    Of those marked ``slow`` the option ``--slow`` takes some; pytest counts the others.
+    Of those marked ``slow`` the option ``--slow`` takes some, of ``whole`` the option ``--whole``;
+    pytest counts the others.
     """
-    slow = config.getoption("slow")
-    if slow not in ("all", "none") and not slow.isdecimal():
-        raise pytest.UsageError(f"--slow: given {slow}; allowed: all, none or a number")
-    config.hook.pytest_deselected(items=[item for item in items if not runs(item, slow)])
-    items[:] = [item for item in items if runs(item, slow)]
+    for mark in IN_TURN:
+        which = config.getoption(mark)
+        if which not in ("all", "none") and not which.isdecimal():
+            raise pytest.UsageError(f"--{mark}: given {which}; allowed: all, none or a number")
+        config.hook.pytest_deselected(items=[item for item in items if not runs(item, mark, which)])
+        items[:] = [item for item in items if runs(item, mark, which)]
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and jax.default_backend() != "gpu":
         reason = f"needs an NVIDIA GPU; the backend here is {jax.default_backend()}"

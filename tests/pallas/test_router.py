@@ -156,6 +156,7 @@ def test_pieces():
 @pytest.mark.skipif(triton is None, reason=missing("triton") or "installed")
 def test_programs_fill_the_machine():
     """Rows of a program by the tokens, and by how many programs have the same tokens."""
-    assert [triton._rows(n, 16) for n in (1, 256, 257, 1024)] == [16, 16, 64, 64]
+    assert [triton._rows(n, 112) for n in (1, 256, 257, 1024)] == [16, 16, 64, 64]
+    assert [triton._rows(n, 16) for n in (257, 448, 449, 1024)] == [16, 16, 64, 64]
     assert [triton._rows(n, 4) for n in (2048, 8064, 8192, 16384)] == [64, 64, 128, 128]
     assert triton._rows(16384, 1) == 64

@@ -16,7 +16,7 @@ from tests import aot
 
 REASON = aot.available()
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.whole,
     pytest.mark.skipif(bool(REASON), reason=REASON or "available"),
 ]
 

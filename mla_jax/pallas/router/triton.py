@@ -38,8 +38,8 @@ COLUMNS, DEPTH = 64, 32
 ROWS = (16, 64, 128)
 """Tokens of a program: of up to ``FEW`` tokens, of more, and where programs abound even so."""
 
-FEW, ABOUND = 256, 256
-"""Tokens, and programs of the largest size: twice as many as an H200 has multiprocessors."""
+FEW, ENOUGH, ABOUND = 256, 128, 256
+"""Tokens; programs that fill an H200, and twice as many."""
 
 MOST_PIECES, NARROW_PIECES = 32, 128
 """Of a product: of a router's, whose program adds them, and of one with few columns."""
@@ -119,9 +119,9 @@ def product_pieces(
 def _rows(tokens: int, others: int) -> int:
     """Tokens of a program, with so many programs for the same tokens; no bit depends on it."""
     few, more, most = ROWS
-    if tokens <= FEW:
-        return few
-    return most if tokens > MOST_CUT and cdiv(tokens, most) * others >= ABOUND else more
+    if tokens > MOST_CUT:
+        return most if cdiv(tokens, most) * others >= ABOUND else more
+    return more if tokens > FEW and cdiv(tokens, more) * others >= ENOUGH else few
 
 
 def _parts(kernel: Float[Array, "hidden out"]) -> Float[Array, "parts hidden out"]:
