@@ -29,7 +29,7 @@ def layers_apart() -> Any:
 
     def traced(self: step.Step, layout: Any, caches: Any) -> Any:
         decision = jax.tree.unflatten(layout.tree, layout.shapes).decision
-        here.decodes = getattr(decision, "decodes_only", False)
+        here.decodes = decision.bucket.prefills == 0
         try:
             return trace(self, layout, caches)
         finally:
