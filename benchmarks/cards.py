@@ -1,8 +1,9 @@
-"""``python -m benchmarks.cards``: a model of V3's widths with e4m3 weights over all cards here.
+"""``python -m benchmarks.cards``: a model of V3's or another's widths over all cards here.
 
-Random weights, drawn where they stay. As many layers as asked for: V3's 61 need eight cards of
-141 GB. The cache takes what fits. Wall time through ``Engine.generate``: of a decode step, from
-calls of 2 and of 66 new tokens; of prompts, from a call with one new token each.
+Random weights, drawn where they stay, e4m3 where the model is published so. As many layers as asked
+for: V3's 61 need eight cards of 141 GB. The cache takes what fits. Wall time through
+``Engine.generate``: of a decode step, from calls of 2 and of 66 new tokens; of prompts, from a call
+with one new token each.
 """
 
 import argparse
@@ -17,43 +18,53 @@ import numpy as np
 from benchmarks.random_model import drawn, of_layers
 from mla_jax.config import ModelConfig
 from mla_jax.engine import Engine
-from mla_jax.metadata.buckets import Ladder, MLALadder
-from mla_jax.model.presets import V3
+from mla_jax.metadata.buckets import Ladder, MLALadder, StepLadder
+from mla_jax.model.family import family_of
+from mla_jax.model.presets import PRESETS
 from mla_jax.model.sampling import SamplingParams
 from mla_jax.placement import Placement
+from mla_jax.types import round_up
 
-PAGE, CHUNK, LONGEST, MOST = 64, 2048, 2304, 32
+PAGE, CHUNK, MOST = 64, 2048, 32
 PROMPT, STEPS = 1024, 64
 PROMPTS = 2048  # tokens of each of eight prompts that are timed
+MODELS = [name for name, config in PRESETS.items() if isinstance(config, ModelConfig)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.cards", description=__doc__)
+    parser.add_argument("--model", choices=MODELS, default="V3")
     parser.add_argument("--layers", type=int, default=30)
+    parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens before timed decodes")
     parser.add_argument("--chunk", type=int, default=CHUNK, help="prompt tokens of a step")
     parser.add_argument("--fp8-activations", action="store_true")
     parser.add_argument("--out", type=Path, help="a JSON file")
     given = parser.parse_args()
     facts = {"chunk": given.chunk, "fp8_activations": given.fp8_activations}
-    row = measured(of_layers(V3, given.layers), jax.devices(), **facts)
+    config = PRESETS[given.model]
+    assert isinstance(config, ModelConfig)
+    row = {"model": given.model}
+    row |= measured(of_layers(config, given.layers), jax.devices(), prompt=given.prompt, **facts)
     print(json.dumps(row, indent=1))
     if given.out is not None:
         given.out.write_text(json.dumps(row, indent=1) + "\n")
 
 
 def measured(
-    config: ModelConfig, devices: list[Any], *, chunk: int, fp8_activations: bool
+    config: ModelConfig, devices: list[Any], *, prompt: int, chunk: int, fp8_activations: bool
 ) -> dict[str, Any]:
     """Memory of one card, and milliseconds."""
     placement = Placement.of(devices)
+    longest = round_up(max(prompt, PROMPTS) + STEPS + PAGE, PAGE)
+    module = family_of(config.family).module
     engine = Engine(
-        drawn(config, fp8=True, placement=placement),
+        drawn(config, module, fp8=config.fp8_block is not None, placement=placement),
         config,
         page=PAGE,
         max_requests=MOST,
         prefill_chunk=chunk,
-        max_model_len=LONGEST,
-        ladder=_ladder(chunk),
+        max_model_len=longest,
+        ladder=_ladder(config, chunk, longest),
         devices=placement,
         absorb_prefills=False,
         fp8_activations=fp8_activations,
@@ -61,38 +72,38 @@ def measured(
     engine.warm_up()
     rng = np.random.default_rng(0)
 
-    def seconds(requests: int, prompt: int, new: int) -> float:
-        asked = [rng.integers(0, config.vocab, prompt).tolist() for _ in range(requests)]
+    def seconds(requests: int, tokens: int, new: int) -> float:
+        asked = [rng.integers(0, config.vocab, tokens).tolist() for _ in range(requests)]
         start = time.perf_counter()
         engine.generate(asked, SamplingParams(max_new_tokens=new, ignore_eos=True))
         return time.perf_counter() - start
 
     def step_ms(requests: int) -> float:
-        few, many = (seconds(requests, PROMPT, new) for new in (2, 2 + STEPS))
+        few, many = (seconds(requests, prompt, new) for new in (2, 2 + STEPS))
         return 1e3 * (many - few) / STEPS
 
-    seconds(1, PROMPT, 4)
+    seconds(1, prompt, 4)
     stats = engine.stats()
     row: dict[str, Any] = {"device": devices[0].device_kind, "cards": len(devices)}
     row |= {"layers": config.layers, "weight_bytes": stats.weight_bytes}
     row |= {"cache_bytes": stats.cache_bytes, "workspace_bytes": stats.workspace_bytes}
     for requests in (1, MOST):
-        row[f"decode_{requests}x{PROMPT}_ms"] = [round(step_ms(requests), 2) for _ in range(2)]
+        row[f"decode_{requests}x{prompt}_ms"] = [round(step_ms(requests), 2) for _ in range(2)]
     row |= {"chunk": chunk, "fp8_activations": fp8_activations}
     row[f"prefill_8x{PROMPTS}_s"] = [round(seconds(8, PROMPTS, 1), 3) for _ in range(2)]
     return row
 
 
-def _ladder(chunk: int) -> MLALadder:
+def _ladder(config: ModelConfig, chunk: int, longest: int) -> StepLadder:
     """Four programs."""
-    return MLALadder(
-        decodes=Ladder("decode requests", (8, MOST)),
-        prefills=Ladder("prefill requests", (MOST,)),
-        prefill_tokens=Ladder("prefill tokens", (chunk,)),
-        pages=Ladder("pages of one request", (LONGEST // PAGE,)),
-        context_rows=4096,
-        mixed=((MOST, chunk), (0, chunk)),
-    )
+    rungs: dict[str, Any] = {
+        "decodes": Ladder("decode requests", (8, MOST)),
+        "prefills": Ladder("prefill requests", (MOST,)),
+        "prefill_tokens": Ladder("prefill tokens", (chunk,)),
+        "pages": Ladder("pages of one request", (longest // PAGE,)),
+        "mixed": ((MOST, chunk), (0, chunk)),
+    }
+    return StepLadder(**rungs) if config.indexer else MLALadder(**rungs, context_rows=4096)
 
 
 if __name__ == "__main__":

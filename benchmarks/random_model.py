@@ -33,7 +33,11 @@ def of_layers(config: ModelConfig, layers: int) -> ModelConfig:
     dense = config.sparse_layers.index(True)
     sparse = (False,) * min(dense, layers) + (True,) * max(layers - dense, 0)
     moe = config.moe if any(sparse) else None
-    return dataclasses.replace(config, layers=layers, sparse_layers=sparse, moe=moe)
+    indexer = config.indexer
+    if indexer is not None:
+        indexer = dataclasses.replace(indexer, full=indexer.full[:layers])
+    changes = {"sparse_layers": sparse, "moe": moe, "indexer": indexer}
+    return dataclasses.replace(config, layers=layers, **changes)
 
 
 def of_ratios(config: V4Config, *ratios: int) -> V4Config:
