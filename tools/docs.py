@@ -230,11 +230,11 @@ def page(path: Path) -> str:
 GENERATED = {
     str(path.relative_to(ROOT)): functools.partial(page, path)
     for path in sorted((ROOT / "docs").rglob("*.md"))
-    if re.search("<!-- (measured|definition) ", path.read_text())
+    if MEASURED.search(path.read_text()) or DEFINITION.search(path.read_text())
 } | {
     "README.md": readme,
     "docs/cache_formats.md": cache_formats,
-    "docs/numerics.md": numerics,  # its marker is one of the kind above, too
+    "docs/numerics.md": numerics,
     "docs/testing.md": testing,
 }
 

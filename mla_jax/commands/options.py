@@ -174,7 +174,7 @@ class EngineOptions:
     backend: Annotated[str | None, typer.Option(help="Of every operation that has it.")] = None
     fp8_activations: Annotated[
         bool,
-        typer.Option(help="Steps of many rows: e4m3 activations where weights are e4m3."),
+        typer.Option(help="Round activations of long prompts to e4m3, if weights are e4m3."),
     ] = False
     devices: Annotated[
         int, typer.Option(min=0, help="How many to divide weights over; 0: all.")

@@ -25,7 +25,7 @@ def logits(
     SIZES: tl.constexpr, PIECE: tl.constexpr, COUNT: tl.constexpr, TILE: tl.constexpr,
     PARTED: tl.constexpr,
 ):  # fmt: skip
-    """``out[piece] = x @ kernel`` over ``COUNT`` pieces of channels, for one tile of tokens.
+    """``out[part] = x @ kernel`` over ``COUNT`` pieces of channels; a tile of tokens and experts.
 
     ``SIZES`` are hidden and experts, ``TILE`` the tokens and experts of a program and the channels
     of one turn. Each piece is summed by itself, and then added. Products are as exact as float32's:
