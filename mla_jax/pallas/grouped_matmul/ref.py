@@ -1,5 +1,7 @@
 """Definition of the routed experts: one expert after the other, over all tokens."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -14,16 +16,19 @@ __all__ = ["add_norm", "routed_experts", "swiglu"]
 def routed_experts(
     x: Hidden, gate: ExpertsIn, up: ExpertsIn, down: ExpertsOut, weights: ChoiceWeights,
     experts: Choices, *, limit: float | None = None, then: AddNorm | None = None,
+    between: Callable[[Array], Array] | None = None,
 ) -> Hidden | tuple[Hidden, Hidden]:  # fmt: skip
     """``y_t = sum_k weights[t, k] down_e swiglu(gate_e x_t, up_e x_t)``, ``e = experts[t, k]``.
 
     An index that is no expert adds nothing. Float32 throughout, rounded once at the end.
+    ``between`` is applied to what ``down`` multiplies.
     """
 
     def add(y: Array, e: Array) -> tuple[Array, None]:
         g, u, d = (w[e].astype(jnp.float32) for w in (gate, up, down))
         rows = x.astype(jnp.float32)
-        h = _product(swiglu(_product(rows, g), _product(rows, u), limit), d)
+        h = swiglu(_product(rows, g), _product(rows, u), limit)
+        h = _product(h if between is None else between(h), d)
         chosen = experts == e
         share = jnp.where(chosen, weights, 0).sum(axis=1, keepdims=True)
         return y + jnp.where(chosen.any(axis=1, keepdims=True), share * h, 0), None
