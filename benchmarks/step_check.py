@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -42,7 +41,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "xla_router": {"off": ("route_tokens",)},
     "xla_append": {"off": ("append_latent",)},
     "xla_decode": {"off": ("mla_decode",)},
-    "layers_apart": {"apart": True},
     "fp8_activations": {"fp8_activations": True},  # of models with e4m3 weights
 }
 """What each changes: compiler options, unrolled loops, token history, operations of ``xla``."""
@@ -203,13 +201,11 @@ def answers(
     history: bool = True,
     run_ahead: bool = True,
     fp8_activations: bool = False,
-    apart: bool = False,
     off: tuple[str, ...] = (),
 ) -> dict[str, list[tuple[list[int], np.ndarray]]]:
     """Token ids and log-probabilities: some requests alone, the same again, all in one batch."""
     import jax
 
-    from benchmarks.flat import layers_apart
     from mla_jax import Engine, ModelConfig, SamplingParams
     from mla_jax.dispatch import REGISTRY
     from mla_jax.metadata.buckets import Ladder, MLALadder, StepLadder
@@ -254,8 +250,7 @@ def answers(
             seconds = time.perf_counter() - started
             print(f"{what}, {seconds:.0f} s", file=sys.stderr, flush=True)
 
-        with layers_apart() if apart else nullcontext():
-            engine.warm_up()
+        engine.warm_up()
         reached("programs")
         wish = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
 
