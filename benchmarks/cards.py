@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens before timed decodes")
     parser.add_argument("--chunk", type=int, default=CHUNK, help="prompt tokens of a step")
-    parser.add_argument("--fp8-activations", action="store_true")
+    parser.add_argument("--fp8-activations", action=argparse.BooleanOptionalAction)
     parser.add_argument("--out", type=Path, help="a JSON file")
     given = parser.parse_args()
     facts = {"chunk": given.chunk, "fp8_activations": given.fp8_activations}
@@ -51,7 +51,12 @@ def main() -> None:
 
 
 def measured(
-    config: ModelConfig, devices: list[Any], *, prompt: int, chunk: int, fp8_activations: bool
+    config: ModelConfig,
+    devices: list[Any],
+    *,
+    prompt: int,
+    chunk: int,
+    fp8_activations: bool | None,
 ) -> dict[str, Any]:
     """Memory of one card, and milliseconds."""
     placement = Placement.of(devices)

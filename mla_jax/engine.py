@@ -161,7 +161,8 @@ class Engine:
             takes of a GPU (25 % of a CPU's), at most what ``max_requests`` full requests need.
         page: tokens in a page.
         max_requests: requests running at once; others queue.
-        prefill_chunk: prompt tokens of one step, over all requests.
+        prefill_chunk: prompt tokens of one step, over all requests; None: 2048 on a GPU, else 512,
+            or what a given ladder holds.
         max_model_len: prompt and new tokens of one request; the model's own limit by default.
         cache_format: how a token is stored, of ``cache.ELEMENT_FORMATS``; None: as the model's
             dtype.
@@ -171,8 +172,10 @@ class Engine:
         absorb_prefills: let steps of short prefills on long contexts run over their pages where
             the device's measured rates say that this is faster (docs/chunked_context.md).
         fp8_activations: products of many rows with e4m3 weights round activations to e4m3 too, with
-            a scale for each 128 channels: as DeepSeek-V3 was trained and other servers do, faster
-            prompts, less exact. From 512 tokens of a step on, and 64 rows of an expert.
+            a scale for each 128 channels: as DeepSeek-V3 was trained and its configuration says
+            (``activation_scheme``), faster prompts, less exact. From 512 tokens of a step on, and
+            64 rows of an expert. None: on Hopper with a 16-bit ``dtype``, unless a ``backend`` is
+            named.
         run_ahead: send a step before the tokens of the one before are read. False gives the same
             tokens, more slowly.
         want_logits: keep every step's logits in ``Completion.logits`` (for tests and parity).

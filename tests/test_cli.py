@@ -320,10 +320,10 @@ def test_settings_follow_the_prompts_unless_given(settings, folder):
         "num_pages": 3,  # 8 rows, and the null page
         "page": 4,
         "max_requests": 1,
-        "prefill_chunk": 512,
+        "prefill_chunk": None,
         "max_model_len": 9,
         "backend": None,
-        "fp8_activations": False,
+        "fp8_activations": None,
         "ignore_keys": (),
         "devices": None,
         "programs": None,

@@ -13,7 +13,7 @@ from mla_jax.cache import LatentCache, RecordCache
 from mla_jax.config_v4 import V4Config
 from mla_jax.engine import Engine
 from mla_jax.errors import ConfigError, EngineError
-from mla_jax.metadata.buckets import CommonBucket
+from mla_jax.metadata.buckets import CommonBucket, MLALadder
 from mla_jax.metadata.builder import AttentionMetadataBuilder
 from mla_jax.metadata.check import check, check_host
 from mla_jax.metadata.common import GroupSpec
@@ -209,6 +209,13 @@ def serving(**changes) -> Serving:
         "placement": Placement.of(None),
     }
     return Serving(**(facts | changes))
+
+
+def test_settings_of_a_cpu():
+    found = Serving.of(V3_2, max_model_len=64)
+    assert (found.prefill_chunk, found.fp8_activations) == (512, False)
+    ladder = MLALadder.default(max_requests=2, max_prefill_tokens=24, max_pages=4)
+    assert Serving.of(V3_2, max_model_len=64, ladder=ladder).prefill_chunk == 24
 
 
 V32 = dataclasses.replace(

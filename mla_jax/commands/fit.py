@@ -24,7 +24,7 @@ from mla_jax.config_v4 import AnyConfig
 from mla_jax.errors import ArgumentError, EngineError
 from mla_jax.metadata.common import HostBatch
 from mla_jax.metadata.packed import pack
-from mla_jax.model.family import CacheGroup, Family, Serving, family_of
+from mla_jax.model.family import GPU_CHUNK, CacheGroup, Family, Serving, family_of
 from mla_jax.model.sharding import derived_axis, share_axis
 from mla_jax.model.step import Step, empty_batch
 from mla_jax.placement import Placement
@@ -51,7 +51,7 @@ class Settings:
     fp8: bool = False  # products of the layers keep block-scaled e4m3 weights
     cache_format: str = "bf16"
     page: int = 64
-    prefill_chunk: int = 512
+    prefill_chunk: int = GPU_CHUNK
 
     def __post_init__(self) -> None:
         for name in ("cards", "page", "prefill_chunk"):
@@ -252,14 +252,16 @@ def program(
     new_tokens: Int[np.ndarray, "requests"],
     *,
     context: int,
-    fp8_activations: bool = False,
+    fp8_activations: bool | None = None,
 ) -> Any:
     """A step of requests of up to ``context`` tokens, compiled; no weight or cache has memory."""
-    serving = settings.serving(requests=len(new_tokens), context=context, placement=placement)
+    facts = {"placement": placement, "fp8_activations": fp8_activations}
+    serving = settings.serving(requests=len(new_tokens), context=context, **facts)
     groups = settings.family.groups(settings.config, serving)
     builder = settings.family.builder(settings.config, serving)
     decision = builder.decide(HostBatch.of(new_tokens, np.full_like(new_tokens, context)))
-    step = Step(settings.model(), builder, placement=placement, fp8_activations=fp8_activations)
+    facts["fp8_activations"] = serving.fp8_activations
+    step = Step(settings.model(), builder, **facts)
     caches = dict(_abstract_caches(settings, groups, placement, len(new_tokens), context))
     layout = pack(empty_batch(decision, [group.name for group in groups])).layout
     return step.compile(layout, caches)

@@ -155,7 +155,10 @@ class EngineOptions:
     dtype: DtypeOption = "bfloat16"
     cache_dtype: CacheOption = "auto"
     page_size: int = 64
-    prefill_chunk: Annotated[int, typer.Option(help="Prompt tokens of one step.")] = 512
+    prefill_chunk: Annotated[
+        int | None,
+        typer.Option(help="Prompt tokens of one step. Default: 2048 on a GPU, else 512."),
+    ] = None
     max_requests: Annotated[int, typer.Option(help="Requests running at once.")] = 32
     num_pages: Annotated[
         int | None,
@@ -173,9 +176,11 @@ class EngineOptions:
     ] = None
     backend: Annotated[str | None, typer.Option(help="Of every operation that has it.")] = None
     fp8_activations: Annotated[
-        bool,
-        typer.Option(help="Round activations of long prompts to e4m3, if weights are e4m3."),
-    ] = False
+        bool | None,
+        typer.Option(
+            help="Round activations of long prompts to e4m3, if weights are. Default: on Hopper."
+        ),
+    ] = None
     devices: Annotated[
         int, typer.Option(min=0, help="How many to divide weights over; 0: all.")
     ] = 1

@@ -44,6 +44,7 @@ from mla_jax.model.deepseek_v3 import DeepseekV3
 from mla_jax.model.deepseek_v4 import DeepseekV4
 from mla_jax.model.deepseek_v32 import DeepseekV32
 from mla_jax.model.prefill_crossover import PrefillCrossover
+from mla_jax.pallas import fp8_matmul
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.placement import Placement
 from mla_jax.types import cdiv
@@ -58,6 +59,11 @@ __all__ = [
     "checked_dtype",
     "family_of",
 ]
+
+GPU_CHUNK, CPU_CHUNK = 2048, 512
+"""Prompt tokens of a step by default. A GPU reads all experts for each: with 512 tokens that is the
+bound, and V3's experts have 64 rows each from 2,048 on.
+"""
 
 _DTYPES = ("float32", "bfloat16", "float16")  # of weights
 
@@ -153,14 +159,14 @@ class Settings(TypedDict, total=False):
 
     page: int
     max_requests: int
-    prefill_chunk: int
+    prefill_chunk: int | None
     max_model_len: int | None
     cache_format: str | None
     ladder: MLALadder | None
     context_rows: int | None
     backend: str | None
     absorb_prefills: bool
-    fp8_activations: bool
+    fp8_activations: bool | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +182,7 @@ class Serving:
     dtype: jnp.dtype
     backend: str | None
     absorb_prefills: bool
-    fp8_activations: bool
+    fp8_activations: bool | None
     ladder: MLALadder | None
     placement: Placement
 
@@ -187,7 +193,7 @@ class Serving:
         *,
         page: int = 64,
         max_requests: int = 32,
-        prefill_chunk: int = 512,
+        prefill_chunk: int | None = None,
         max_model_len: int | None = None,
         dtype: DTypeLike = jnp.bfloat16,
         cache_format: str | None = None,
@@ -195,7 +201,7 @@ class Serving:
         context_rows: int | None = None,
         backend: str | None = None,
         absorb_prefills: bool = True,
-        fp8_activations: bool = False,
+        fp8_activations: bool | None = None,
         placement: Placement | None = None,
     ) -> "Serving":
         """Settings as ``Engine`` takes them, checked, with what follows where they are None.
@@ -216,9 +222,15 @@ class Serving:
         if ladder is not None and not is_dataclass(ladder):
             allowed = "a ladder, such as MLALadder.default makes, or None: the family's own"
             raise EngineError("ladder", type(ladder).__name__, allowed)
-        if not isinstance(fp8_activations, bool):
-            raise EngineError("fp8_activations", repr(fp8_activations), "True or False")
-        dtype = checked_dtype(dtype)
+        if not isinstance(fp8_activations, bool | None):
+            raise EngineError("fp8_activations", repr(fp8_activations), "True, False or None")
+        dtype, placement = checked_dtype(dtype), Placement.of(placement)
+        if prefill_chunk is None:
+            prefill_chunk = GPU_CHUNK if placement.on_gpu else CPU_CHUNK
+            if isinstance(ladder, StepLadder):
+                prefill_chunk = min(prefill_chunk, ladder.prefill_tokens.largest)
+        if fp8_activations is None and not _rounding_is_faster(placement, dtype, backend):
+            fp8_activations = False
         return cls(
             page=checked_size("page", page),
             max_requests=checked_size("max_requests", max_requests),
@@ -231,8 +243,14 @@ class Serving:
             absorb_prefills=absorb_prefills,
             fp8_activations=fp8_activations,
             ladder=ladder,
-            placement=Placement.of(placement),
+            placement=placement,
         )
+
+
+def _rounding_is_faster(placement: Placement, dtype: jnp.dtype, backend: str | None) -> bool:
+    """Whether kernels here multiply rows of e4m3; a backend named for all operations may not."""
+    known = placement.on_gpu and dtype.itemsize == 2 and backend is None
+    return known and not fp8_matmul.MANY_ROWS.missing_here(DeviceInfo.of(placement.device))
 
 
 def checked_dtype(dtype: object) -> jnp.dtype:

@@ -149,7 +149,8 @@ class Step:
         builder: of the family's metadata.
         placement: where weights, caches and batches are.
         backend: name of the backend of every operation that has one of that name.
-        fp8_activations: products of many rows with e4m3 weights round rows to e4m3 too.
+        fp8_activations: products of many rows with e4m3 weights round rows to e4m3 too; None: if
+            any weight is e4m3.
         want_logits: programs also return float32 logits.
         store: a folder of compiled programs, with what the model follows from.
         most_requests: of one step; those of the builder's largest rung by default.
@@ -163,7 +164,7 @@ class Step:
         *,
         placement: Placement | None = None,
         backend: str | None = None,
-        fp8_activations: bool = False,
+        fp8_activations: bool | None = False,
         want_logits: bool = False,
         store: tuple[str | Path, Sequence[object]] | None = None,
         most_requests: int | None = None,
@@ -191,10 +192,10 @@ class Step:
         Interrupted, it goes on with those that it had.
         """
         graph, state = nnx.split(model)
-        if self._fp8_activations:
+        if self._fp8_activations is not False:
             graph, parts = quantising(graph, state)
-            if not parts:
-                raise ArgumentError("fp8_activations", True, "False: no weight is e4m3")
+            if self._fp8_activations and not parts:
+                raise ArgumentError("fp8_activations", True, "None or False: no weight is e4m3")
         leaves, tree = jax.tree.flatten(state)
         paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
         shardings = [

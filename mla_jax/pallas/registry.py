@@ -97,6 +97,11 @@ class Requirement:
             for name, allowed in self.features.items()
             if name not in given or given[name] not in allowed
         ]
+        return (*wrong, *self.missing_here(device))
+
+    def missing_here(self, device: DeviceInfo) -> tuple[str, ...]:
+        """Every reason why no problem can run; empty if some can."""
+        wrong = []
         if self.sm is not None and device.sm not in self.sm:
             wrong.append(f"device {device.name}, needs {self.device_text()}")
         elif self.workers and device.sms < 1:

@@ -10,6 +10,8 @@ import pytest
 
 from mla_jax.commands import fit
 from mla_jax.config_v4 import AnyConfig, V4Config
+from mla_jax.metadata.buckets import MLALadder
+from mla_jax.model.family import Serving
 from mla_jax.model.presets import PRESETS
 from mla_jax.placement import Placement
 from tests import aot
@@ -19,6 +21,17 @@ pytestmark = [
     pytest.mark.whole,
     pytest.mark.skipif(bool(REASON), reason=REASON or "available"),
 ]
+
+
+def test_settings_of_a_gpu():
+    where = Placement.of(aot.h200())
+    serving = Serving.of(PRESETS["V3"], placement=where)
+    assert (serving.prefill_chunk, serving.fp8_activations) == (2048, None)
+    for changes in ({"dtype": "float32"}, {"backend": "xla"}):
+        assert Serving.of(PRESETS["V3"], placement=where, **changes).fp8_activations is False
+    ladder = MLALadder.default(max_requests=8, max_prefill_tokens=256, max_pages=64)
+    assert Serving.of(PRESETS["V3"], placement=where, ladder=ladder).prefill_chunk == 256
+
 
 BATCHES = {"decodes": [1] * 8, "prompts": [1] * 31 + [2049]}
 """New tokens of each request."""
@@ -53,14 +66,15 @@ def test_a_step_compiles(name, batch):
         assert program.memory_analysis().temp_size_in_bytes < 2**28
 
 
-def test_a_step_with_e4m3_activations_compiles():
-    """Its products of many rows are those of e4m3 rows, experts' too; the others stay."""
+@pytest.mark.parametrize("rounded", [None, False], ids=["by_default", "refused"])
+def test_products_of_e4m3_rows(rounded):
+    """Products of many rows and e4m3 weights have them, experts' too, unless they are refused."""
     settings = fit.Settings(
         config=one_of_each(PRESETS["V3"]), fp8=True, cache_format="fp8_e4m3", prefill_chunk=4096
     )
     new = np.array([1] * 31 + [4065], np.int32)
     where = Placement.of(aot.h200())
-    program = fit.program(settings, where, new, context=8192, fp8_activations=True)
+    program = fit.program(settings, where, new, context=8192, fp8_activations=rounded)
     text = program.as_text()
     for kernel in ("mla_fp8_matmul", "mla_fp8_gate_up", "mla_fp8_down"):
-        assert f"/{kernel}/" in text
+        assert (f"/{kernel}/" in text) == (rounded is None)
