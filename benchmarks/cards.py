@@ -3,11 +3,14 @@
 Random weights, drawn where they stay, e4m3 where the model is published so. As many layers as asked
 for: V3's 61 need eight cards of 141 GB. The cache takes what fits. Wall time through
 ``Engine.generate``: of a decode step, from calls of 2 and of 66 new tokens; of prompts, from a call
-with one new token each.
+with one new token each. With ``--processes`` each card has a process of its own.
 """
 
 import argparse
 import json
+import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -39,15 +42,34 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=CHUNK, help="prompt tokens of a step")
     parser.add_argument("--fp8-activations", action=argparse.BooleanOptionalAction)
     parser.add_argument("--out", type=Path, help="a JSON file")
+    parser.add_argument("--processes", type=int, default=1, help="of one card each")
+    parser.add_argument("--process", type=int, nargs=2, metavar=("NUMBER", "PORT"))
     given = parser.parse_args()
+    if given.processes > 1 and given.process is None:
+        sys.exit(_apart(given.processes))
+    if given.process is not None:
+        number, port = given.process
+        jax.distributed.initialize(f"localhost:{port}", given.processes, number, [number])
     facts = {"chunk": given.chunk, "fp8_activations": given.fp8_activations}
     config = PRESETS[given.model]
     assert isinstance(config, ModelConfig)
-    row = {"model": given.model}
+    row = {"model": given.model, "processes": given.processes}
     row |= measured(of_layers(config, given.layers), jax.devices(), prompt=given.prompt, **facts)
+    if jax.process_index() > 0:
+        return
     print(json.dumps(row, indent=1))
     if given.out is not None:
         given.out.write_text(json.dumps(row, indent=1) + "\n")
+
+
+def _apart(processes: int) -> int:
+    """This command in so many processes; what the first that fails returns, or 0."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "benchmarks.cards", *sys.argv[1:], "--process"]
+    running = [subprocess.Popen([*command, str(i), str(port)]) for i in range(processes)]
+    return max(process.wait() for process in running)
 
 
 def measured(

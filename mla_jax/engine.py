@@ -181,7 +181,8 @@ class Engine:
         want_logits: keep every step's logits in ``Completion.logits`` (for tests and parity).
         family: what the model is; by default the one that reads the configuration's model type.
         devices: one device or several of a kind, a mesh of one axis, or a ``Placement``; None is
-            JAX's default device. Over several, weights are divided (``model.sharding``).
+            JAX's default device. Over several, weights are divided (``model.sharding``). Devices of
+            several processes: each makes the same calls (docs/sharding.md).
         programs: a folder that keeps compiled programs from one process to the next; it must be
             yours, for loading a program runs it. None keeps none.
         text: the model's tokenizer and chat template; None: prompts are token ids, and
@@ -241,7 +242,7 @@ class Engine:
         if num_pages is None:
             step = make_step()
             room = room_beside((step.leaves, step.derived), device)
-            num_pages = pages_that_fit(self.groups, serving, room)
+            num_pages = self.placement.least(pages_that_fit(self.groups, serving, room))
         self._pages = page_counts(self.groups, num_pages, serving)
         self.scheduler = Scheduler(
             groups=[
@@ -712,7 +713,7 @@ class Engine:
 
     def _drop(self) -> None:
         """Cancel the requests whose readers are gone."""
-        for id in tuple(self._abandoned):
+        for id in sorted(self._abandoned):  # in every process the same
             self.cancel(id)
             self._claimed.pop(id, None)
             self._logits.pop(id, None)

@@ -3,6 +3,9 @@
 A placement is one device, or several of a kind in a mesh of one axis. Over that axis weights are
 divided by heads, experts, vocabulary and feed-forward width (``model.sharding``); caches and what
 a step carries are on every device.
+
+The devices may belong to several processes (``jax.distributed``), of one host or of many. Then
+every process does the same, in the same order, with equal arguments.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import (
     AxisType,
     Mesh,
@@ -23,7 +27,7 @@ from jax.sharding import (
 
 from mla_jax.errors import ArgumentError
 
-__all__ = ["SHARDS", "Placement", "default_device"]
+__all__ = ["SHARDS", "Placement", "default_device", "put"]
 
 SHARDS = "shards"
 """The axis of a placement's mesh."""
@@ -40,7 +44,8 @@ class Placement:
         """From devices, from a mesh of one axis, or (None) the device that JAX takes by itself.
 
         Raises:
-            ArgumentError: no device, devices of several kinds, or a mesh of several axes.
+            ArgumentError: no device, devices of several kinds, a mesh of several axes, or devices
+                of other processes without some of each process.
         """
         if isinstance(devices, Placement):
             return devices
@@ -59,6 +64,11 @@ class Placement:
         kinds = sorted({d.device_kind for d in devices})
         if len(kinds) != 1:
             raise ArgumentError("Placement: devices", kinds or "none", "devices of one kind")
+        owners = {d.process_index for d in devices}
+        if owners not in ({jax.process_index()}, {*range(jax.process_count())}):
+            given = f"devices of processes {sorted(owners)}"
+            allowed = f"those of this one ({jax.process_index()}), or some of each of all "
+            raise ArgumentError("Placement", given, allowed + str(jax.process_count()))
         return cls(Mesh(np.array(devices), (SHARDS,), axis_types=(AxisType.Auto,)))
 
     @property
@@ -67,9 +77,15 @@ class Placement:
         return self.mesh.size
 
     @property
+    def processes(self) -> int:
+        """Processes that have devices of it."""
+        return len({d.process_index for d in self.mesh.devices.flat})
+
+    @property
     def device(self) -> Any:
-        """One of the devices: they are of one kind."""
-        return self.mesh.devices.flat[0]
+        """One of this process's devices: they are of one kind."""
+        here = (d for d in self.mesh.devices.flat if d.process_index == jax.process_index())
+        return next(here, self.mesh.devices.flat[0])
 
     @property
     def on_gpu(self) -> bool:
@@ -97,9 +113,37 @@ class Placement:
                 stack.enter_context(jax.set_mesh(self.mesh))
             yield
 
+    def least(self, number: int) -> int:
+        """The least of what all its processes have as ``number``, below 2^31."""
+        if self.processes == 1:
+            return number
+        return int(multihost_utils.process_allgather(np.int32(number)).min())
+
     def divided(self, axis: int) -> NamedSharding:
         """Of an array whose axis number ``axis`` is divided among the devices."""
         return NamedSharding(self.mesh, PartitionSpec(*[None] * axis, SHARDS))
+
+
+def put[T](given: T, home: Any) -> T:
+    """``jax.device_put``; over several processes without a look at what the others have.
+
+    JAX compares what the processes give, with a sum over all devices for each array. Here they must
+    give equal arrays. ``home`` is a sharding, None, or a tree of shardings.
+    """
+    homes = jax.tree.leaves(home)
+    if all(home.is_fully_addressable for home in homes):
+        return jax.device_put(given, home)
+    leaves, tree = jax.tree.flatten(given)
+    pairs = zip(leaves, homes * len(leaves) if len(homes) == 1 else homes, strict=True)
+    return tree.unflatten(_put_share(leaf, home) for leaf, home in pairs)
+
+
+def _put_share(leaf: Any, home: Sharding) -> Any:
+    """On this process's devices, their parts of an array."""
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        return jax.device_put(leaf, home)  # of these processes already
+    array = np.asarray(leaf)
+    return jax.make_array_from_callback(array.shape, home, lambda part: array[part])
 
 
 def default_device() -> Any:

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from mla_jax.metadata.packed import Packed
-from mla_jax.placement import Placement
+from mla_jax.placement import Placement, put
 from mla_jax.types import Array, Int, made
 
 __all__ = ["StagedFunction", "Staging", "received", "staged"]
@@ -64,7 +64,7 @@ class Staging:
     ) -> tuple[Array, T]:
         """``program(words)``, of which the first result is ready once it has read them."""
         if not self.page_locked or not words.size:
-            return program(jax.device_put(words, self.sharding))
+            return program(put(words, self.sharding))
         if words.size not in self._slots:
             self._slots[words.size] = _turns(words.size, self.placement)
         slot = next(self._slots[words.size])

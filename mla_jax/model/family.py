@@ -146,12 +146,16 @@ class CacheGroup:
         """Zeroed pages of all layers, on every device of a placement."""
         form = self._format
         sizes = {"num_pages": num_pages, "page": self.page, "layers": self.layers}
-        with placement.working():
+
+        def make() -> LatentCache | RecordCache:
             if isinstance(form, RecordFormat):
-                cache = RecordCache.alloc(**sizes, format=form)
-            else:
-                cache = LatentCache.alloc(**sizes, rank=self.rank, rope=self.rope, format=form)
-        return jax.device_put(cache, placement.everywhere)  # without a copy on one device
+                return RecordCache.alloc(**sizes, format=form)
+            return LatentCache.alloc(**sizes, rank=self.rank, rope=self.rope, format=form)
+
+        with placement.working():
+            if placement.size > 1:
+                return jax.jit(make, out_shardings=placement.everywhere)()
+            return jax.device_put(make(), placement.everywhere)  # without a copy
 
 
 class Settings(TypedDict, total=False):

@@ -66,6 +66,7 @@ class ProgramStore:
             client.platform_version,
             placement.device.device_kind,
             placement.size,
+            (placement.processes, jax.process_index()),  # all have theirs, or none has
             source_digest(),
             jax.config.jax_enable_x64,  # pyright: ignore[reportAttributeAccessIssue]
             jax.config.jax_default_matmul_precision,  # pyright: ignore[reportAttributeAccessIssue]
@@ -104,6 +105,6 @@ class ProgramStore:
         """Store an executable; a reader never sees half a file."""
         data, _, _ = serialize_executable.serialize(compiled)
         path = self.path(facts)
-        partial = path.with_suffix(f".{id(compiled):x}")
+        partial = path.with_suffix(f".{uuid.uuid4().hex}")
         partial.write_bytes(data)
         partial.replace(path)

@@ -31,7 +31,7 @@ from mla_jax.model.program_store import ProgramStore, source_of
 from mla_jax.model.sampling import SamplingBatch, sample
 from mla_jax.model.sharding import derived_sharding, sharding_of
 from mla_jax.model.token_history import Fed, HistoryStore, TokenHistory, history_specs
-from mla_jax.placement import Placement
+from mla_jax.placement import Placement, put
 from mla_jax.types import Array, Float, Int
 
 __all__ = [
@@ -213,7 +213,7 @@ class Step:
         if abstract:
             leaves = [_placed(x, s) for x, s in zip(leaves, shardings, strict=True)]
         else:
-            leaves = jax.device_put(leaves, shardings)
+            leaves = put(leaves, shardings)
         with self.placement.working():
             derived = jax.eval_shape(derive, leaves)
             homes = jax.tree.map(lambda x: derived_sharding(x.shape, self.placement), derived)
@@ -230,7 +230,7 @@ class Step:
 
     def no_tokens(self) -> Int[Array, "slots"]:
         """What a step takes that takes no token of the step before."""
-        return jax.device_put(np.zeros(self._slots, np.int32), self.placement.everywhere)
+        return put(np.zeros(self._slots, np.int32), self.placement.everywhere)
 
     @cached_property
     def _no_history(self) -> HistoryStore:

@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from mla_jax.model.sharding import divides
-from mla_jax.placement import Placement
+from mla_jax.placement import Placement, put
 from mla_jax.types import Array, Bool, Float, Int
 
 __all__ = [
@@ -116,14 +116,14 @@ class HistoryStore:
     def reset(self) -> None:
         """Forget everything: also what an interrupted step took and did not give back."""
         zeros = TokenHistory.zeros(self.rows, self.vocab)
-        self.now: TokenHistory = jax.device_put(zeros, self._sharding)
+        self.now: TokenHistory = put(zeros, self._sharding)
 
     def begin(self, row: int, bias: tuple[tuple[int, float], ...]) -> None:
         """A request begins at its first token; row ``rows`` is of no request."""
         dense = np.zeros(self.vocab, np.float32)
         for token, value in bias:
             dense[token] = value
-        given = jax.device_put((np.asarray(row, np.int32), dense), self._placement.everywhere)
+        given = put((np.asarray(row, np.int32), dense), self._placement.everywhere)
         with self._placement.working():
             self.now = _beginning(self._sharding)(self.now, *given)
 

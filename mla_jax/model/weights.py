@@ -30,6 +30,7 @@ from mla_jax.model.stack import Place
 from mla_jax.model.weight_row import Weight
 from mla_jax.model.weight_table import expected_shapes, fused_experts, weight_table
 from mla_jax.model.weight_table_v4 import layout_of, weight_table_v4
+from mla_jax.placement import put
 from mla_jax.types import Array, Int, cdiv
 
 __all__ = ["Progress", "checked_config", "dequantise", "keeps_fp8", "load", "place", "save"]
@@ -141,11 +142,11 @@ class _Filling:
         shape = array.shape if place is None else (place.repeats, *array.shape)
         sharding = self.sharding and self.sharding(path, shape, array.dtype)
         if place is None:
-            self.leaves[path] = jax.device_put(array, sharding)
+            self.leaves[path] = put(array, sharding)
             return
         if path not in self.leaves:
             self.leaves[path] = jnp.zeros(shape, array.dtype, device=sharding)
-        row = jax.device_put(array, _of_a_row(sharding))
+        row = put(array, _of_a_row(sharding))
         self.leaves[path] = _set_row(self.leaves[path], row, place.index)
 
 
