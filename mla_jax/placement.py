@@ -124,7 +124,7 @@ class Placement:
         return NamedSharding(self.mesh, PartitionSpec(*[None] * axis, SHARDS))
 
 
-def put[T](given: T, home: Any) -> T:
+def put(given: Any, home: Any) -> Any:
     """``jax.device_put``; over several processes without a look at what the others have.
 
     JAX compares what the processes give, with a sum over all devices for each array. Here they must
