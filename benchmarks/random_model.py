@@ -15,7 +15,7 @@ from flax import nnx
 from mla_jax.config import ModelConfig
 from mla_jax.config_v4 import AnyConfig, V4Config
 from mla_jax.model.deepseek_v3 import DeepseekV3
-from mla_jax.model.sharding import sharding_of
+from mla_jax.model.sharding import named_leaves, sharding_of
 from mla_jax.placement import Placement
 from mla_jax.types import SCALE_BLOCK, BlockScaled
 
@@ -74,7 +74,7 @@ def drawn(
     abstract = nnx.eval_shape(lambda: module(config, **facts, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(abstract)
     leaves, tree = jax.tree.flatten(state)
-    paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
+    paths = [*named_leaves(state)]
     keys = jax.random.split(jax.random.key(0), len(leaves))
     made = []
     for key, path, x in zip(keys, paths, leaves, strict=True):

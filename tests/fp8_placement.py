@@ -17,7 +17,7 @@ from mla_jax.config import MLADims, ModelConfig, MoEConfig, RopeConfig
 from mla_jax.engine import Engine
 from mla_jax.model.moe import MoE
 from mla_jax.model.sampling import SamplingParams
-from mla_jax.model.sharding import sharding_of
+from mla_jax.model.sharding import named_leaves, sharding_of
 from mla_jax.pallas import fp8_matmul
 from mla_jax.pallas.axes import AddNorm
 from mla_jax.placement import Placement
@@ -60,8 +60,7 @@ def experts(cfg: ModelConfig, *, width8: bool, bias: bool) -> list:
     want = jax.jit(functools.partial(run, placement=None))(state)
     placement = Placement.of(jax.devices())
     leaves, tree = jax.tree.flatten(state)
-    paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
-    pairs = zip(paths, leaves, strict=True)
+    pairs = named_leaves(state).items()
     homes = [sharding_of(path, x.shape, x.dtype, placement) for path, x in pairs]
     placed = jax.tree.unflatten(tree, jax.device_put(leaves, homes))
     program = jax.jit(functools.partial(run, placement=placement)).lower(placed).compile()
@@ -116,7 +115,7 @@ def main() -> dict[str, object]:
         settings = fit.Settings(config=cfg, cards=8, dtype="float32", fp8=True, cache_format="fp32")
         predicted = fit.fit(settings, memory=2**34)
         state = jax.tree.unflatten(many._step._tree, many._step.leaves)
-        leaves = {".".join(map(str, p)): v.get_value() for p, v in nnx.to_flat_state(state)}
+        leaves = named_leaves(state)
         found[name] = {
             "tokens": [a.token_ids for a in got] == [b.token_ids for b in want],
             "off": max(

@@ -15,7 +15,7 @@ from jax.sharding import AxisType
 
 from mla_jax.engine import Engine
 from mla_jax.errors import ArgumentError
-from mla_jax.model.sharding import divided_axis
+from mla_jax.model.sharding import divided_axis, named_leaves
 from mla_jax.model.weights import save
 from mla_jax.placement import Placement
 from tests import traffic
@@ -34,8 +34,7 @@ def main() -> dict[str, object]:
     one = traffic.engine(model, devices=jax.devices()[0])
     single = traffic.alone(one)
     with tempfile.TemporaryDirectory() as root:
-        params = nnx.to_flat_state(nnx.state(model, nnx.Param))
-        weights = {".".join(map(str, path)): v.get_value() for path, v in params}
+        weights = named_leaves(nnx.state(model, nnx.Param))
         save(root, traffic.CONFIG, weights)
 
         def load(devices: object) -> Engine:
@@ -113,8 +112,7 @@ def leaves(engine: Engine, weights: dict[str, jax.Array]) -> dict[str, list[obje
     """Of each leaf: whether its axis is one that is divided, its share, whether it is right."""
     state = jax.tree.unflatten(engine._step._tree, engine._step.leaves)
     found: dict[str, list[object]] = {}
-    for path, leaf in nnx.to_flat_state(state):
-        name, leaf = ".".join(map(str, path)), leaf.get_value()
+    for name, leaf in named_leaves(state).items():
         same = np.array_equal(np.asarray(leaf), np.asarray(weights[name]))
         found[name] = [divided_axis(name, leaf.dtype) is not None, shares(leaf), same]
     return found

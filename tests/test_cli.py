@@ -19,6 +19,7 @@ from mla_jax.errors import EngineError
 from mla_jax.generation_config import GenerationDefaults
 from mla_jax.model.deepseek_v3 import DeepseekV3
 from mla_jax.model.prefill_crossover import PathRate, PrefillCrossover
+from mla_jax.model.sharding import named_leaves
 from mla_jax.model.step import Step
 from mla_jax.model.weights import save
 from mla_jax.tokenizer import TextTokenizer
@@ -34,8 +35,7 @@ def folder(tmp_path_factory):
 
     root = tmp_path_factory.mktemp("model")
     model = DeepseekV3(CONFIG, dtype=jnp.float32, rngs=nnx.Rngs(0))
-    params = nnx.to_flat_state(nnx.state(model, nnx.Param))
-    save(root, CONFIG, {".".join(map(str, path)): v.get_value() for path, v in params})
+    save(root, CONFIG, named_leaves(nnx.state(model, nnx.Param)))
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.save(str(root / "tokenizer.json"))

@@ -9,6 +9,7 @@ import sys
 import pytest
 from flax import nnx
 
+from mla_jax.model.sharding import named_leaves
 from mla_jax.model.weights import save
 from tests import processes, traffic
 from tests.imports import ROOT
@@ -21,9 +22,7 @@ pytestmark = pytest.mark.slow
 def found(tmp_path_factory):
     """What each process says."""
     folder = tmp_path_factory.mktemp("model")
-    params = nnx.to_flat_state(nnx.state(traffic.model(), nnx.Param))
-    weights = {".".join(map(str, path)): v.get_value() for path, v in params}
-    save(folder, traffic.CONFIG, weights)
+    save(folder, traffic.CONFIG, named_leaves(nnx.state(traffic.model(), nnx.Param)))
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

@@ -13,6 +13,7 @@ from flax import nnx
 from mla_jax.engine import Engine, load_model
 from mla_jax.errors import EngineError
 from mla_jax.model.sampling import SamplingParams
+from mla_jax.model.sharding import named_leaves
 from mla_jax.model.weights import save
 from mla_jax.text import TextProcessor
 from tests import traffic
@@ -51,8 +52,7 @@ def write_tokenizer(folder, *, bos: bool = False, **config) -> None:
 def folder(tmp_path_factory):
     """A checkpoint with a tokenizer, a template and advice."""
     root = tmp_path_factory.mktemp("model")
-    params = nnx.to_flat_state(nnx.state(traffic.model(), nnx.Param))
-    save(root, CONFIG, {".".join(map(str, path)): v.get_value() for path, v in params})
+    save(root, CONFIG, named_leaves(nnx.state(traffic.model(), nnx.Param)))
     template = "{{ bos_token }}{% for m in messages %}{{ m.content }} {% endfor %}"
     template += "{% if tools %}{{ tools[0].name }}{% endif %}"
     template += "{% if add_generation_prompt %}c{% endif %}"

@@ -26,6 +26,7 @@ from mla_jax.config import MLADims, ModelConfig, MoEConfig, RopeConfig, YarnConf
 from mla_jax.demo_task import CHARACTERS, EOS, KINDS, PAD
 from mla_jax.model import weights
 from mla_jax.model.deepseek_v3 import DeepseekV3
+from mla_jax.model.sharding import named_leaves
 from mla_jax.model.stack import periods_of, places_of
 from mla_jax.pallas.dense_prefill import xla as dense_prefill
 from mla_jax.types import Array, Float, Int
@@ -247,10 +248,10 @@ class Trainer:
 
     def save(self, folder: Path) -> None:
         """Write config.json, bfloat16 model.safetensors (routers float32) and tokenizer.json."""
-        leaves = {}
-        for path, leaf in nnx.to_flat_state(nnx.state(self.model(), nnx.Param)):
-            router = "router" in path
-            leaves[".".join(map(str, path))] = leaf[...] if router else leaf[...].astype("bfloat16")
+        leaves = named_leaves(nnx.state(self.model(), nnx.Param))
+        leaves = {
+            path: x if "router" in path else x.astype("bfloat16") for path, x in leaves.items()
+        }
         weights.save(folder, self.config, leaves)
         tokenizer().save(str(folder / "tokenizer.json"))
 

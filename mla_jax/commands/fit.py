@@ -25,7 +25,7 @@ from mla_jax.errors import ArgumentError, EngineError
 from mla_jax.metadata.common import HostBatch
 from mla_jax.metadata.packed import pack
 from mla_jax.model.family import GPU_CHUNK, CacheGroup, Family, Serving, family_of
-from mla_jax.model.sharding import derived_axis, share_axis
+from mla_jax.model.sharding import derived_axis, named_leaves, share_axis
 from mla_jax.model.step import Step, empty_batch
 from mla_jax.placement import Placement
 from mla_jax.types import Int
@@ -200,8 +200,7 @@ def _weights(settings: Settings) -> tuple[int, int]:
     """Bytes of one card: the module's leaves, and what is derived from them."""
     model: Any = settings.model()
     cards = settings.cards
-    state = nnx.to_flat_state(nnx.state(model))
-    leaves = [(".".join(map(str, path)), var.get_value()) for path, var in state]
+    leaves = named_leaves(nnx.state(model)).items()
     held = (_share(x, share_axis(path, x.shape, x.dtype, cards), cards) for path, x in leaves)
     derived = jax.tree.leaves(nnx.eval_shape(lambda m: m.derive(), model))
     return sum(held), sum(_share(x, derived_axis(x.shape, cards), cards) for x in derived)

@@ -29,6 +29,7 @@ from mla_jax.model import weights
 from mla_jax.model.family import family_of
 from mla_jax.model.reading import Tensors
 from mla_jax.model.sampling import SamplingParams
+from mla_jax.model.sharding import named_leaves
 from mla_jax.model.weight_table import Weight, weight_table
 from mla_jax.types import cdiv
 
@@ -288,11 +289,10 @@ def _served(
 
 def _weight_findings(model: nnx.Module, config: ModelConfig, tensors: Tensors) -> list[Finding]:
     """Leaves that are not what the folder's tensors say, and how they were read instead."""
-    state = nnx.to_flat_state(nnx.state(model, nnx.Param))
-    leaves = {".".join(map(str, path)): var for path, var in state}
+    leaves = named_leaves(nnx.state(model, nnx.Param))
     found: dict[tuple[str, str, str], Finding] = {}
     for weight in weight_table(config):
-        leaf = leaves[weight.paths[0]].get_value()
+        leaf = leaves[weight.paths[0]]
         leaf = np.asarray(leaf if weight.place is None else leaf[weight.place.index], np.float32)
         for e, name in enumerate(weight.names()):
             have = weight.to_checkpoint(leaf[e] if weight.experts else leaf)

@@ -13,7 +13,7 @@ from mla_jax.config import ModelConfig, MoEConfig
 from mla_jax.errors import ConfigError
 from mla_jax.model.linear import scaled_params
 from mla_jax.model.mlp import SwiGLU
-from mla_jax.model.sharding import divided, divides, share_axis
+from mla_jax.model.sharding import divided, divides, named_leaves, share_axis
 from mla_jax.pallas import fp8_matmul
 from mla_jax.pallas.axes import AddNorm
 from mla_jax.pallas.grouped_matmul.ref import add_norm
@@ -231,8 +231,7 @@ def _shares(
     if placement is None or placement.size < 2 or shared.down.bias is not None:
         return None
     state = nnx.split({"experts": experts, "shared": shared})[1]
-    paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
-    pairs = zip(paths, jax.tree.leaves(state), strict=True)
+    pairs = named_leaves(state).items()
     axes = [share_axis(path, leaf.shape, leaf.dtype, placement.size) for path, leaf in pairs]
     return None if None in axes else axes
 

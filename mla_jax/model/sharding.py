@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import PartitionSpec, Sharding
 from jax.typing import DTypeLike
 
@@ -31,6 +32,7 @@ __all__ = [
     "divided",
     "divided_axis",
     "divides",
+    "named_leaves",
     "share_axis",
     "sharding_of",
 ]
@@ -54,6 +56,14 @@ _BLOCK_AXES = (
     (r"experts\.(gate|up|down)(_scale)?", 0),
 )
 """Of e4m3 weights, ``[out, in]``, and of their scales."""
+
+
+def named_leaves(state: Any) -> dict[str, Any]:
+    """Leaves of a module's state by their dotted paths, in the order of ``jax.tree.leaves``.
+
+    ``named_leaves(nnx.state(model, nnx.Param))`` is what ``weights.save`` takes.
+    """
+    return {".".join(map(str, path)): var.get_value() for path, var in nnx.to_flat_state(state)}
 
 
 def divided_axis(path: str, dtype: DTypeLike) -> int | None:

@@ -29,7 +29,7 @@ from mla_jax.model.activations import quantising
 from mla_jax.model.loops import nested
 from mla_jax.model.program_store import ProgramStore, source_of
 from mla_jax.model.sampling import SamplingBatch, sample
-from mla_jax.model.sharding import derived_sharding, sharding_of
+from mla_jax.model.sharding import derived_sharding, named_leaves, sharding_of
 from mla_jax.model.token_history import Fed, HistoryStore, TokenHistory, history_specs
 from mla_jax.placement import Placement, put
 from mla_jax.types import Array, Float, Int
@@ -197,7 +197,7 @@ class Step:
             if self._fp8_activations and not parts:
                 raise ArgumentError("fp8_activations", True, "None or False: no weight is e4m3")
         leaves, tree = jax.tree.flatten(state)
-        paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
+        paths = [*named_leaves(state)]
         shardings = [
             sharding_of(path, leaf.shape, leaf.dtype, self.placement)
             for path, leaf in zip(paths, leaves, strict=True)

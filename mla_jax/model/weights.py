@@ -26,6 +26,7 @@ from mla_jax.checks import checked_size
 from mla_jax.config_v4 import AnyConfig, V4Config, read_config
 from mla_jax.errors import WeightsError
 from mla_jax.model.safetensors_io import Checkpoint, Tensor, write_safetensors
+from mla_jax.model.sharding import named_leaves
 from mla_jax.model.stack import Place
 from mla_jax.model.weight_row import Weight
 from mla_jax.model.weight_table import expected_shapes, fused_experts, weight_table
@@ -414,19 +415,18 @@ def place(module: nnx.Module, weights: Mapping[str, Array]) -> None:
     Raises WeightsError when paths, shapes or dtypes differ.
     """
     state = nnx.state(module, nnx.Param)
-    params = {".".join(map(str, path)): var for path, var in nnx.to_flat_state(state)}
+    params = named_leaves(state)
     problems = [f"missing: {p}" for p in params if p not in weights]
     problems += [f"unexpected: {p}" for p in weights if p not in params]
     for path in params.keys() & weights.keys():
-        want, have = params[path].get_value(), weights[path]
+        want, have = params[path], weights[path]
         if (want.shape, want.dtype) != (have.shape, have.dtype):
             given, asked = f"{have.dtype}{have.shape}", f"{want.dtype}{want.shape}"
             problems.append(f"misshapen: {path} is {given}, the module has {asked}")
     if problems:
         raise WeightsError(type(module).__name__, problems)
-    for path, var in params.items():
-        var.set_value(weights[path])
-    nnx.update(module, state)
+    tree = jax.tree.structure(state)
+    nnx.update(module, jax.tree.unflatten(tree, [weights[path] for path in params]))
 
 
 def save(

@@ -15,6 +15,7 @@ from mla_jax.engine import load_model
 from mla_jax.errors import WeightsError
 from mla_jax.model.presets import V4_FLASH, V4_PRO
 from mla_jax.model.safetensors_io import write_safetensors
+from mla_jax.model.sharding import named_leaves
 from mla_jax.model.weight_table import num_params
 from mla_jax.model.weight_table_v4 import published_tensors, weight_table_v4
 from mla_jax.model.weights import checked_config, dequantise_fp4, save
@@ -36,8 +37,8 @@ def test_published_folders_to_the_byte(config, tensors, size):
 
 
 def leaves_of(module):
-    flat = nnx.to_flat_state(nnx.state(module, nnx.Param))
-    return {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in flat}
+    leaves = named_leaves(nnx.state(module, nnx.Param))
+    return {path: np.asarray(leaf) for path, leaf in leaves.items()}
 
 
 def tensors_of(module, layout="published"):

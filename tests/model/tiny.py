@@ -13,6 +13,7 @@ from mla_jax.metadata.buckets import Ladder, MLABucket, MLALadder
 from mla_jax.metadata.builder import MLADecision, MLAMetadataBuilder
 from mla_jax.metadata.common import GroupSpec
 from mla_jax.model.deepseek_v3 import DeepseekV3
+from mla_jax.model.sharding import named_leaves
 from mla_jax.model.step import Step, StepBatch, StepOutput, empty_batch
 from mla_jax.model.weight_table import expected_shapes
 from mla_jax.model.weights import place
@@ -86,8 +87,7 @@ def model(cfg: ModelConfig, seed: int = 0) -> DeepseekV3:
 
 def leaves(model: DeepseekV3) -> dict:
     """Every weight by its path."""
-    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
-    return {".".join(map(str, path)): var.get_value() for path, var in flat}
+    return named_leaves(nnx.state(model, nnx.Param))
 
 
 def step(model: DeepseekV3, *, page: int, **settings) -> Step:

@@ -14,6 +14,7 @@ pytest.importorskip("tokenizers")
 
 from mla_jax.config import MLADims, RopeConfig
 from mla_jax.demo_task import decode, solve
+from mla_jax.model.sharding import named_leaves
 from training.batches import sample_batch
 from training.train_demo import CONFIG, Recipe, Stage, Trainer, _is_matrix
 
@@ -87,6 +88,5 @@ def test_saved_weights_are_what_was_trained(tmp_path):
 def test_decay_is_for_matrices_alone():
     trainer = Trainer(TINY, Recipe())
     decayed = jax.tree.map_with_path(_is_matrix, trainer.params)
-    for path, leaf in nnx.to_flat_state(decayed):
-        name = ".".join(map(str, path))
-        assert leaf.get_value() != name.endswith(("scale", "bias")), name
+    for name, leaf in named_leaves(decayed).items():
+        assert leaf != name.endswith(("scale", "bias")), name
