@@ -288,6 +288,7 @@ def _load(folder: Path, serving: EngineOptions, **settings: Any) -> Engine:
             page=serving.page_size,
             prefill_chunk=serving.prefill_chunk,
             backend=serving.backend,
+            fp8_weights=serving.fp8_weights,
             fp8_activations=serving.fp8_activations,
             devices=_devices(serving.devices),
             **settings,

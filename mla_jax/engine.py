@@ -36,6 +36,7 @@ from mla_jax.cache_sizes import (
     room_beside,
 )
 from mla_jax.chat_template import is_chat
+from mla_jax.checks import checked_size
 from mla_jax.errors import EngineError, described
 from mla_jax.generation_config import GenerationDefaults
 from mla_jax.history_rows import HistoryRows
@@ -341,7 +342,7 @@ class Engine:
 
         After it no step compiles. Rungs are printed by ``explain``.
         """
-        start = time.perf_counter()
+        start, threads = time.perf_counter(), checked_size("threads", threads)
         with self._whole():
             self._history.begin(self._history.rows, ())  # of no request: its program is made
         rungs = self.builder.rungs()
@@ -352,7 +353,7 @@ class Engine:
             self._step.compile(pack(empty_batch(decision, names)).layout, caches)
             return decision.bucket
 
-        with ThreadPoolExecutor(max(1, min(threads, len(rungs)))) as pool:
+        with ThreadPoolExecutor(min(threads, len(rungs))) as pool:
             waiting = [pool.submit(ready, decision) for decision in rungs]
             try:
                 for done, future in enumerate(as_completed(waiting), 1):
@@ -398,8 +399,10 @@ class Engine:
         """
         text = self.text
         if text is None:
-            checked_prompt(prompt, "encode")
-        if text is None or not (isinstance(prompt, str) or is_chat(prompt)):
+            hint = "Text needs tokenizer.json in the model's folder. Token ids need no encoding."
+            allowed = "nothing: this engine has no tokenizer"
+            raise EngineError("encode", described(prompt), allowed, hint)
+        if not (isinstance(prompt, str) or is_chat(prompt)):
             raise EngineError("encode", described(prompt), "a text, or a list of messages")
         if isinstance(prompt, str):
             if chat:

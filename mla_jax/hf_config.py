@@ -224,7 +224,7 @@ def read_yarn(rope: Keys, outer: int | None, positions: int) -> dict:
     """``original_max_position_embeddings`` beside the object wins over the one inside."""
     inner = rope.integer("original_max_position_embeddings", default=outer or positions)
     original = outer or inner
-    factor = rope.maybe_number("factor")
+    factor = rope.maybe_number("factor", zero=False)
     return {
         "factor": positions / original if factor is None else factor,
         "original": original,
@@ -232,7 +232,7 @@ def read_yarn(rope: Keys, outer: int | None, positions: int) -> dict:
         "beta_slow": rope.maybe_number("beta_slow") or 1.0,
         "mscale": rope.maybe_number("mscale") or 0.0,
         "mscale_all_dim": rope.maybe_number("mscale_all_dim") or 0.0,
-        "attention_factor": rope.maybe_number("attention_factor"),
+        "attention_factor": rope.maybe_number("attention_factor", zero=False),
         "truncate": rope.flag("truncate", True),
     }
 

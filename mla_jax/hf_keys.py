@@ -49,6 +49,8 @@ def config_object(
     """
     if isinstance(ignore_keys, str):
         raise ConfigError("ignore_keys", repr(ignore_keys), "a list of names", "Put it in [].")
+    if not isinstance(ignore_keys, Collection):
+        raise ConfigError("ignore_keys", repr(ignore_keys), "a list of names")
     if not isinstance(source, str | Path):
         return source, "config.json"
     path = Path(source)
@@ -143,10 +145,10 @@ class Keys:
                 return number
         raise self.refusal(name, value, "a finite number > 0")
 
-    def maybe_number(self, name: str) -> float | None:
-        """A finite number above zero; None when absent, null or 0."""
+    def maybe_number(self, name: str, *, zero: bool = True) -> float | None:
+        """A finite number above zero; None when absent, null or, with ``zero``, 0."""
         value = self.take(name, default=None)
-        if value is None or (value == 0 and value is not False):
+        if value is None or (zero and value == 0 and value is not False):
             return None
         self._data[name] = value
         return self.number(name)

@@ -64,6 +64,8 @@ class Placement:
         kinds = sorted({d.device_kind for d in devices})
         if len(kinds) != 1:
             raise ArgumentError("Placement: devices", kinds or "none", "devices of one kind")
+        if len(set(devices)) != len(devices):
+            raise ArgumentError("Placement: devices", devices, "each device once")
         owners = {d.process_index for d in devices}
         if owners not in ({jax.process_index()}, {*range(jax.process_count())}):
             given = f"devices of processes {sorted(owners)}"

@@ -40,8 +40,24 @@ def bias_of(text: str, *, vocab: int, where: str) -> dict[int, float]:
         if not colon or bias is None:
             raise EngineError(where, repr(pair), "TOKEN:BIAS, as in 12:1.5,7:-100")
         (token,) = ids_of(id, vocab=vocab, where=where) or [-1]
+        if token in found:
+            raise EngineError(where, f"token {token} twice", "each token once")
         found[token] = bias
     return found
+
+
+def _given(line: object) -> str:
+    """What a line is that is no prompt."""
+    match line:
+        case {"prompt_ids": value, **rest} if not rest:
+            return f"prompt_ids of type {type(value).__name__}"
+        case {"prompt": value, **rest} if not rest:
+            return f"prompt of type {type(value).__name__}"
+        case {"messages": _, **rest} if not rest:
+            return "messages that are no list of objects with a role and a content"
+        case dict():
+            return f"keys {listed(list(line))}" if line else "an object without keys"
+    return type(line).__name__
 
 
 def _number(word: str) -> int | str:
@@ -63,7 +79,7 @@ class Reader:
     def prompts(
         self,
         *,
-        ids: str | None = None,
+        ids: Sequence[str] | None = None,
         text: Sequence[str] | None = None,
         file: Path | None = None,
     ) -> list[Prompt]:
@@ -74,13 +90,14 @@ class Reader:
                 with its line.
         """
         match ids, text, file:
-            case str(), None, None:
+            case [*rows], None, None:
                 where = "--prompt-ids"
                 if self.chat or self.system is not None:
                     option = "--chat" if self.system is None else "--system"
                     allowed = "with --prompt or --prompts-file, whose texts become a chat"
                     raise EngineError(option, "--prompt-ids", allowed, "Ids are taken as they are.")
-                return [Prompt(where=where, ids=ids_of(ids, vocab=self.vocab, where=where))]
+                facts = {"vocab": self.vocab, "where": where}
+                return [Prompt(where=where, ids=ids_of(row, **facts)) for row in rows]
             case None, [*texts], None:
                 return [Prompt(where="--prompt", ids=self._encoded(t, "--prompt")) for t in texts]
             case None, None, Path():
@@ -125,7 +142,7 @@ class Reader:
                 return Prompt(where=where, ids=self._encoded(text, where))
             case {"messages": messages, **rest} if not rest and is_chat(messages):
                 return Prompt(where=where, ids=self._encoded(messages, where))
-        given = f"keys {listed(list(data))}" if isinstance(data, dict) else type(data).__name__
+        given = _given(data)
         raise EngineError(where, given, shape)
 
     def _encoded(self, text: str | Sequence[Mapping[str, Any]], where: str) -> list[int]:

@@ -89,10 +89,12 @@ def main() -> dict[str, object]:
             [c.token_ids for c in two.generate([[1, 2, 3]])]
             == [c.token_ids for c in one.generate([[1, 2, 3]])],
         ]
-    try:
-        Placement.of(jax.make_mesh((4, 2), ("x", "y")))
-    except ArgumentError as error:
-        found["refusal"] = str(error)
+    found["refusals"] = []
+    for devices in (jax.make_mesh((4, 2), ("x", "y")), [*jax.devices(), jax.devices()[0]]):
+        try:
+            Placement.of(devices)
+        except ArgumentError as error:
+            found["refusals"].append(str(error))
     return found
 
 

@@ -366,6 +366,8 @@ REFUSED = [
     (released("glm_4_7_flash") | {"first_k_dense_replace": 2}, "first_k_dense", "mlp_layer_types"),
     (_yarn(type="longrope"), "rope_type", "default or yarn"),
     (_v3(rope_scaling={"type": "linear", "factor": 2}), "rope_type", "default or yarn"),
+    (_yarn(factor=0), "factor: given 0", "> 0"),
+    (_yarn(attention_factor=0), "attention_factor: given 0", "> 0"),
     (_v3(rope_scaling={"rope_type": "llama3"}), "rope_type", "llama3"),
     (_v3(rope_parameters={"rope_type": "default"}), "rope_scaling and rope_parameters", "one"),
     (_v3(partial_rotary_factor=0.5), "partial_rotary_factor", "1"),
@@ -477,6 +479,8 @@ def test_unknown_keys_may_be_passed_over_by_name():
         ModelConfig.from_hf(data, ignore_keys=[*keys, "hidden_size"])
     with pytest.raises(ConfigError, match="a list of names"):
         ModelConfig.from_hf(data, ignore_keys="my_key")
+    with pytest.raises(ConfigError, match="a list of names"):
+        ModelConfig.from_hf(data, ignore_keys=5)
 
 
 NUMBERS = st.none() | st.one_of(

@@ -82,8 +82,10 @@ def test_what_the_devices_do_not_divide_is_whole_everywhere(found):
     assert found["three"] == [[1], True]
 
 
-def test_a_mesh_of_two_axes_is_refused(found):
-    assert "a mesh of one axis" in found["refusal"]
+def test_a_mesh_of_two_axes_and_a_device_twice_are_refused(found):
+    mesh, twice = found["refusals"]
+    assert "a mesh of one axis" in mesh
+    assert "each device once" in twice
 
 
 @pytest.mark.slow

@@ -212,11 +212,13 @@ def test_without_a_tokenizer_text_is_refused_in_words(another):
         lambda: engine.generate(["ab"]),
         lambda: engine.generate([HELLO]),
         lambda: engine.add("ab"),
-        lambda: engine.encode("ab"),
         lambda: next(engine.stream(HELLO)),
     ):
         with pytest.raises(EngineError, match=r"allowed: a sequence of token ids.*tokenizer.json"):
             call()
+    for prompt in ("ab", HELLO, [1]):
+        with pytest.raises(EngineError, match=r"allowed: nothing: .* no tokenizer.*tokenizer.json"):
+            engine.encode(prompt)
     with pytest.raises(EngineError, match=r"stop: given .*because the engine has no tokenizer"):
         engine.add([1], wish(2, stop="x"))
     (got,) = engine.generate([[1]], wish(2))

@@ -84,7 +84,9 @@ def _options(group: Any) -> list[inspect.Parameter]:
 class PromptOptions:
     """What is asked; ``prompts.Reader`` reads it."""
 
-    prompt_ids: Annotated[str | None, typer.Option(help="Token ids, as 1,2,3.")] = None
+    prompt_ids: Annotated[
+        list[str] | None, typer.Option(help="Token ids, as 1,2,3. May be given again.")
+    ] = None
     prompt: Annotated[
         list[str] | None, typer.Option(help="Text; needs tokenizer.json. May be given again.")
     ] = None
@@ -175,6 +177,10 @@ class EngineOptions:
         ),
     ] = None
     backend: Annotated[str | None, typer.Option(help="Of every operation that has it.")] = None
+    fp8_weights: Annotated[
+        bool | None,
+        typer.Option(help="Keep e4m3 weights so. Default: on GPUs, if all products are e4m3."),
+    ] = None
     fp8_activations: Annotated[
         bool | None,
         typer.Option(

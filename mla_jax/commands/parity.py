@@ -22,7 +22,7 @@ from mla_jax.commands.conventions import STAGES, Finding, Site, difference, find
 from mla_jax.commands.trace import Trace, trace_model
 from mla_jax.commands.trace_v4 import trace_model_v4
 from mla_jax.config import ModelConfig
-from mla_jax.config_v4 import AnyConfig, V4Config, read_config
+from mla_jax.config_v4 import AnyConfig, V4Config
 from mla_jax.engine import Engine
 from mla_jax.errors import ArgumentError
 from mla_jax.model import weights
@@ -109,7 +109,7 @@ def compare(
         ConfigError: config.json, a family without tracer, or transformers is not installed.
         WeightsError: the folder does not hold the model.
     """
-    config = first_layers(read_config(folder, ignore_keys=ignore_keys), layers)
+    config = first_layers(weights.checked_config(folder, ignore_keys=ignore_keys), layers)
     ids = list(prompt_ids(config) if token_ids is None else token_ids)
     if not ids or not all(0 <= i < config.vocab for i in ids):
         raise ArgumentError("parity: token ids", ids, f"1 or more, each 0 to {config.vocab - 1}")

@@ -13,7 +13,7 @@ import numpy as np
 from mla_jax.commands.trace import Trace
 from mla_jax.config import ModelConfig
 from mla_jax.config_v4 import AnyConfig, V4Config
-from mla_jax.errors import ConfigError, WeightsError
+from mla_jax.errors import ConfigError, MLAError, WeightsError
 from mla_jax.hf_keys import load_json
 from mla_jax.model.reading import Tensors
 
@@ -41,7 +41,7 @@ def load(tensors: Tensors, config: AnyConfig) -> torch.nn.Module:
     transformers 5.23 refuses where 128 does not divide their rows, are widened here.
 
     Raises:
-        ConfigError: transformers has no such model.
+        ConfigError: transformers has no such model, or cannot load the folder.
         WeightsError: transformers misses weights.
     """
     if isinstance(config, V4Config) and config.fp8_block:
@@ -58,7 +58,18 @@ def load(tensors: Tensors, config: AnyConfig) -> torch.nn.Module:
     if kind not in transformers.CONFIG_MAPPING:
         given = f"{kind!r}, which transformers {transformers.__version__} does not know"
         raise ConfigError("parity: model_type", given, "a model that both sides have")
-    facts = transformers.CONFIG_MAPPING[kind].from_dict(data)
+    try:
+        return _made(tensors, config, transformers.CONFIG_MAPPING[kind].from_dict(data))
+    except MLAError:
+        raise
+    except Exception as error:  # it checks less than is checked here, and in words of its own
+        given = f"transformers {transformers.__version__}: {type(error).__name__}: {error}"
+        allowed = "a folder that transformers loads"
+        raise ConfigError("parity", given, allowed) from error
+
+
+def _made(tensors: Tensors, config: AnyConfig, facts: Any) -> torch.nn.Module:
+    """The model of ``facts``, transformers' configuration."""
     facts._attn_implementation = "eager"
     facts.dtype = torch.float32
     cls: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(facts)]

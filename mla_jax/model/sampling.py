@@ -21,7 +21,7 @@ from mla_jax.types import Array, Bool, Float, Int, UInt
 
 __all__ = ["MOST_LOGPROBS", "Sampled", "SamplingBatch", "SamplingParams", "sample"]
 
-_COLDEST = 1e-4
+_COLDEST, _HOTTEST = 1e-4, 1e30
 
 _LEAST_MASS = 1e-30
 """Of top-p: smaller numbers are 0 in float32, and then no token would be kept."""
@@ -75,8 +75,8 @@ class SamplingParams:
             if isinstance(value, jax.Array | np.generic) and is_real(value):
                 object.__setattr__(self, name, float(value))
         t, p = self.temperature, self.top_p
-        _require(is_real(t) and (t == 0 or t >= _COLDEST), "temperature", t,
-                 f"0 (greedy) or at least {_COLDEST}")  # fmt: skip
+        _require(is_real(t) and (t == 0 or _COLDEST <= t <= _HOTTEST), "temperature", t,
+                 f"0 (greedy) or {_COLDEST} to {_HOTTEST}")  # fmt: skip
         _require(is_int(self.top_k) and 0 <= self.top_k < 2**31, "top_k", self.top_k,
                  "0 to 2**31 - 1")  # fmt: skip
         _require(is_real(p) and 0 < p <= 1, "top_p", p, "above 0, at most 1")

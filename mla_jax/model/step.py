@@ -195,7 +195,9 @@ class Step:
         if self._fp8_activations is not False:
             graph, parts = quantising(graph, state)
             if self._fp8_activations and not parts:
-                raise ArgumentError("fp8_activations", True, "None or False: no weight is e4m3")
+                allowed = "None or False: no weight is e4m3"
+                hint = "from_pretrained(fp8_weights=True) leaves weights in e4m3, also on a CPU."
+                raise ArgumentError("fp8_activations", True, allowed, hint)
         leaves, tree = jax.tree.flatten(state)
         paths = [*named_leaves(state)]
         shardings = [

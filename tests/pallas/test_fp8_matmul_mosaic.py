@@ -92,6 +92,15 @@ def test_quantised_rows_on_any_device(rng):
     assert error(got, dequantised(low) @ wide(w).T) < TIGHT
 
 
+def test_rows_of_tiny_numbers():
+    """A 448th of 1e-36 is no normal float32: no scale may become 0."""
+    w = BlockScaled(values=jnp.ones((8, 128), jnp.float8_e4m3fn), scale=jnp.ones((1, 1)))
+    x = jnp.full((1, 128), 1e-36)
+    for backend in (ref.matmul_fp8, xla.matmul_fp8):
+        got = jax.jit(functools.partial(backend, quantise_rows=True))(x, w)
+        assert error(got, np.full((1, 8), 1.28e-34)) < 0.05
+
+
 @pytest.mark.parametrize("limit", [None, 0.7])
 def test_quantised_experts_on_any_device(limit, rng):
     c, args = experts(rng, 30, experts=4, topk=2, hidden=256, width=128, dtype="float32")

@@ -140,3 +140,12 @@ def test_refusals(args, kwargs, text, our_errors):
     with pytest.raises(ArgumentError) as refusal:
         jax.eval_shape(lambda *a: ops.routed_experts(*a, **kwargs), *args)
     assert text in str(refusal.value) and str(refusal.value).startswith("routed_experts")
+
+
+def test_numpy_arrays_in_a_program(rng, our_errors):
+    """Where ``jit`` traces only one of the arguments."""
+    args = [np.asarray(x) for x in case(rng, 5, dtype="float32").args]
+    want = ops.routed_experts(*map(jnp.asarray, args), backend="xla")
+    *others, weights, experts = args
+    got = jax.jit(lambda w: ops.routed_experts(*others, w, experts, backend="xla"))(weights)
+    np.testing.assert_allclose(got, want, rtol=1e-6)

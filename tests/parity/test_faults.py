@@ -1,6 +1,7 @@
 """``mla-jax parity`` names the mistake: faults of the usual kinds, put into our side one by one."""
 
 import functools
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -402,6 +403,31 @@ def test_the_page_shows_what_is_printed(capsys, monkeypatch):
 def test_the_page_counts_the_faults():
     named = len(EDITED) + len(CODED) + 2
     assert f"puts {named} mistakes" in (imports.ROOT / "docs" / "commands.md").read_text()
+
+
+def test_a_folder_that_does_not_hold_the_model_is_refused(side, tmp_path, capsys, monkeypatch):
+    """With exit code 2: 1 is that of tensors that differ."""
+    folder = side("v3_small").tensors.folder
+    shutil.copytree(folder, tmp_path / "model")
+    name = "model.layers.1.mlp.gate.weight"
+    files = {file: load_file(file) for file in (tmp_path / "model").glob("*.safetensors")}
+    ((file, tensors),) = [held for held in files.items() if name in held[1]]
+    save_file(tensors | {name: tensors[name].T.contiguous()}, file, metadata={"format": "pt"})
+
+    def refused() -> str:
+        with pytest.raises(SystemExit) as done:
+            cli.main(["parity", str(tmp_path / "model"), "--tokens", "20", "--no-serve"])
+        assert done.value.code == 2
+        return capsys.readouterr().err
+
+    assert f"misshapen: {name} is " in refused()
+    save_file(tensors, file, metadata={"format": "pt"})
+
+    def fails(*args: Any) -> None:
+        raise TypeError("'<=' not supported")
+
+    monkeypatch.setattr(transformers_trace, "_made", fails)
+    assert "TypeError: '<=' not supported; allowed: a folder that transformers loads" in refused()
 
 
 def test_refusals(side):

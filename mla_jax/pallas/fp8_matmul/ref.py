@@ -41,13 +41,14 @@ def routed_experts_fp8(
 def rounded_rows(x: Float[Array, "rows channels"]) -> Float[Array, "rows channels"]:
     """Rows in e4m3, and back in float32: 128 channels have one float32 scale, the largest is 448.
 
+    No scale is below the least normal float32: devices take smaller numbers for 0.
     Source: DeepSeek-V3 (arXiv:2412.19437) 3.3.2.
     """
     rows, channels = x.shape
     wide = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, -channels % SCALE_BLOCK)))
     spans = wide.reshape(rows, round_up(channels, SCALE_BLOCK) // SCALE_BLOCK, SCALE_BLOCK)
     largest = jnp.abs(spans).max(axis=2, keepdims=True)
-    scale = jnp.where(largest == 0, 1, largest / 448)
+    scale = jnp.maximum(jnp.where(largest == 0, 1, largest / 448), jnp.finfo(jnp.float32).tiny)
     values = (spans / scale).astype(jnp.float8_e4m3fn)
     values = lax.optimization_barrier(values)  # or XLA may leave out both casts
     return (values.astype(jnp.float32) * scale).reshape(wide.shape)[:, :channels]

@@ -1,7 +1,8 @@
 """Rows in e4m3 with a scale for every 128 channels of each: Triton programs.
 
 ``values * scale`` is the row: a scale is the largest magnitude of its channels over 448, the
-largest e4m3, or 1 where they are all 0. Scales are stored channels first, as products read them.
+largest e4m3, or 1 where they are all 0; it is never below the least normal float32. Scales are
+stored channels first, as products read them.
 
 Imported only where Triton is there: by ``mosaic.py``.
 """
@@ -24,6 +25,7 @@ SPAN = tl.constexpr(128)
 ROWS = tl.constexpr(16)
 """Rows of a program."""
 LARGEST = tl.constexpr(448.0)
+TINY = tl.constexpr(2.0**-126)  # the least normal float32
 
 
 @jit
@@ -31,7 +33,7 @@ def _scaled(x):
     """``(values, scales)`` of the rows of a tile of one span."""
     x = x.to(tl.float32)
     top = tl.max(tl.abs(x), 1)
-    scale = tl.where(top == 0.0, 1.0, top / LARGEST)
+    scale = tl.maximum(tl.where(top == 0.0, 1.0, top / LARGEST), TINY)
     return (x / scale[:, None]).to(tl.float8e4nv), scale
 
 

@@ -27,7 +27,7 @@ def routed_experts(
     flat = jnp.where((experts >= 0) & (experts < count), experts, count).reshape(-1)
     order = jnp.argsort(flat, stable=True)
     sizes = jnp.zeros((count,), jnp.int32).at[flat].add(1, mode="drop")
-    rows = x[order // experts.shape[1]]  # [tokens * topk, hidden], by expert
+    rows = jnp.asarray(x)[order // experts.shape[1]]  # [tokens * topk, hidden], by expert
     exact = x.dtype == jnp.float32
 
     def grouped(a: Array, w: Array) -> Array:
