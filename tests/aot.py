@@ -20,7 +20,7 @@ from jax.experimental import topologies
 
 from mla_jax.pallas.device import DeviceInfo
 
-__all__ = ["CUDA", "H200", "KernelReport", "available", "compile_sm90", "cuda", "h200"]
+__all__ = ["CUDA", "H200", "KernelReport", "available", "compile_sm90", "cuda", "h200", "h200s"]
 
 H200 = DeviceInfo(platform="gpu", kind="NVIDIA H200", sm=90, sms=132, shared_memory=232448)
 """As a kernel's wrapper sees it."""
@@ -45,6 +45,7 @@ gpu_device_info {
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
   cuda_compute_capability { major: 9 minor: 0 }
+  driver_version: "%d.%d.0"
 }
 platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 10 }
@@ -90,11 +91,17 @@ def h200() -> jax.Device:
     return _topology().devices[0]
 
 
-def _topology() -> topologies.TopologyDescription:
+def h200s(count: int) -> list[jax.Device]:
+    """Several of one host."""
+    return list(_topology(count).devices)
+
+
+def _topology(count: int = 1) -> topologies.TopologyDescription:
+    """With a driver's version: without one XLA makes no CUDA graph of a loop or a branch."""
     major = cuda()
     assert major is not None, available()
-    config = _H200 % (major, CUDA[major])
-    return topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
+    config, sizes = _H200 % ((major, CUDA[major]) * 2), f"1x1x{count}"
+    return topologies.get_topology_desc(platform="cuda", target_config=config, topology=sizes)
 
 
 def compile_sm90(

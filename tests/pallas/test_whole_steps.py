@@ -66,6 +66,18 @@ def test_a_step_compiles(name, batch):
         assert program.memory_analysis().temp_size_in_bytes < 2**28
 
 
+@pytest.mark.parametrize("name", ["V3", "V3_2", "V4_FLASH"])
+def test_a_step_over_four_devices_compiles(name):
+    """Kernels over a device's share of heads and experts."""
+    config = one_of_each(PRESETS[name])
+    fp8 = config.fp8_block is not None
+    facts = {"cache_format": "fp8_e4m3" if fp8 else "bf16", "prefill_chunk": 4096}
+    settings = fit.Settings(config=config, cards=4, fp8=fp8, **facts)
+    new = np.array(BATCHES["prompts"], np.int32)
+    text = fit.program(settings, Placement.of(aot.h200s(4)), new, context=8192).as_text()
+    assert "all-reduce" in text
+
+
 @pytest.mark.parametrize("rounded", [None, False], ids=["by_default", "refused"])
 def test_products_of_e4m3_rows(rounded):
     """Products of many rows and e4m3 weights have them, experts' too, unless they are refused."""

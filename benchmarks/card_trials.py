@@ -1,0 +1,149 @@
+"""``python -m benchmarks.card_trials``: how a decode step over several cards is compiled best.
+
+XLA's host launches what is not in a CUDA graph. Of a step over several cards it puts little into
+graphs, because a layer's small arrays are copied by calls that begin before a sum over the cards
+and end behind it. The trials change that, one after the other in one process, with the weights of
+V3's widths that are drawn once. Each row says how long a step takes, and whether its tokens are
+those of the first trial.
+"""
+
+import argparse
+import gc
+import itertools
+import json
+import statistics
+import time
+from contextlib import nullcontext
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.flat import layers_apart
+from benchmarks.random_model import drawn, of_layers
+from mla_jax.config import ModelConfig
+from mla_jax.engine import Engine
+from mla_jax.metadata.buckets import Ladder, MLALadder
+from mla_jax.model import step
+from mla_jax.model.family import family_of
+from mla_jax.model.presets import PRESETS
+from mla_jax.model.sampling import SamplingParams
+from mla_jax.placement import Placement
+from mla_jax.types import cdiv
+
+PAGE, CHUNK, MOST, STEPS, REPEATS = 64, 2048, 8, 64, 3
+
+IN_PLACE = {
+    "xla_disable_hlo_passes": "rematerialization,dynamic-slice-copy-fusion-async-wrapper",
+    "xla_gpu_disable_async_collectives": "ALLREDUCE,ALLGATHER",
+}
+"""Copies and sums where the step waits for them: graphs from one sum to the next."""
+
+_IN_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION"
+WITH_SUMS = {"xla_gpu_enable_command_buffer": f"{_IN_GRAPHS},CONDITIONAL,WHILE,COLLECTIVES"}
+NO_LOOPS = {"xla_gpu_enable_command_buffer": f"{_IN_GRAPHS},COLLECTIVES"}
+NCCL = {"xla_gpu_experimental_use_collective_kernels": ""}
+
+TRIALS: dict[str, tuple[bool, dict[str, Any]]] = {
+    "default": (False, {}),
+    "in_place": (False, IN_PLACE),
+    "one_graph": (False, IN_PLACE | WITH_SUMS),
+    "one_graph_nccl": (False, IN_PLACE | WITH_SUMS | NCCL),
+    "apart_in_place": (True, IN_PLACE),
+    "apart_sums_in_graph": (True, IN_PLACE | NO_LOOPS | NCCL),
+}
+"""Whether layers stand apart in the program (``flat``), and options beside those of every step."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.card_trials", description=__doc__)
+    parser.add_argument("--model", choices=PRESETS, default="V3")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--trials", nargs="*", choices=TRIALS, default=list(TRIALS))
+    given = parser.parse_args()
+    config = PRESETS[given.model]
+    assert isinstance(config, ModelConfig) and config.indexer is None
+    compare(of_layers(config, given.layers), given.trials, context=given.context)
+
+
+def compare(config: ModelConfig, trials: list[str], *, context: int) -> list[dict[str, Any]]:
+    """A row for each trial, printed when it is known."""
+    placement, module = Placement.of(jax.devices()), family_of(config.family).module
+    weights = drawn(config, module, fp8=config.fp8_block is not None, placement=placement)
+    rows: list[dict[str, Any]] = []
+    first: list[list[int]] = []
+    for trial in trials:
+        row: dict[str, Any] = {"trial": trial, "layers": config.layers, "cards": placement.size}
+        try:
+            found, tokens = _measured(weights, config, placement, *TRIALS[trial], context)
+            first = first or tokens
+            row |= found | {"equal": tokens == first}
+        except Exception as error:  # a trial may fail where the next one does not
+            row["error"] = f"{type(error).__name__}: {error}"[:300]
+        print(json.dumps(row), flush=True)
+        rows.append(row)
+        gc.collect()
+    return rows
+
+
+def _measured(
+    weights: Any,
+    config: ModelConfig,
+    placement: Placement,
+    apart: bool,
+    options: dict[str, Any],
+    context: int,
+) -> tuple[dict[str, Any], list[list[int]]]:
+    """Microseconds of a step, and the tokens of all requests."""
+    kept, longest = step.GPU_OPTIONS, context + STEPS + PAGE
+    step.GPU_OPTIONS = kept | options
+    try:
+        engine = Engine(
+            weights, config, page=PAGE, num_pages=1 + MOST * cdiv(longest, PAGE),
+            max_requests=MOST, prefill_chunk=CHUNK, max_model_len=longest, devices=placement,
+            ladder=_ladder(longest), absorb_prefills=False,
+        )  # fmt: skip
+        begun = time.perf_counter()
+        with layers_apart() if apart else nullcontext():
+            engine.warm_up()
+        row: dict[str, Any] = {"compile_s": round(time.perf_counter() - begun, 1)}
+        rng, tokens = np.random.default_rng(0), []
+        for requests in (1, MOST):
+            prompts = [rng.integers(0, config.vocab, context).tolist() for _ in range(requests)]
+            runs = [_run(engine, prompts) for _ in range(1 + REPEATS)]
+            row[f"us_{requests}"] = [round(us) for us, _ in runs[1:]]
+            tokens += runs[-1][1]
+    finally:
+        step.GPU_OPTIONS = kept
+    return row, tokens
+
+
+def _run(engine: Engine, prompts: list[list[int]]) -> tuple[float, list[list[int]]]:
+    """The mean of the last steps, in which all requests decode, and the tokens."""
+    times: dict[str, list[float]] = {}
+
+    def watch(event: Any) -> None:
+        times.setdefault(event.id, []).append(time.perf_counter())
+
+    wish = SamplingParams(max_new_tokens=STEPS, ignore_eos=True)
+    done = engine.generate(prompts, wish, on_progress=watch)
+    last = list(times.values())[-1][4:]
+    us = statistics.mean(1e6 * (b - a) for a, b in itertools.pairwise(last))
+    return us, [list(d.token_ids) for d in done]
+
+
+def _ladder(longest: int) -> MLALadder:
+    """Two programs: decodes, and prompts with decodes beside them."""
+    return MLALadder(
+        decodes=Ladder("decode requests", (MOST,)),
+        prefills=Ladder("prefill requests", (MOST,)),
+        prefill_tokens=Ladder("prefill tokens", (CHUNK,)),
+        pages=Ladder("pages of one request", (cdiv(longest, PAGE),)),
+        mixed=((MOST, CHUNK),),
+        context_rows=4096,
+    )
+
+
+if __name__ == "__main__":
+    main()
