@@ -2,8 +2,8 @@
 
 A trial: in the programs of steps that have decodes only every layer stands by itself, with constant
 addresses in the stacks of weights. No layer's small arrays are sliced out by kernels of their own,
-no number is counted, and between sums over devices no graph of CUDA's is updated for each layer.
-docs/log/served_step.md says what was seen of it.
+and no number is counted. docs/log/served_step.md says what was seen of it: by itself it is not
+worth it; ``card_trials`` has it beside other ways of compiling.
 """
 
 import runpy
