@@ -46,6 +46,7 @@ gpu_device_info {
   registers_per_block_limit: 65536
   cuda_compute_capability { major: 9 minor: 0 }
   driver_version: "%d.%d.0"
+  compile_time_toolkit_version: "%d.%d.0"
 }
 platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 10 }
@@ -97,10 +98,10 @@ def h200s(count: int) -> list[jax.Device]:
 
 
 def _topology(count: int = 1) -> topologies.TopologyDescription:
-    """With a driver's version: without one XLA makes no CUDA graph of a loop or a branch."""
+    """With versions of driver and toolkit: without them XLA makes no CUDA graph of a loop."""
     major = cuda()
     assert major is not None, available()
-    config, sizes = _H200 % ((major, CUDA[major]) * 2), f"1x1x{count}"
+    config, sizes = _H200 % ((major, CUDA[major]) * 3), f"1x1x{count}"
     return topologies.get_topology_desc(platform="cuda", target_config=config, topology=sizes)
 
 
