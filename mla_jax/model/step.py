@@ -193,7 +193,8 @@ class Step:
         """
         graph, state = nnx.split(model)
         if self._fp8_activations is not False:
-            graph, parts = quantising(graph, state)
+            quantised, parts = quantising(graph, state)
+            graph = quantised if parts else graph
             if self._fp8_activations and not parts:
                 allowed = "None or False: no weight is e4m3"
                 hint = "from_pretrained(fp8_weights=True) leaves weights in e4m3, also on a CPU."
