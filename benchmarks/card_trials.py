@@ -4,7 +4,8 @@ XLA's host launches what is not in a CUDA graph. Of a step over several cards it
 graphs, because a layer's small arrays are copied by calls that begin before a sum over the cards
 and end behind it. The trials change that, one after the other in one process, with the weights of
 V3's widths that are drawn once. Each row says how long a step takes, and whether its tokens are
-those of the first trial.
+those of the first trial. With ``--processes`` each card has a process of its own: the calls of
+several cards in one process may wait for each other.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from benchmarks import processes
 from benchmarks.flat import layers_apart
 from benchmarks.random_model import drawn, of_layers
 from mla_jax.config import ModelConfig
@@ -61,7 +63,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--trials", nargs="*", choices=TRIALS, default=list(TRIALS))
+    processes.add_options(parser)
     given = parser.parse_args()
+    processes.enter(given, "benchmarks.card_trials")
     config = PRESETS[given.model]
     assert isinstance(config, ModelConfig) and config.indexer is None
     compare(of_layers(config, given.layers), given.trials, context=given.context)
@@ -75,13 +79,15 @@ def compare(config: ModelConfig, trials: list[str], *, context: int) -> list[dic
     first: list[list[int]] = []
     for trial in trials:
         row: dict[str, Any] = {"trial": trial, "layers": config.layers, "cards": placement.size}
+        row["processes"] = placement.processes
         try:
             found, tokens = _measured(weights, config, placement, *TRIALS[trial], context)
             first = first or tokens
             row |= found | {"equal": tokens == first}
         except Exception as error:  # a trial may fail where the next one does not
             row["error"] = f"{type(error).__name__}: {error}"[:300]
-        print(json.dumps(row), flush=True)
+        if jax.process_index() == 0:
+            print(json.dumps(row), flush=True)
         rows.append(row)
         gc.collect()
     return rows

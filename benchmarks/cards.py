@@ -8,9 +8,6 @@ with one new token each. With ``--processes`` each card has a process of its own
 
 import argparse
 import json
-import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from benchmarks import processes
 from benchmarks.random_model import drawn, of_layers
 from mla_jax.config import ModelConfig
 from mla_jax.engine import Engine
@@ -42,14 +40,9 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=CHUNK, help="prompt tokens of a step")
     parser.add_argument("--fp8-activations", action=argparse.BooleanOptionalAction)
     parser.add_argument("--out", type=Path, help="a JSON file")
-    parser.add_argument("--processes", type=int, default=1, help="of one card each")
-    parser.add_argument("--process", type=int, nargs=2, metavar=("NUMBER", "PORT"))
+    processes.add_options(parser)
     given = parser.parse_args()
-    if given.processes > 1 and given.process is None:
-        sys.exit(_apart(given.processes))
-    if given.process is not None:
-        number, port = given.process
-        jax.distributed.initialize(f"localhost:{port}", given.processes, number, [number])
+    processes.enter(given, "benchmarks.cards")
     facts = {"chunk": given.chunk, "fp8_activations": given.fp8_activations}
     config = PRESETS[given.model]
     assert isinstance(config, ModelConfig)
@@ -60,16 +53,6 @@ def main() -> None:
     print(json.dumps(row, indent=1))
     if given.out is not None:
         given.out.write_text(json.dumps(row, indent=1) + "\n")
-
-
-def _apart(processes: int) -> int:
-    """This command in so many processes; what the first that fails returns, or 0."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "benchmarks.cards", *sys.argv[1:], "--process"]
-    running = [subprocess.Popen([*command, str(i), str(port)]) for i in range(processes)]
-    return max(process.wait() for process in running)
 
 
 def measured(
