@@ -4,20 +4,19 @@ What a kernel cannot take (shared memory, a size that nobody tried) fails here, 
 """
 
 import dataclasses
-import re
-from collections import Counter
 
 import numpy as np
 import pytest
 
+from benchmarks.random_model import of_layers
 from mla_jax.commands import fit
 from mla_jax.config_v4 import AnyConfig, V4Config
 from mla_jax.metadata.buckets import MLALadder
-from mla_jax.model import step
 from mla_jax.model.family import Serving
 from mla_jax.model.presets import PRESETS
 from mla_jax.placement import Placement
 from tests import aot
+from tools.host_calls import host_calls
 
 REASON = aot.available()
 pytestmark = [
@@ -69,19 +68,22 @@ def test_a_step_compiles(name, batch):
         assert program.memory_analysis().temp_size_in_bytes < 2**28
 
 
-@pytest.mark.parametrize("name", ["V2_LITE", "V3", "V3_2", "V4_FLASH"])
-def test_a_step_of_decodes_is_one_graph(name, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("name", "layers"), [("V2_LITE", 27), ("V3", 9)])
+def test_a_step_of_decodes_is_one_graph(name, layers):
     """The host calls one CUDA graph, and few kernels and copies behind it that prepare results."""
-    dump = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True}
-    monkeypatch.setattr(step, "GPU_OPTIONS", step.GPU_OPTIONS | dump)
-    config = one_of_each(PRESETS[name])
-    settings = fit.Settings(config=config, fp8=config.fp8_block is not None)
-    new = np.array(BATCHES["decodes"], np.int32)
-    fit.program(settings, Placement.of(aot.h200()), new, context=8192)
-    (found,) = tmp_path.glob("*thunk_sequence_after_thunk_passes.txt")
-    calls = Counter(re.findall(r"^\d+: (k\w+)", found.read_text(), re.MULTILINE))
-    assert calls.pop("kCommandBuffer") == 1
-    assert calls.total() < 16 and not {"kWhile", "kConditional"} & set(calls), calls
+    config = of_layers(PRESETS[name], layers)
+    calls = host_calls(fit.Settings(config=config, fp8=config.fp8_block is not None), {})
+    assert set(calls) == {"the step"}
+    assert calls["the step"]["CommandBuffer"] == 1
+    assert calls["the step"].total() < 16 and not calls["the step"]["Conditional"], calls
+
+
+def test_a_turn_of_sparse_layers_is_one_graph():
+    """The host reads the condition of V3.2's loop over layers, and calls a graph for each turn."""
+    config = of_layers(PRESETS["V3_2"], 7)
+    step, *loops = host_calls(fit.Settings(config=config, fp8=True), {}).values()
+    assert step["While"] == len(loops) == 2
+    assert all(loop == {"CustomKernel": 1, "CommandBuffer": 1} for loop in loops)
 
 
 @pytest.mark.parametrize("name", ["V3", "V3_2", "V4_FLASH"])
