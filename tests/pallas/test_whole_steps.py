@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 
-def test_settings_of_a_gpu():
+def test_settings_of_a_gpu_that_a_step_compiles_for():
     where = Placement.of(aot.h200())
     serving = Serving.of(PRESETS["V3"], placement=where)
     assert (serving.prefill_chunk, serving.fp8_activations) == (2048, None)
@@ -69,7 +69,7 @@ def test_a_step_compiles(name, batch):
 
 
 @pytest.mark.parametrize(("name", "layers"), [("V2_LITE", 27), ("V3", 9)])
-def test_a_step_of_decodes_is_one_graph(name, layers):
+def test_a_step_of_decodes_compiles_to_one_graph(name, layers):
     """The host calls one CUDA graph, and few kernels and copies behind it that prepare results."""
     config = of_layers(PRESETS[name], layers)
     calls = host_calls(fit.Settings(config=config, fp8=config.fp8_block is not None), {})
@@ -78,7 +78,7 @@ def test_a_step_of_decodes_is_one_graph(name, layers):
     assert calls["the step"].total() < 16 and not calls["the step"]["Conditional"], calls
 
 
-def test_a_turn_of_sparse_layers_is_one_graph():
+def test_a_turn_of_sparse_layers_compiles_to_one_graph():
     """The host reads the condition of V3.2's loop over layers, and calls a graph for each turn."""
     config = of_layers(PRESETS["V3_2"], 7)
     step, *loops = host_calls(fit.Settings(config=config, fp8=True), {}).values()
@@ -99,7 +99,7 @@ def test_a_step_over_four_devices_compiles(name):
 
 
 @pytest.mark.parametrize("rounded", [None, False], ids=["by_default", "refused"])
-def test_products_of_e4m3_rows(rounded):
+def test_compiles_products_of_e4m3_rows(rounded):
     """Products of many rows and e4m3 weights have them, experts' too, unless they are refused."""
     settings = fit.Settings(
         config=one_of_each(PRESETS["V3"]), fp8=True, cache_format="fp8_e4m3", prefill_chunk=4096
