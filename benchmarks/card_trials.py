@@ -21,12 +21,12 @@ import jax
 import numpy as np
 
 from benchmarks import processes
+from benchmarks.compiling import gpu_options
 from benchmarks.flat import layers_apart
 from benchmarks.random_model import drawn, of_layers
 from mla_jax.config import ModelConfig
 from mla_jax.engine import Engine
 from mla_jax.metadata.buckets import Ladder, MLALadder
-from mla_jax.model import step
 from mla_jax.model.family import family_of
 from mla_jax.model.presets import PRESETS
 from mla_jax.model.sampling import SamplingParams
@@ -102,26 +102,22 @@ def _measured(
     context: int,
 ) -> tuple[dict[str, Any], list[list[int]]]:
     """Microseconds of a step, and the tokens of all requests."""
-    kept, longest = step.GPU_OPTIONS, context + STEPS + PAGE
-    step.GPU_OPTIONS = kept | options
-    try:
-        engine = Engine(
-            weights, config, page=PAGE, num_pages=1 + MOST * cdiv(longest, PAGE),
-            max_requests=MOST, prefill_chunk=CHUNK, max_model_len=longest, devices=placement,
-            ladder=_ladder(longest), absorb_prefills=False,
-        )  # fmt: skip
-        begun = time.perf_counter()
-        with layers_apart() if apart else nullcontext():
-            engine.warm_up()
-        row: dict[str, Any] = {"compile_s": round(time.perf_counter() - begun, 1)}
-        rng, tokens = np.random.default_rng(0), []
-        for requests in (1, MOST):
-            prompts = [rng.integers(0, config.vocab, context).tolist() for _ in range(requests)]
-            runs = [_run(engine, prompts) for _ in range(1 + REPEATS)]
-            row[f"us_{requests}"] = [round(us) for us, _ in runs[1:]]
-            tokens += runs[-1][1]
-    finally:
-        step.GPU_OPTIONS = kept
+    longest = context + STEPS + PAGE
+    engine = Engine(
+        weights, config, page=PAGE, num_pages=1 + MOST * cdiv(longest, PAGE), max_requests=MOST,
+        prefill_chunk=CHUNK, max_model_len=longest, devices=placement, ladder=_ladder(longest),
+        absorb_prefills=False,
+    )  # fmt: skip
+    begun = time.perf_counter()
+    with gpu_options(options), layers_apart() if apart else nullcontext():
+        engine.warm_up()
+    row: dict[str, Any] = {"compile_s": round(time.perf_counter() - begun, 1)}
+    rng, tokens = np.random.default_rng(0), []
+    for requests in (1, MOST):
+        prompts = [rng.integers(0, config.vocab, context).tolist() for _ in range(requests)]
+        runs = [_run(engine, prompts) for _ in range(1 + REPEATS)]
+        row[f"us_{requests}"] = [round(us) for us, _ in runs[1:]]
+        tokens += runs[-1][1]
     return row, tokens
 
 

@@ -7,7 +7,7 @@ import sys
 
 import jax
 
-__all__ = ["add_options", "enter"]
+__all__ = ["add_options", "enter", "free_port"]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -28,9 +28,13 @@ def enter(given: argparse.Namespace, module: str) -> None:
 
 def _apart(processes: int, module: str) -> int:
     """This command in so many processes; the largest of what they return."""
+    command, port = [sys.executable, "-m", module, *sys.argv[1:], "--process"], str(free_port())
+    running = [subprocess.Popen([*command, str(i), port]) for i in range(processes)]
+    return max(abs(process.wait()) for process in running)
+
+
+def free_port() -> int:
+    """One of this host that nobody listens on now."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", module, *sys.argv[1:], "--process"]
-    running = [subprocess.Popen([*command, str(i), str(port)]) for i in range(processes)]
-    return max(abs(process.wait()) for process in running)
+        return free.getsockname()[1]

@@ -42,6 +42,7 @@ from mla_jax.generation_config import GenerationDefaults
 from mla_jax.history_rows import HistoryRows
 from mla_jax.hub import folder_of
 from mla_jax.inputs import (
+    NEEDS_TOKENIZER,
     check_parts,
     checked_params,
     checked_prompt,
@@ -399,9 +400,8 @@ class Engine:
         """
         text = self.text
         if text is None:
-            hint = "Text needs tokenizer.json in the model's folder. Token ids need no encoding."
             allowed = "nothing: this engine has no tokenizer"
-            raise EngineError("encode", described(prompt), allowed, hint)
+            raise EngineError("encode", described(prompt), allowed, NEEDS_TOKENIZER)
         if not (isinstance(prompt, str) or is_chat(prompt)):
             raise EngineError("encode", described(prompt), "a text, or a list of messages")
         if isinstance(prompt, str):

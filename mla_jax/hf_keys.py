@@ -47,10 +47,10 @@ def config_object(
     Raises:
         ConfigError: no such folder or file, no JSON, or names to ignore that are one text.
     """
-    if isinstance(ignore_keys, str):
-        raise ConfigError("ignore_keys", repr(ignore_keys), "a list of names", "Put it in [].")
-    if not isinstance(ignore_keys, Collection):
-        raise ConfigError("ignore_keys", repr(ignore_keys), "a list of names")
+    one = isinstance(ignore_keys, str)
+    if one or not isinstance(ignore_keys, Collection):
+        hint = "Put it in []." if one else ""
+        raise ConfigError("ignore_keys", repr(ignore_keys), "a list of names", hint)
     if not isinstance(source, str | Path):
         return source, "config.json"
     path = Path(source)

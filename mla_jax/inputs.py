@@ -9,6 +9,7 @@ from mla_jax.errors import EngineError, shown
 from mla_jax.model.sampling import SamplingParams
 
 __all__ = [
+    "NEEDS_TOKENIZER",
     "check_parts",
     "checked_params",
     "checked_prompt",
@@ -16,7 +17,7 @@ __all__ = [
     "checked_wishes",
 ]
 
-_NEEDS_TOKENIZER = (
+NEEDS_TOKENIZER = (
     "Text needs tokenizer.json in the model's folder, and the package tokenizers: pip install "
     "tokenizers jinja2."
 )
@@ -53,7 +54,7 @@ def checked_prompts(
     if not _is_sequence(prompts):
         hint = ""
         if _is_text(prompts):
-            hint = _NEEDS_TOKENIZER if encode is None else "A single prompt is written [text]."
+            hint = NEEDS_TOKENIZER if encode is None else "A single prompt is written [text]."
         raise EngineError("generate: prompts", _kind(prompts), "a sequence of prompts", hint)
     where = "generate: prompt"
     return [checked_prompt(p, f"{where} {i}", encode, prompts) for i, p in enumerate(prompts)]
@@ -74,7 +75,7 @@ def checked_prompt(
         return encode(prompt, where)
     if _is_sequence(prompt) and not chat:
         return prompt
-    hint = _NEEDS_TOKENIZER if chat or _is_text(prompt) else ""
+    hint = NEEDS_TOKENIZER if chat or _is_text(prompt) else ""
     if whole is not None and isinstance(prompt, Mapping):
         hint = "A single chat is written [[{message}, …]]."
     elif whole is not None and not hint:

@@ -142,8 +142,7 @@ class Reader:
                 return Prompt(where=where, ids=self._encoded(text, where))
             case {"messages": messages, **rest} if not rest and is_chat(messages):
                 return Prompt(where=where, ids=self._encoded(messages, where))
-        given = _given(data)
-        raise EngineError(where, given, shape)
+        raise EngineError(where, _given(data), shape)
 
     def _encoded(self, text: str | Sequence[Mapping[str, Any]], where: str) -> list[int]:
         if self.text is None:

@@ -2,13 +2,13 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 
 import pytest
 from flax import nnx
 
+from benchmarks.processes import free_port
 from mla_jax.model.sharding import named_leaves
 from mla_jax.model.weights import save
 from tests import processes, traffic
@@ -23,9 +23,7 @@ def found(tmp_path_factory):
     """What each process says."""
     folder = tmp_path_factory.mktemp("model")
     save(folder, traffic.CONFIG, named_leaves(nnx.state(traffic.model(), nnx.Param)))
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     flags = "--xla_force_host_platform_device_count=4"
     more = {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     running = [

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.compiling import gpu_options
 from benchmarks.random_model import of_layers
 from mla_jax.commands import fit
 from mla_jax.config import ModelConfig
-from mla_jax.model import step
 from mla_jax.model.presets import PRESETS
 from mla_jax.placement import Placement
 from tests import aot
@@ -45,15 +45,11 @@ def main() -> None:
 
 def host_calls(settings: fit.Settings, options: dict[str, str]) -> dict[str, Counter[str]]:
     """Calls of a step of decodes, and of a turn of each loop that is in no graph, by kind."""
-    kept = step.GPU_OPTIONS
+    where = Placement.of(aot.h200s(settings.cards))
     with tempfile.TemporaryDirectory() as folder:
         dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
-        step.GPU_OPTIONS = kept | dump | options
-        try:
-            where = Placement.of(aot.h200s(settings.cards))
+        with gpu_options(dump | options):
             fit.program(settings, where, np.ones(DECODES, np.int32), context=CONTEXT)
-        finally:
-            step.GPU_OPTIONS = kept
         (found,) = Path(folder).glob("*thunk_sequence_after_thunk_passes.txt")
         return _counted(found.read_text())
 

@@ -254,13 +254,17 @@ def program(
     fp8_activations: bool | None = None,
 ) -> Any:
     """A step of requests of up to ``context`` tokens, compiled; no weight or cache has memory."""
-    facts = {"placement": placement, "fp8_activations": fp8_activations}
-    serving = settings.serving(requests=len(new_tokens), context=context, **facts)
+    serving = settings.serving(
+        requests=len(new_tokens),
+        context=context,
+        placement=placement,
+        fp8_activations=fp8_activations,
+    )
     groups = settings.family.groups(settings.config, serving)
     builder = settings.family.builder(settings.config, serving)
     decision = builder.decide(HostBatch.of(new_tokens, np.full_like(new_tokens, context)))
-    facts["fp8_activations"] = serving.fp8_activations
-    step = Step(settings.model(), builder, **facts)
+    rounds = serving.fp8_activations
+    step = Step(settings.model(), builder, placement=placement, fp8_activations=rounds)
     caches = dict(_abstract_caches(settings, groups, placement, len(new_tokens), context))
     layout = pack(empty_batch(decision, [group.name for group in groups])).layout
     return step.compile(layout, caches)

@@ -24,17 +24,6 @@ pytestmark = [
     pytest.mark.skipif(bool(REASON), reason=REASON or "available"),
 ]
 
-
-def test_settings_of_a_gpu_that_a_step_compiles_for():
-    where = Placement.of(aot.h200())
-    serving = Serving.of(PRESETS["V3"], placement=where)
-    assert (serving.prefill_chunk, serving.fp8_activations) == (2048, None)
-    for changes in ({"dtype": "float32"}, {"backend": "xla"}):
-        assert Serving.of(PRESETS["V3"], placement=where, **changes).fp8_activations is False
-    ladder = MLALadder.default(max_requests=8, max_prefill_tokens=256, max_pages=64)
-    assert Serving.of(PRESETS["V3"], placement=where, ladder=ladder).prefill_chunk == 256
-
-
 BATCHES = {"decodes": [1] * 8, "prompts": [1] * 31 + [2049]}
 """New tokens of each request."""
 
@@ -66,6 +55,16 @@ def test_a_step_compiles(name, batch):
     program = fit.program(settings, Placement.of(aot.h200()), new, context=8192)
     if batch == "decodes":
         assert program.memory_analysis().temp_size_in_bytes < 2**28
+
+
+def test_settings_of_a_gpu_that_a_step_compiles_for():
+    where = Placement.of(aot.h200())
+    serving = Serving.of(PRESETS["V3"], placement=where)
+    assert (serving.prefill_chunk, serving.fp8_activations) == (2048, None)
+    for changes in ({"dtype": "float32"}, {"backend": "xla"}):
+        assert Serving.of(PRESETS["V3"], placement=where, **changes).fp8_activations is False
+    ladder = MLALadder.default(max_requests=8, max_prefill_tokens=256, max_pages=64)
+    assert Serving.of(PRESETS["V3"], placement=where, ladder=ladder).prefill_chunk == 256
 
 
 @pytest.mark.parametrize(("name", "layers"), [("V2_LITE", 27), ("V3", 9)])
