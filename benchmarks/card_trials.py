@@ -5,7 +5,9 @@ graphs, because a layer's small arrays are copied by calls that begin before a s
 and end behind it. The trials change that, one after the other in one process, with the weights of
 V3's widths that are drawn once. Each row says how long a step takes, and whether its tokens are
 those of the first trial. With ``--processes`` each card has a process of its own: the calls of
-several cards in one process may wait for each other.
+several cards in one process may wait for each other. ``--trace FOLDER`` writes what ran on the
+cards in the last steps of one request: name, start, microseconds, card and stream, a file for each
+trial and process.
 """
 
 import argparse
@@ -15,6 +17,7 @@ import json
 import statistics
 import time
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,6 +27,7 @@ from benchmarks import processes
 from benchmarks.compiling import gpu_options
 from benchmarks.flat import layers_apart
 from benchmarks.random_model import drawn, of_layers
+from benchmarks.timing import device_events
 from mla_jax.config import ModelConfig
 from mla_jax.engine import Engine
 from mla_jax.metadata.buckets import Ladder, MLALadder
@@ -34,6 +38,7 @@ from mla_jax.placement import Placement
 from mla_jax.types import cdiv
 
 PAGE, CHUNK, MOST, STEPS, REPEATS = 64, 2048, 8, 64, 3
+TRACED = 12_000  # events in a file
 
 IN_PLACE = {
     "xla_disable_hlo_passes": "rematerialization,dynamic-slice-copy-fusion-async-wrapper",
@@ -63,15 +68,19 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--trials", nargs="*", choices=TRIALS, default=list(TRIALS))
+    parser.add_argument("--trace", type=Path, help="a folder")
     processes.add_options(parser)
     given = parser.parse_args()
     processes.enter(given, "benchmarks.card_trials")
     config = PRESETS[given.model]
     assert isinstance(config, ModelConfig) and config.indexer is None
-    compare(of_layers(config, given.layers), given.trials, context=given.context)
+    layers = of_layers(config, given.layers)
+    compare(layers, given.trials, context=given.context, trace=given.trace)
 
 
-def compare(config: ModelConfig, trials: list[str], *, context: int) -> list[dict[str, Any]]:
+def compare(
+    config: ModelConfig, trials: list[str], *, context: int, trace: Path | None = None
+) -> list[dict[str, Any]]:
     """A row for each trial, printed when it is known."""
     placement, module = Placement.of(jax.devices()), family_of(config.family).module
     weights = drawn(config, module, fp8=config.fp8_block is not None, placement=placement)
@@ -81,7 +90,8 @@ def compare(config: ModelConfig, trials: list[str], *, context: int) -> list[dic
         row: dict[str, Any] = {"trial": trial, "layers": config.layers, "cards": placement.size}
         row["processes"] = placement.processes
         try:
-            found, tokens = _measured(weights, config, placement, *TRIALS[trial], context)
+            file = None if trace is None else trace / f"{trial}_{jax.process_index()}.json"
+            found, tokens = _measured(weights, config, placement, *TRIALS[trial], context, file)
             first = first or tokens
             row |= found | {"equal": tokens == first}
         except Exception as error:  # a trial may fail where the next one does not
@@ -100,6 +110,7 @@ def _measured(
     apart: bool,
     options: dict[str, Any],
     context: int,
+    trace: Path | None,
 ) -> tuple[dict[str, Any], list[list[int]]]:
     """Microseconds of a step, and the tokens of all requests."""
     longest = context + STEPS + PAGE
@@ -118,7 +129,23 @@ def _measured(
         runs = [_run(engine, prompts) for _ in range(1 + REPEATS)]
         row[f"us_{requests}"] = [round(us) for us, _ in runs[1:]]
         tokens += runs[-1][1]
+        if trace is not None and requests == 1:
+            _traced(engine, prompts, trace)
     return row, tokens
+
+
+def _traced(engine: Engine, prompts: list[list[int]], file: Path) -> None:
+    """What ran on the cards from the 40th token on; the last of it, so that the file is small."""
+    with device_events() as (start, events):
+        seen = itertools.count()
+        wish = SamplingParams(max_new_tokens=STEPS, ignore_eos=True)
+        engine.generate(prompts, wish, on_progress=lambda _: start() if next(seen) == 40 else None)
+    short = [
+        (e["name"][:60], e["ts"], e["dur"], e["args"].get("device"), e["args"].get("stream"))
+        for e in events
+    ]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(short[-TRACED:]))
 
 
 def _run(engine: Engine, prompts: list[list[int]]) -> tuple[float, list[list[int]]]:

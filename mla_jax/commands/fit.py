@@ -264,7 +264,13 @@ def program(
     builder = settings.family.builder(settings.config, serving)
     decision = builder.decide(HostBatch.of(new_tokens, np.full_like(new_tokens, context)))
     rounds = serving.fp8_activations
-    step = Step(settings.model(), builder, placement=placement, fp8_activations=rounds)
+    step = Step(
+        settings.model(),
+        builder,
+        placement=placement,
+        fp8_activations=rounds,
+        vocab=settings.config.vocab,
+    )
     caches = dict(_abstract_caches(settings, groups, placement, len(new_tokens), context))
     layout = pack(empty_batch(decision, [group.name for group in groups])).layout
     return step.compile(layout, caches)

@@ -25,33 +25,39 @@ SLOTS = 3
 
 
 class _Slot:
-    """A page-locked buffer, the host's view of it, and who read it last."""
+    """A page-locked buffer for each device, the host's views of them, and who read them last."""
 
     def __init__(self, size: int, placement: Placement):
         empty = np.zeros(size, np.int32)
-        self.words = jax.block_until_ready(jax.device_put(empty, placement.page_locked))
-        place = (ctypes.c_int32 * size).from_address(self.words.unsafe_buffer_pointer())
-        self.view = np.ctypeslib.as_array(place)
+        self.words = jax.block_until_ready(put(empty, placement.page_locked))
+        self.views = [_view(shard.data, size) for shard in self.words.addressable_shards]
         self.read: Array | None = None  # ready with the program that copies the words
 
     def write(self, words: Int[np.ndarray, "words"]) -> Int[Array, "words"]:
-        """Fill the buffer, once its last reader is done."""
+        """Fill the buffers, once their last reader is done."""
         if self.read is not None:
             self.read.block_until_ready()
-        self.view[:] = words
+        for view in self.views:
+            view[:] = words
         return self.words
+
+
+def _view(buffer: Array, size: int) -> np.ndarray:
+    """Of the host on an array in page-locked memory."""
+    place = (ctypes.c_int32 * size).from_address(buffer.unsafe_buffer_pointer())
+    return np.ctypeslib.as_array(place)
 
 
 class Staging:
     """How the host's words come to the devices of a placement.
 
-    To one GPU they go through page-locked buffers, ``SLOTS`` of each size. Otherwise they are
-    copied to every device.
+    To GPUs they go through page-locked buffers, ``SLOTS`` of each size and device. Otherwise they
+    are copied to every device.
     """
 
     def __init__(self, placement: Placement):
         self.placement = placement
-        self.page_locked = placement.on_gpu and placement.size == 1
+        self.page_locked = placement.on_gpu
         self._slots: dict[int, Iterator[_Slot]] = {}
 
     @property

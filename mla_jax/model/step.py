@@ -28,8 +28,8 @@ from mla_jax.metadata.staging import Staging, received
 from mla_jax.model.activations import quantising
 from mla_jax.model.loops import nested
 from mla_jax.model.program_store import ProgramStore, source_of
-from mla_jax.model.sampling import SamplingBatch, sample
-from mla_jax.model.sharding import derived_sharding, named_leaves, sharding_of
+from mla_jax.model.sampling import Sampled, SamplingBatch, sample
+from mla_jax.model.sharding import derived_sharding, divided, divides, named_leaves, sharding_of
 from mla_jax.model.token_history import Fed, HistoryStore, TokenHistory, history_specs
 from mla_jax.placement import Placement, put
 from mla_jax.types import Array, Float, Int
@@ -405,7 +405,7 @@ class Step:
         logits = model.logits(hidden[jnp.maximum(query_starts[1:] - 1, 0)])
         fed = Fed(ids=ids, positions=common.positions, requests=common.requests, real=common.real)
         seen = history if self._vocab else None
-        found = sample(logits, batch.sampling, seen, fed)
+        found = self._drawn(logits, batch.sampling, seen, fed)
         token_ids = found.token
         bits = (found.logprob[None], found.best_logprob)
         bits = [lax.bitcast_convert_type(x, jnp.int32) for x in bits]
@@ -417,6 +417,26 @@ class Step:
         tokens = jnp.pad(token_ids, (0, self._slots - len(token_ids)))
         history = history if found.history is None else found.history
         return tokens, (self._output(drawn, logits), caches, history)
+
+    def _drawn(
+        self,
+        logits: Float[Array, "requests vocab"],
+        batch: SamplingBatch,
+        history: TokenHistory | None,
+        fed: Fed,
+    ) -> Sampled:
+        """``sample``; each of several devices draws all tokens, from all logits.
+
+        Sums over the devices within its loops would keep these out of CUDA graphs. Then the host
+        waits for the device at each turn, and sends no step ahead.
+        """
+        if self.placement.size == 1:
+            return sample(logits, batch, history, fed)
+        if divides(self.placement, logits.shape[1]):
+            # Or XLA collects the weights of the output head instead of the logits.
+            logits = lax.with_sharding_constraint(logits, self.placement.divided(1))
+        on_each = divided(sample, self.placement, given=None, returned=None)
+        return on_each(logits, batch, history, fed)
 
 
 def _fed(ids: Int[Array, "tokens"], drawn: Int[Array, "slots"]) -> Int[Array, "tokens"]:

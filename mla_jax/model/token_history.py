@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
-from mla_jax.model.sharding import divides
 from mla_jax.placement import Placement, put
 from mla_jax.types import Array, Bool, Float, Int
 
@@ -105,12 +104,12 @@ class Scores:
 class HistoryStore:
     """The history of an engine's requests, which each step takes and gives back.
 
-    Over several devices each holds its part of the vocabulary, as it does of the logits.
+    Every device has all of it, as each draws all tokens.
     """
 
     def __init__(self, rows: int, vocab: int, placement: Placement):
         self.rows, self.vocab, self._placement = rows, vocab, placement
-        self._sharding = _home(vocab, placement)
+        self._sharding = placement.everywhere
         self.reset()
 
     def reset(self) -> None:
@@ -123,23 +122,17 @@ class HistoryStore:
         dense = np.zeros(self.vocab, np.float32)
         for token, value in bias:
             dense[token] = value
-        given = put((np.asarray(row, np.int32), dense), self._placement.everywhere)
+        given = put((np.asarray(row, np.int32), dense), self._sharding)
         with self._placement.working():
             self.now = _beginning(self._sharding)(self.now, *given)
 
 
 def history_specs(rows: int, vocab: int, placement: Placement) -> TokenHistory:
     """``HistoryStore.now`` without memory: shapes, dtypes and places."""
-    home = _home(vocab, placement)
     return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=home),
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placement.everywhere),
         TokenHistory.zeros(rows, vocab),
     )
-
-
-def _home(vocab: int, placement: Placement) -> Sharding:
-    """Of histories: divided by vocabulary, as logits are, if the devices divide it."""
-    return placement.divided(1) if divides(placement, vocab) else placement.everywhere
 
 
 @cache

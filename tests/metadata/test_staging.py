@@ -46,7 +46,7 @@ def test_slots_are_reused_only_when_read(monkeypatch):
 
     class Slot(staging._Slot):
         def __init__(self, size, placement):
-            self.words, self.view = jnp.zeros(size, jnp.int32), np.zeros(size, np.int32)
+            self.words, self.views = jnp.zeros(size, jnp.int32), [np.zeros(size, np.int32)]
             self.read = None
 
     monkeypatch.setattr(staging, "_Slot", Slot)
@@ -54,7 +54,7 @@ def test_slots_are_reused_only_when_read(monkeypatch):
     for i in range(2 * staging.SLOTS):
         slot = next(turns)
         slot.write(np.full(3, i, np.int32))
-        assert slot.view.tolist() == [i] * 3
+        assert slot.views[0].tolist() == [i] * 3
         slot.read = Late(i)
     assert awaited == list(range(staging.SLOTS))
 
