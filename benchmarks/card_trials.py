@@ -1,13 +1,12 @@
 """``python -m benchmarks.card_trials``: how a decode step over several cards is compiled best.
 
-XLA's host launches what is not in a CUDA graph. Of a step over several cards it puts little into
-graphs, because a layer's small arrays are copied by calls that begin before a sum over the cards
-and end behind it. The trials change that, one after the other in one process, with the weights of
-V3's widths that are drawn once. Each row says how long a step takes, and whether its tokens are
-those of the first trial. With ``--processes`` each card has a process of its own: the calls of
-several cards in one process may wait for each other. ``--trace FOLDER`` writes what ran on the
-cards in the last steps of one request: name, start, microseconds, card and stream, a file for each
-trial and process.
+XLA's host launches what is not in a CUDA graph: sums over the cards, and what stands between the
+begin and the end of a copy. The trials change what that is, one after the other in one process,
+with the weights of V3's widths that are drawn once. Each row says how long a step takes, and
+whether its tokens are those of the first trial. With ``--processes`` each card has a process of its
+own: the calls of several cards in one process may wait for each other. ``--trace FOLDER`` writes
+what ran on the cards in the last steps of one request: name, start, microseconds, card and stream,
+a file for each trial and process.
 """
 
 import argparse
@@ -16,7 +15,6 @@ import itertools
 import json
 import statistics
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,6 @@ import numpy as np
 
 from benchmarks import processes
 from benchmarks.compiling import gpu_options
-from benchmarks.flat import layers_apart
 from benchmarks.random_model import drawn, of_layers
 from benchmarks.timing import device_events
 from mla_jax.config import ModelConfig
@@ -40,26 +37,18 @@ from mla_jax.types import cdiv
 PAGE, CHUNK, MOST, STEPS, REPEATS = 64, 2048, 8, 64, 3
 TRACED = 12_000  # events in a file
 
-IN_PLACE = {
-    "xla_disable_hlo_passes": "rematerialization,dynamic-slice-copy-fusion-async-wrapper",
-    "xla_gpu_disable_async_collectives": "ALLREDUCE,ALLGATHER",
+TRIALS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "beside": {
+        "xla_disable_hlo_passes": "rematerialization",
+        "xla_gpu_disable_async_collectives": "",
+    },
+    "one_graph": {
+        "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,"
+        "DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE,COLLECTIVES"
+    },
 }
-"""Copies and sums where the step waits for them: graphs from one sum to the next."""
-
-_IN_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION"
-WITH_SUMS = {"xla_gpu_enable_command_buffer": f"{_IN_GRAPHS},CONDITIONAL,WHILE,COLLECTIVES"}
-NO_LOOPS = {"xla_gpu_enable_command_buffer": f"{_IN_GRAPHS},COLLECTIVES"}
-NCCL = {"xla_gpu_experimental_use_collective_kernels": ""}
-
-TRIALS: dict[str, tuple[bool, dict[str, Any]]] = {
-    "default": (False, {}),
-    "in_place": (False, IN_PLACE),
-    "one_graph": (False, IN_PLACE | WITH_SUMS),
-    "one_graph_nccl": (False, IN_PLACE | WITH_SUMS | NCCL),
-    "apart_in_place": (True, IN_PLACE),
-    "apart_sums_in_graph": (True, IN_PLACE | NO_LOOPS | NCCL),
-}
-"""Whether layers stand apart in the program (``flat``), and options beside those of every step."""
+"""Options in place of a step's own: copies and sums begin early; sums are in the graph too."""
 
 
 def main() -> None:
@@ -91,7 +80,7 @@ def compare(
         row["processes"] = placement.processes
         try:
             file = None if trace is None else trace / f"{trial}_{jax.process_index()}.json"
-            found, tokens = _measured(weights, config, placement, *TRIALS[trial], context, file)
+            found, tokens = _measured(weights, config, placement, TRIALS[trial], context, file)
             first = first or tokens
             row |= found | {"equal": tokens == first}
         except Exception as error:  # a trial may fail where the next one does not
@@ -107,7 +96,6 @@ def _measured(
     weights: Any,
     config: ModelConfig,
     placement: Placement,
-    apart: bool,
     options: dict[str, Any],
     context: int,
     trace: Path | None,
@@ -120,7 +108,7 @@ def _measured(
         absorb_prefills=False,
     )  # fmt: skip
     begun = time.perf_counter()
-    with gpu_options(options), layers_apart() if apart else nullcontext():
+    with gpu_options(options):
         engine.warm_up()
     row: dict[str, Any] = {"compile_s": round(time.perf_counter() - begun, 1)}
     rng, tokens = np.random.default_rng(0), []

@@ -112,6 +112,11 @@ class StepDecision:
         """
         return self.step
 
+    @property
+    def decodes_only(self) -> bool:
+        """No prefills."""
+        return self.step.prefills == 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetadata:

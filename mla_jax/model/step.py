@@ -78,6 +78,17 @@ such as that over chunks of cached context. So a step whose layers have a loop o
 unrolled; decode by the backend ``xla`` has one.
 """
 
+IN_PLACE: dict[str, bool | int | str] = {
+    "xla_disable_hlo_passes": "rematerialization,dynamic-slice-copy-fusion-async-wrapper",
+    "xla_gpu_disable_async_collectives": "ALLREDUCE,ALLGATHER",
+}
+"""Further options of such a step over several devices: copies and sums where it waits for them.
+
+No graph holds a sum over the devices. Copies that begin before one and end behind it would keep
+the kernels between them out of graphs: the host then calls 37 kernels and copies for a layer of V3,
+and otherwise three graphs and two sums.
+"""
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
@@ -318,8 +329,9 @@ class Step:
         if not self.placement.on_gpu:
             return None
         decision = jax.tree.unflatten(layout.tree, layout.shapes).decision
-        unrolled = getattr(decision, "decodes_only", False)
-        return GPU_OPTIONS | (UNROLLED if unrolled else {})
+        if not getattr(decision, "decodes_only", False):
+            return GPU_OPTIONS
+        return GPU_OPTIONS | UNROLLED | (IN_PLACE if self.placement.size > 1 else {})
 
     def _trees(self, layout: Layout, arguments: Any) -> tuple[Any, Any]:
         """Structure of a program's arguments and results, without tracing it."""
