@@ -84,6 +84,10 @@ def main() -> dict[str, object]:
         found["inside"] = tally.wrong
         found["lone"] = got.token_ids == one.generate([[1, 2, 3]])[0].token_ids
         two = traffic.engine(model, devices=jax.devices()[:3])  # three divide nothing here
+        locked = traffic.engine(model, devices=jax.devices())
+        locked._step._staging.page_locked = True  # as on GPUs: a buffer for each device
+        tally = traffic.run(locked, single, mixes=10, kinds=KINDS, seed=4)
+        found["page_locked"] = [tally.wrong, tally.lost_pages, locked.stats().compiles]
         found["three"] = [
             shares_of(two),
             [c.token_ids for c in two.generate([[1, 2, 3]])]

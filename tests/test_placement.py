@@ -78,6 +78,10 @@ def test_stored_programs_of_eight_devices_are_read(found):
     assert found["stored"] == [3, 3]
 
 
+def test_words_may_go_through_memory_of_the_host_that_each_device_reads(found):
+    assert found["page_locked"] == [0, 0, 3]
+
+
 def test_what_the_devices_do_not_divide_is_whole_everywhere(found):
     assert found["three"] == [[1], True]
 
