@@ -296,7 +296,7 @@ class Engine:
         ``ignore_keys`` names keys of config.json to pass over, as in ``ModelConfig.from_hf``.
         ``fp8_weights``: whether e4m3 weights stay e4m3 on the device, which halves what they take
         and what a step reads; False widens them to ``dtype``. None: they stay on GPUs with a 16-bit
-        ``dtype``, if all products of the layers are e4m3.
+        ``dtype``, if all products of the layers are e4m3; packed experts of V4 become e4m3 then.
 
         Raises:
             ConfigError: config.json has a key that this library does not implement.

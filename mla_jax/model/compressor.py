@@ -91,19 +91,25 @@ class StateIndexer(nnx.Module):
     Keys are states of a smaller pool of its own over the same tokens.
     """
 
-    def __init__(self, config: V4Config, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: V4Config, *, dtype: jnp.dtype, rngs: nnx.Rngs, fp8: bool = False):
         heads, dim = config.index_heads, config.index_dim
-        self.q_up = Linear((config.q_rank,), (heads, dim), dtype=dtype, rngs=rngs)
+        self.q_up = Linear((config.q_rank,), (heads, dim), dtype=dtype, rngs=rngs, fp8=fp8)
         wide = jnp.dtype(jnp.float32)
         self.head_weights = Linear((config.hidden,), (heads,), dtype=wide, rngs=rngs)
         self.pool = Pool(config, dim, ratio=config.overlapping, dtype=dtype, rngs=rngs)
         self.topk, self.factor = config.index_topk, (heads * dim) ** -0.5
 
     def queries(
-        self, q_latent: Float[Array, "tokens q_rank"], angles: tuple[Array, Array]
+        self,
+        q_latent: Float[Array, "tokens q_rank"],
+        angles: tuple[Array, Array],
+        *,
+        backend: str | None = None,
+        placement: Placement | None = None,
     ) -> Float[Array, "tokens heads dim"]:
         """From the normalised query latent; the last channels rotated."""
-        return rotate_tail(self.q_up(q_latent), *angles)
+        q = self.q_up(q_latent, backend=backend, placement=placement)
+        return rotate_tail(q, *angles)
 
     def weights(
         self,

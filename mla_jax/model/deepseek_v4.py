@@ -4,6 +4,9 @@ One row of a token is key and value of all heads. Every layer attends to the las
 layers of the overlapping ratio (C4) also to the states that their indexer selects, layers of the
 disjoint ratio (C128) to all states. Decodes read the pages; prefills gather what their chunk sees
 into a workspace, as the metadata plans it.
+
+With ``fp8`` the products that are published in 8 bits and fewer have block-scaled e4m3 weights,
+zeros until they are loaded.
 """
 
 import functools
@@ -70,22 +73,31 @@ class _Products(NamedTuple):
 class V4Attention(nnx.Module):
     """One layer's attention. ``ratio`` 0: the window alone."""
 
-    def __init__(self, config: V4Config, *, ratio: int, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: V4Config,
+        *,
+        ratio: int,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+        fp8: bool = False,
+    ):
         facts = {"dtype": dtype, "rngs": rngs}
+        low = facts | {"fp8": fp8}
         self.config, self.ratio = config, ratio
-        self.q_down = Linear((config.hidden,), (config.q_rank,), **facts)
+        self.q_down = Linear((config.hidden,), (config.q_rank,), **low)
         self.q_norm = RMSNorm(config.q_rank, eps=config.eps, dtype=dtype)
-        self.q_up = Linear((config.q_rank,), (config.heads, config.dim), **facts)
-        self.kv = Linear((config.hidden,), (config.dim,), **facts)
+        self.q_up = Linear((config.q_rank,), (config.heads, config.dim), **low, parallel="column")
+        self.kv = Linear((config.hidden,), (config.dim,), **low)
         self.kv_norm = RMSNorm(config.dim, eps=config.eps, dtype=dtype)
         self.sink = nnx.Param(jnp.zeros((config.heads,), jnp.float32))
         groups, width = config.out_groups, config.heads * config.dim // config.out_groups
         out = jax.random.normal(rngs.params(), (groups, width, config.out_rank), jnp.float32)
         self.out_a = nnx.Param((out * width**-0.5).astype(dtype))
-        self.out_b = Linear((groups, config.out_rank), (config.hidden,), **facts)
+        self.out_b = Linear((groups, config.out_rank), (config.hidden,), **low)
         self.pool = Pool(config, config.dim, ratio=ratio, **facts) if ratio else None
         selects = ratio == config.overlapping
-        self.indexer = StateIndexer(config, **facts) if selects else None
+        self.indexer = StateIndexer(config, **low) if selects else None
 
     def step(
         self,
@@ -108,7 +120,7 @@ class V4Attention(nnx.Module):
         given = self.products(x, shared.angles, **where)
         facts = {"layer": layer, "number": number, **where}
         out, caches = self.attend(given, meta, caches, shared, **facts)
-        return self._project(out, shared.angles), caches
+        return self._project(out, shared.angles, **where), caches
 
     def products(
         self,
@@ -119,14 +131,16 @@ class V4Attention(nnx.Module):
         placement: Placement | None = None,
     ) -> _Products:
         """What the layer's weights make of new tokens, before any cache is read."""
-        low = self.q_norm(self.q_down(x))
+        where = {"backend": backend, "placement": placement}
+        low = self.q_norm(self.q_down(x, **where))
         pools = () if self.pool is None else (self.pool.products(x),)
         select = None
         if self.indexer is not None:
-            weights = self.indexer.weights(x, backend=backend, placement=placement)
-            select = self.indexer.queries(low, angles), weights
+            weights = self.indexer.weights(x, **where)
+            select = self.indexer.queries(low, angles, **where), weights
             pools = (*pools, self.indexer.pool.products(x))
-        return _Products(q=self.q_up(low), kv=self.kv(x), pools=pools, select=select)
+        q, kv = self.q_up(low, **where), self.kv(x, **where)
+        return _Products(q=q, kv=kv, pools=pools, select=select)
 
     def attend(
         self,
@@ -217,23 +231,30 @@ class V4Attention(nnx.Module):
         return {ring: written, **dict(zip(pools, found, strict=True))}
 
     def _project(
-        self, out: Float[Array, "tokens heads dim"], angles: Angles
+        self,
+        out: Float[Array, "tokens heads dim"],
+        angles: Angles,
+        *,
+        backend: str | None,
+        placement: Placement | None = None,
     ) -> Float[Array, "tokens hidden"]:
         """Rotated back at the query's position, by groups of heads, then together."""
         cos, sin = angles
         out = rotate_tail(out, cos, -sin)
         grouped = out.reshape(len(out), self.config.out_groups, -1)
-        return self.out_b(contract("tgi,gir->tgr", grouped, self.out_a[...]))
+        low = contract("tgi,gir->tgr", grouped, self.out_a[...])
+        return self.out_b(low, backend=backend, placement=placement)
 
     def whole(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
         """One whole sequence without a cache: the oracle of ``step``; differentiable."""
         config, tokens = self.config, len(x)
         t = jnp.arange(tokens, dtype=jnp.int32)
         angles = cos_sin(t, config.rope(self.ratio))
-        low = self.q_norm(self.q_down(x))
+        plain: dict[str, Any] = {"backend": "xla"}
+        low = self.q_norm(self.q_down(x, **plain))
         ones = jnp.ones((config.dim,), x.dtype)
-        q = rotate_tail(rms_norm(self.q_up(low), ones, eps=config.eps), *angles)
-        keys = rotate_tail(self.kv_norm(self.kv(x)), *angles)
+        q = rotate_tail(rms_norm(self.q_up(low, **plain), ones, eps=config.eps), *angles)
+        keys = rotate_tail(self.kv_norm(self.kv(x, **plain)), *angles)
         ago = t[:, None] - t
         seen = (ago >= 0) & (ago < config.window)
         if self.pool is not None:
@@ -246,7 +267,7 @@ class V4Attention(nnx.Module):
         sink = jnp.broadcast_to(self.sink[...][None, :, None], (tokens, config.heads, 1))
         p = nnx.softmax(jnp.concatenate([s, sink], axis=-1), axis=-1)[..., :-1]
         out = jnp.einsum("ths,sd->thd", p, keys.astype(jnp.float32), precision="highest")
-        return self._project(out.astype(x.dtype), angles)
+        return self._project(out.astype(x.dtype), angles, **plain)
 
     def seen_states(
         self,
@@ -260,9 +281,8 @@ class V4Attention(nnx.Module):
         if self.indexer is None or not states:
             return jnp.arange(states) < complete[:, None]
         keys = self.indexer.pool.whole(x, angles)
-        scores = ops.indexer_logits(
-            self.indexer.queries(low, angles), self.indexer.weights(x, backend="xla"), keys
-        )
+        queries = self.indexer.queries(low, angles, backend="xla")
+        scores = ops.indexer_logits(queries, self.indexer.weights(x, backend="xla"), keys)
         chosen = best_positions(scores, complete, k=self.indexer.topk)
         column = jnp.where(chosen >= 0, chosen, states)
         row = jnp.arange(len(x), dtype=jnp.int32)[:, None]
@@ -450,9 +470,17 @@ def _parts(q: Float[Array, "tokens heads dim"], config: V4Config) -> tuple[Array
 class V4MoE(nnx.Module):
     """Routed experts, by score or by token id, plus the shared SwiGLU; all clamped."""
 
-    def __init__(self, config: V4Config, *, hashed: bool, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: V4Config,
+        *,
+        hashed: bool,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+        fp8: bool = False,
+    ):
         moe, hidden = config.moe, config.hidden
-        facts = {"dtype": dtype, "rngs": rngs, "limit": config.swiglu_limit}
+        facts = {"dtype": dtype, "rngs": rngs, "limit": config.swiglu_limit, "fp8": fp8}
         self.router = (
             HashRouter(hidden, config.vocab, moe, rngs=rngs)
             if hashed
@@ -483,8 +511,16 @@ class V4MoE(nnx.Module):
 class V4Block(nnx.Module):
     """``S <- mix(S, attn(norm(sum S)))``, then the same with the experts."""
 
-    def __init__(self, config: V4Config, kind: V4Kind, *, dtype: jnp.dtype, rngs: nnx.Rngs):
-        facts = {"dtype": dtype, "rngs": rngs}
+    def __init__(
+        self,
+        config: V4Config,
+        kind: V4Kind,
+        *,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+        fp8: bool = False,
+    ):
+        facts = {"dtype": dtype, "rngs": rngs, "fp8": fp8}
         mixing = {"eps": config.eps, "rngs": rngs}
         self.attn_streams = Streams(config.hidden, config.streams, **mixing)
         self.attn_norm = RMSNorm(config.hidden, eps=config.eps, dtype=dtype)
@@ -535,9 +571,9 @@ class V4Block(nnx.Module):
 class DeepseekV4(nnx.Module):
     """Token ids to hidden states to float32 logits, over windows and compressed states."""
 
-    def __init__(self, config: V4Config, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: V4Config, *, dtype: jnp.dtype, rngs: nnx.Rngs, fp8: bool = False):
         def block(kind: V4Kind, rngs: nnx.Rngs) -> V4Block:
-            return V4Block(config, kind, dtype=dtype, rngs=rngs)
+            return V4Block(config, kind, dtype=dtype, rngs=rngs, fp8=fp8)
 
         self.config = config
         self.embed = Embed(config.vocab, config.hidden, dtype=dtype, rngs=rngs)

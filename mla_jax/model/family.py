@@ -506,6 +506,7 @@ DEEPSEEK_V4 = Family(
     groups=_v4_groups,
     builder=_v4_builder,
     module=DeepseekV4,
+    fp8=True,
 )
 
 FAMILIES: tuple[Family, ...] = (DEEPSEEK_V3, DEEPSEEK_V32, DEEPSEEK_V4)

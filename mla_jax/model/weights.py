@@ -3,7 +3,8 @@
 Quantised tensors ``X`` (e4m3) come with ``X_scale_inv``, one float32 per 128 x 128 block:
 ``W[o, i] = float32(X[o, i]) * scale[o // 128, i // 128]``, rounded once to the leaf's dtype.
 Those of V4, ``Y.weight``, come with ``Y.scale`` of E8M0, powers of two. Its experts may be packed
-E2M1, two codes a byte, the low nibble the even column, with one scale for each 32 columns.
+E2M1, two codes a byte, the low nibble the even column, with one scale for each 32 columns. Where
+weights stay e4m3, these become so (``e4m3_of_fp4``).
 """
 
 import json
@@ -11,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,21 @@ from mla_jax.model.sharding import named_leaves
 from mla_jax.model.stack import Place
 from mla_jax.model.weight_row import Weight
 from mla_jax.model.weight_table import expected_shapes, fused_experts, weight_table
-from mla_jax.model.weight_table_v4 import layout_of, weight_table_v4
+from mla_jax.model.weight_table_v4 import layout_of, stays_e4m3, weight_table_v4
 from mla_jax.placement import put
 from mla_jax.types import Array, Int, cdiv
 
-__all__ = ["Progress", "checked_config", "dequantise", "keeps_fp8", "load", "place", "save"]
+__all__ = [
+    "Progress",
+    "checked_config",
+    "dequantise",
+    "dequantise_fp4",
+    "e4m3_of_fp4",
+    "keeps_fp8",
+    "load",
+    "place",
+    "save",
+]
 
 type Progress = Callable[[int, int], None]
 """Called with the bytes read so far and the bytes to read."""
@@ -51,6 +62,8 @@ _PACKED = ("I8", "U8")  # two E2M1 codes a byte, with one scale for each 32
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _E2M1 = np.concatenate([_E2M1, -_E2M1])
 _FP4_BLOCK = 32
+_FP4_SHIFT = 6  # 6 * 2^6 is the largest E2M1 value that e4m3 (448) holds times a power of two
+_FP4_DEEPEST = 24  # from here on below a block's largest scale E2M1 values become 0
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _COMPARED = 1024  # rows at a time
 
@@ -101,7 +114,8 @@ def load(
 
     The router and its choice bias are float32, everything else is ``dtype``. Multi-token
     prediction layers, rotary buffers and the head of a tied model are skipped. With ``fp8`` the
-    layers' e4m3 tensors stay as they are, ``[out, in]``, and so do their scales.
+    layers' e4m3 tensors stay as they are, ``[out, in]``, and so do their scales; packed experts
+    become such tensors.
 
     Raises WeightsError with every missing, unexpected, misshapen or mistyped tensor, and for the
     head of a tied model that is not its embedding.
@@ -110,7 +124,7 @@ def load(
     table = _checked_table(folder, config, checkpoint.tensors)
     if _is_tied(config) and (why := _why_not_tied(checkpoint.tensors)):
         raise WeightsError(str(folder), [why])
-    if fp8 and (why := _why_not_fp8(table, checkpoint.tensors)):
+    if fp8 and (why := _why_not_fp8(config, table, checkpoint.tensors)):
         raise WeightsError(str(folder), [f"{why}; fp8_weights=False, or None, widens what is e4m3"])
     reader = _Reader(
         checkpoint=checkpoint, config=config, progress=progress or (lambda done, total: None)
@@ -120,7 +134,7 @@ def load(
     )
     filling = _Filling(sharding=sharding)
     for weight in table:
-        if fp8 and _is_product(weight):
+        if fp8 and _stays_e4m3(config, weight):
             for path, array in reader.kept(weight):
                 filling.put(path, array, weight.place)
             continue
@@ -200,9 +214,11 @@ class _Reader:
         (path,) = weight.paths
         pairs = []
         for name in weight.names():
-            pairs.append([self.tensors[part].read(None) for part in self.parts(name)])
-            self.done += sum(x.nbytes for x in pairs[-1])
+            read = [self.tensors[part].read(None) for part in self.parts(name)]
+            self.done += sum(x.nbytes for x in read)
             self.progress(self.done, self.total)
+            packed = self.tensors[name].dtype in _PACKED
+            pairs.append(e4m3_of_fp4(*read) if packed else read)
         values, scales = zip(*pairs, strict=True)
         one = not weight.experts
         yield path, values[0] if one else np.stack(values)
@@ -252,19 +268,24 @@ def _why_not_tied(tensors: Mapping[str, Tensor]) -> str:
 def keeps_fp8(folder: str | Path, config: AnyConfig) -> bool:
     """Whether ``load(…, fp8=True)`` can: every product of every layer is block-scaled e4m3."""
     tensors = Checkpoint.open(folder).tensors
-    return not _why_not_fp8(_checked_table(folder, config, tensors), tensors)
+    return not _why_not_fp8(config, _checked_table(folder, config, tensors), tensors)
 
 
-def _is_product(weight: Weight) -> bool:
-    """A matrix of a layer that is not the router's."""
+def _stays_e4m3(config: AnyConfig, weight: Weight) -> bool:
+    """A matrix of a layer that is not the router's; of V4 those that are published so."""
+    if isinstance(config, V4Config):
+        return stays_e4m3(weight)
     return weight.place is not None and len(weight.shape) == 2 and not weight.float32
 
 
-def _why_not_fp8(table: list[Weight], tensors: Mapping[str, Tensor]) -> str:
+def _why_not_fp8(config: AnyConfig, table: list[Weight], tensors: Mapping[str, Tensor]) -> str:
     """The first product whose weights could not stay e4m3; empty if there is none."""
-    for weight in filter(_is_product, table):
+    for weight in table:
+        if not _stays_e4m3(config, weight):
+            continue
+        packed = _PACKED if weight.experts and isinstance(config, V4Config) else ()
         for name in weight.names():
-            if weight.fused or tensors[name].dtype != "F8_E4M3":
+            if weight.fused or tensors[name].dtype not in ("F8_E4M3", *packed):
                 how = "all experts in one tensor" if weight.fused else tensors[name].dtype
                 return f"{name}: given {how}; allowed: F8_E4M3, a tensor for each product"
     return ""
@@ -291,6 +312,42 @@ def dequantise_fp4(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
     return (
         values * np.repeat(scale.astype(np.float32), _FP4_BLOCK, axis=-1)[..., : values.shape[-1]]
     )
+
+
+def e4m3_of_fp4(packed: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """E2M1 ``[out, in / 2]`` as e4m3 ``[out, in]``, with a float32 scale for each 128 x 128 block.
+
+    A block's scale is ``2^-6`` of the largest of its scales of 32 columns, so each code is itself
+    times a power of two. The same numbers, but where a block's scales differ by more than 2^14:
+    then the smallest become the nearest multiple of 2^-16 of that largest scale.
+    """
+    exponent = _exponents(scale)
+    rows, columns = packed.shape[0], 2 * packed.shape[1]
+    down, across = cdiv(rows, _BLOCK), cdiv(columns, _BLOCK)
+    padded = np.full((down * _BLOCK, across * (_BLOCK // _FP4_BLOCK)), -256, np.int16)
+    padded[: exponent.shape[0], : exponent.shape[1]] = exponent
+    largest = padded.reshape(down, _BLOCK, across, -1).max(axis=(1, 3))
+    each = np.repeat(np.repeat(largest, _BLOCK, 0), _BLOCK // _FP4_BLOCK, 1)
+    below = np.minimum(each[:rows, : exponent.shape[1]] - exponent, _FP4_DEEPEST)
+    index = np.repeat(below.astype(np.uint16) << 8, _FP4_BLOCK // 2, axis=1)[:, : columns // 2]
+    pairs = _pairs_of_fp4().take(index | packed.view(np.uint8))
+    values = pairs.view(np.uint8).reshape(rows, columns).view(ml_dtypes.float8_e4m3fn)
+    return values, np.exp2((largest - _FP4_SHIFT).astype(np.float32))
+
+
+def _exponents(scale: np.ndarray) -> np.ndarray:
+    """Of scales that are powers of two."""
+    return np.frexp(scale.astype(np.float32))[1].astype(np.int16) - 1
+
+
+@cache
+def _pairs_of_fp4() -> np.ndarray:
+    """``[below, byte]``: both values of a byte times ``2^(6 - below)``, as two e4m3 in 16 bits."""
+    codes = np.arange(256)
+    both = _E2M1[np.stack([codes & 15, codes >> 4], axis=-1)]
+    powers = np.exp2(_FP4_SHIFT - np.arange(_FP4_DEEPEST + 1, dtype=np.float32))
+    values = (both * powers[:, None, None]).astype(ml_dtypes.float8_e4m3fn)
+    return np.ascontiguousarray(values).view(np.uint16).reshape(-1)
 
 
 def _scales_of(name: str, config: AnyConfig) -> str:
