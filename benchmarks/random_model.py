@@ -77,10 +77,11 @@ def drawn(
     paths = [*named_leaves(state)]
     keys = jax.random.split(jax.random.key(0), len(leaves))
     made = []
+    low = {path for path, x in zip(paths, leaves, strict=True) if x.dtype == jnp.float8_e4m3fn}
+    scales = {path.removesuffix("kernel") + "scale" for path in low} | {f"{p}_scale" for p in low}
     for key, path, x in zip(keys, paths, leaves, strict=True):
-        scales = fp8 and path.endswith("scale") and "norm" not in path
         home = sharding_of(path, x.shape, x.dtype, placement)
-        if scales:
+        if path in scales:
             made.append(jnp.full(x.shape, 1 / CODES, x.dtype, device=home))
         else:
             made.append(_leaf(key, x.shape, x.dtype, home))

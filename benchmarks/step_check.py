@@ -68,7 +68,7 @@ def _few_v4() -> Any:
     return dataclasses.replace(V4_FLASH, **few, moe=moe, fp8_block=None)
 
 
-E4M3 = "v3_weights", "v3_2_weights"
+E4M3 = "v3_weights", "v3_2_weights", "v4_weights"
 """Of ``MODELS`` those whose products have block-scaled e4m3 weights."""
 
 MODELS: dict[str, tuple[Callable[[], Any], str]] = {
@@ -81,6 +81,7 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "v3_2_records": (lambda: _few("v3_2", index_topk=256), "fp8_e4m3"),
     "v4": (_few_v4, "bf16"),
     "v4_records": (_few_v4, "fp8_e4m3"),
+    "v4_weights": (_few_v4, "bf16"),
 }
 """Widths of a model, and the format of its caches. Prompts are shorter and longer than top-k."""
 

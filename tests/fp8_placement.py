@@ -14,6 +14,7 @@ from flax import nnx
 
 from mla_jax.commands import fit
 from mla_jax.config import MLADims, ModelConfig, MoEConfig, RopeConfig
+from mla_jax.config_v4 import V4Config
 from mla_jax.engine import Engine
 from mla_jax.model.moe import MoE
 from mla_jax.model.sampling import SamplingParams
@@ -21,7 +22,7 @@ from mla_jax.model.sharding import named_leaves, sharding_of
 from mla_jax.pallas import fp8_matmul
 from mla_jax.pallas.axes import AddNorm
 from mla_jax.placement import Placement
-from tests.model import fp8
+from tests.model import fp8, v4, v4_published
 from tests.placement import shares
 
 WISH = SamplingParams(max_new_tokens=8, ignore_eos=True)
@@ -36,6 +37,20 @@ def wide() -> ModelConfig:
         dims=MLADims(heads=8, rank=128, nope=96, rope=32, v=128, q_rank=128),
         rope=RopeConfig(dim=32, theta=10000.0),
         moe=MoEConfig(experts=8, topk=3, width=128, shared=8, method="noaux_tc", normalise=True),
+    )
+
+
+def wide_v4() -> V4Config:
+    """The same of V4, but for the indexer's and the output's products, which are whole."""
+    return v4.config(
+        hidden=128,
+        heads=8,
+        dim=128,
+        q_rank=128,
+        out_rank=64,
+        moe=MoEConfig(
+            experts=8, topk=2, width=128, shared=8, method="sqrtsoftplus", normalise=True, scale=1.5
+        ),
     )
 
 
@@ -85,9 +100,11 @@ def main() -> dict[str, object]:
         for bias in (True, False)
     }
     sizes = fp8_matmul.MANY, fp8_matmul.MANY_EACH
-    for name, cfg in (("wide", wide()), ("narrow", fp8.config())):
+    kinds = {"wide": wide(), "narrow": fp8.config(), "v4": wide_v4()}
+    for name, cfg in kinds.items():
         with tempfile.TemporaryDirectory() as root:
-            fp8.write(Path(root), cfg)
+            write = v4_published.write if name == "v4" else fp8.write
+            write(Path(root), cfg)
 
             def serve(devices: object, root: str = root, **more: bool) -> tuple[Engine, list]:
                 engine = Engine.from_pretrained(

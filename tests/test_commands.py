@@ -224,8 +224,12 @@ def test_the_picture(run, tmp_path):
         (sparse.config(hidden_size=512, vocab_size=2048), {"page": 8}),
         (tiny.config(hidden=512, vocab=2048), {"fp8": True, "dtype": "bfloat16"}),
         (v4.config(hidden=512, vocab=2048), {"page": 4, "prefill_chunk": 16}),
+        (
+            v4.config(hidden=512, vocab=2048),
+            {"page": 4, "prefill_chunk": 16, "fp8": True, "dtype": "bfloat16"},
+        ),
     ],
-    ids=["v3", "v32", "fp8", "v4"],
+    ids=["v3", "v32", "fp8", "v4", "v4_fp8"],
 )
 def test_the_program_needs_what_was_predicted(config, facts):
     """Within two percent of the compiler's own figure of a program's arguments."""
@@ -269,9 +273,10 @@ def test_the_largest_batch_is_the_largest():
     assert (found.weights, found.derived) == plan
     left = int(141e9 * 0.75) - sum(plan)
     for context, batch in found.largest.items():
-        pages = math.ceil(context / 64)
-        assert (1 + batch * pages) * 64 * 31_104 <= left < (1 + (batch + 1) * pages) * 64 * 31_104
-    assert found.tokens == left // 31_104 - 64  # and the page that is never given
+        each = math.ceil(context / 64) * 64 * 31_104 + 102_400 * 12  # and its token history
+        spare = 64 * 31_104  # the page that is never given
+        assert spare + batch * each <= left < spare + (batch + 1) * each
+    assert found.tokens == (left - 102_400 * 12) // 31_104 - 64
 
 
 def test_e4m3_weights_halve_what_products_take():
@@ -294,7 +299,8 @@ def test_the_largest_batch_of_a_tiny_model_has_no_bound():
     found = fit(Settings(config=v4.config(), page=4), memory=2**44)
     batch = found.largest[256]
     assert batch > 2**20
-    used = found.weights + found.derived + found.once + batch * (found.fixed + 256 * found.token)
+    each = found.fixed + found.history + 256 * found.token
+    used = found.weights + found.derived + found.once + batch * each
     assert used == pytest.approx(found.room, rel=1e-3)
 
 
@@ -354,5 +360,3 @@ def test_functions_refuse_too():
         roofline(V3, context=0)
     with pytest.raises(ArgumentError, match="fit: memory"):
         fit(Settings(config=V2_LITE), memory=float("nan"))
-    with pytest.raises(EngineError, match="fp8 weights of family"):
-        Settings(config=v4.config(), fp8=True)

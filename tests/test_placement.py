@@ -110,7 +110,7 @@ def test_e4m3_weights_stay_so_over_eight_devices():
         assert off < 1e-4 and sums == (2 if kind == "True True" else 1), kind
     apart, changed = found["rounded"]  # by one e4m3 code, and by e4m3 activations
     assert apart < changed / 4
-    for kind in ("wide", "narrow"):
+    for kind in ("wide", "narrow", "v4"):
         assert found[kind]["tokens"] and found[kind]["off"] < 2e-4
         assert found[kind]["e4m3"]
         held, predicted = found[kind]["bytes"]
@@ -122,3 +122,6 @@ def test_e4m3_weights_stay_so_over_eight_devices():
         assert found["wide"]["shares"][path] == found["wide"]["shares"][scale] == share, path
         narrow = 1 / 8 if "experts" in path else 1
         assert found["narrow"]["shares"][path] == narrow, path
+    for path in found["v4"]["e4m3"]:
+        divided = "experts" in path or "shared" in path or path.endswith("attn.q_up.kernel")
+        assert found["v4"]["shares"][path] == (1 / 8 if divided else 1), path

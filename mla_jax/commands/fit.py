@@ -27,6 +27,7 @@ from mla_jax.metadata.packed import pack
 from mla_jax.model.family import GPU_CHUNK, CacheGroup, Family, Serving, family_of
 from mla_jax.model.sharding import derived_axis, named_leaves, share_axis
 from mla_jax.model.step import Step, empty_batch
+from mla_jax.model.token_history import TokenHistory
 from mla_jax.placement import Placement
 from mla_jax.types import Int
 
@@ -56,10 +57,6 @@ class Settings:
     def __post_init__(self) -> None:
         for name in ("cards", "page", "prefill_chunk"):
             checked_size(name, getattr(self, name))
-        if self.fp8 and not self.family.fp8:
-            raise EngineError(
-                "fp8 weights of family", self.family.name, "one whose module has them"
-            )
 
     @property
     def family(self) -> Family:
@@ -97,6 +94,7 @@ class Fit:
     groups: dict[str, float]  # of each cache group: bytes of one more token in all of its layers
     once: int  # bytes of caches for no request: a spare page a group, windows of a step's prompts
     fixed: int  # bytes of caches that each request takes whatever its length: windows and rings
+    history: int  # bytes of each request's token history, for penalties and biases
     largest: dict[int, int]  # tokens of a request to requests at once
 
     @property
@@ -107,7 +105,7 @@ class Fit:
     @property
     def tokens(self) -> int:
         """Tokens of one request that fit; 0 where the weights alone do not."""
-        left = self.room - self.weights - self.derived - self.once - self.fixed
+        left = self.room - self.weights - self.derived - self.once - self.fixed - self.history
         return max(0, int(left / self.token)) if self.token else 0
 
 
@@ -117,7 +115,7 @@ class Compiled:
 
     batch: int
     context: int
-    predicted: int  # weights, derived and caches
+    predicted: int  # weights, derived, caches and token histories
     arguments: int  # of the program
     temporaries: int  # beside its arguments, on the platform it was compiled for
     platform: str
@@ -161,6 +159,7 @@ def fit(
         groups={group.name: group.token_bytes for group in groups},
         once=many - _MANY * each + sum(g.page_bytes for g in groups if g.grows),
         fixed=each,
+        history=TokenHistory.row_bytes(settings.config.vocab),
         largest={
             n: _most(settings, groups, n, left)
             for n in sorted({*contexts, longest})
@@ -172,17 +171,26 @@ def fit(
 def _most(settings: Settings, groups: Sequence[CacheGroup], context: int, left: int) -> int:
     """The largest batch whose caches fit, by bisection: more requests never take less."""
     low, high = 0, 1
-    while _caches(settings, groups, high, context) <= left and high < _MOST_BYTES:
+    while _carried(settings, groups, high, context) <= left and high < _MOST_BYTES:
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        fits = _caches(settings, groups, middle, context) <= left
+        fits = _carried(settings, groups, middle, context) <= left
         low, high = (middle, high) if fits else (low, middle)
     return low
 
 
-def _caches(settings: Settings, groups: Sequence[CacheGroup], batch: int, context: int) -> int:
-    return sum(_bytes(group, settings, batch, context) for group in groups)
+def _carried(
+    settings: Settings,
+    groups: Sequence[CacheGroup],
+    batch: int,
+    context: int,
+    rows: int | None = None,
+) -> int:
+    """Bytes of caches, and of token histories: ``rows``, one for each request if it is None."""
+    caches = sum(_bytes(group, settings, batch, context) for group in groups)
+    rows = batch if rows is None else rows
+    return caches + rows * TokenHistory.row_bytes(settings.config.vocab)
 
 
 def _bytes(group: CacheGroup, settings: Settings, batch: int, context: int) -> int:
@@ -235,10 +243,12 @@ def compiled(settings: Settings, *, batch: int, context: int) -> Compiled:
     memory = program(settings, placement, lens, context=context).memory_analysis()
     serving = settings.serving(requests=batch, context=context, placement=placement)
     groups = settings.family.groups(settings.config, serving)
+    rungs = settings.family.builder(settings.config, serving).rungs()
+    rows = max(rung.common_bucket.requests for rung in rungs)
     return Compiled(
         batch=batch,
         context=context,
-        predicted=sum(_weights(settings)) + _caches(settings, groups, batch, context),
+        predicted=sum(_weights(settings)) + _carried(settings, groups, batch, context, rows),
         arguments=memory.argument_size_in_bytes,
         temporaries=memory.temp_size_in_bytes,
         platform=placement.device.platform,
@@ -283,7 +293,7 @@ def _abstract_caches(
     batch: int,
     context: int,
 ) -> Iterator[tuple[str, Any]]:
-    """Names and stacks of caches of the sizes that ``_caches`` counts, without memory."""
+    """Names and stacks of caches of the sizes that ``_carried`` counts, without memory."""
     for group in groups:
         pages = _pages(group, settings, batch, context)
         shapes = jax.eval_shape(lambda g=group, n=pages: g.alloc(n, placement))

@@ -171,6 +171,7 @@ def fit_report(fit: Fit, compiled: Compiled | None = None) -> RenderableType:
         *((f"cache {name}, one token", f"{size:,.1f}") for name, size in fit.groups.items()),
         ("caches, one token", f"{fit.token:,.1f}"),
         ("caches, each request of any length", f"{fit.fixed:,}"),
+        ("token history, each request", f"{fit.history:,}"),
         ("caches, once", f"{fit.once:,}"),
     ]
     title = f"{settings.config.family}, {settings.cards} x: {settings.dtype}"

@@ -83,7 +83,7 @@ class V4Attention(nnx.Module):
         fp8: bool = False,
     ):
         facts = {"dtype": dtype, "rngs": rngs}
-        low = facts | {"fp8": fp8}
+        low: dict[str, Any] = {**facts, "fp8": fp8}
         self.config, self.ratio = config, ratio
         self.q_down = Linear((config.hidden,), (config.q_rank,), **low)
         self.q_norm = RMSNorm(config.q_rank, eps=config.eps, dtype=dtype)

@@ -65,6 +65,11 @@ class TokenHistory:
     bias: Float[Array, "rows vocab"]  # float32, added to the logits
     raw: Float[Array, "rows vocab"]  # float32 logits of the last step, before anything was added
 
+    @staticmethod
+    def row_bytes(vocab: int) -> int:
+        """Bytes of one row."""
+        return 3 * 4 * vocab
+
     @classmethod
     def zeros(cls, rows: int, vocab: int) -> "TokenHistory":
         """Nothing said, no bias; in numpy."""

@@ -1,6 +1,5 @@
 """Weights of DeepSeek V4: published tensors to the byte, layouts, E8M0 scales, packed E2M1."""
 
-import json
 import math
 from dataclasses import replace
 
@@ -8,20 +7,33 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from flax import nnx
 
 from mla_jax import V4Config
-from mla_jax.engine import load_model
+from mla_jax.engine import Engine, load_model
 from mla_jax.errors import WeightsError
 from mla_jax.model.presets import V4_FLASH, V4_PRO
-from mla_jax.model.safetensors_io import write_safetensors
-from mla_jax.model.sharding import named_leaves
+from mla_jax.model.sampling import SamplingParams
 from mla_jax.model.weight_table import num_params
-from mla_jax.model.weight_table_v4 import published_tensors, weight_table_v4
-from mla_jax.model.weights import checked_config, dequantise_fp4, save
+from mla_jax.model.weight_table_v4 import published_tensors, stays_e4m3, weight_table_v4
+from mla_jax.model.weights import (
+    checked_config,
+    dequantise,
+    dequantise_fp4,
+    e4m3_of_fp4,
+    keeps_fp8,
+    load,
+    save,
+)
 from tests.model import v4
+from tests.model.v4_published import (
+    PUBLISHED,
+    folder_of,
+    leaves_of,
+    quantised,
+    tensors_of,
+    write,
+)
 
-PLAIN = {"BF16": ml_dtypes.bfloat16, "F32": np.float32, "I64": np.int64}
 BYTES = {"I8": 1, "F8_E4M3": 1, "F8_E8M0": 1, "BF16": 2, "F32": 4, "I64": 8}
 
 
@@ -34,35 +46,6 @@ def test_published_folders_to_the_byte(config, tensors, size):
     found = published_tensors(config)
     assert len(found) == tensors
     assert sum(math.prod(shape) * BYTES[dtype] for shape, dtype in found.values()) == size
-
-
-def leaves_of(module):
-    leaves = named_leaves(nnx.state(module, nnx.Param))
-    return {path: np.asarray(leaf) for path, leaf in leaves.items()}
-
-
-def tensors_of(module, layout="published"):
-    """The module's weights by checkpoint name, float32 and int64."""
-    leaves, found = leaves_of(module), {}
-    for weight in weight_table_v4(module.config, layout=layout):
-        parts = [leaves[path] for path in weight.paths]
-        parts = [p if weight.place is None else p[weight.place.index] for p in parts]
-        for e, name in enumerate(weight.names()):
-            if weight.fused:  # [experts, parts, in, out] of gate and up
-                joined = np.stack(parts, 1) if len(parts) > 1 else parts[0][:, None]
-                found[name] = np.ascontiguousarray(
-                    joined.swapaxes(2, 3).reshape(len(joined), -1, joined.shape[2])
-                )
-                continue
-            x = weight.to_checkpoint(parts[0][e] if weight.experts else parts[0])
-            found[name] = np.ascontiguousarray(x.astype(np.int64) if weight.integer else x)
-    return found
-
-
-def folder_of(path, cfg, tensors, **changes):
-    write_safetensors(path / "model.safetensors", tensors)
-    (path / "config.json").write_text(json.dumps(cfg.to_hf() | changes))
-    return path
 
 
 @pytest.mark.slow
@@ -104,33 +87,52 @@ def test_packed_codes():
     np.testing.assert_array_equal(got[32:], np.tile(values, 2) * 8)
 
 
-def quantised(module, rng):
-    """A published folder's dtypes for a tiny model, and the float32 numbers that they stand for."""
-    cfg, plain = module.config, tensors_of(module)
-    stored, exact = {}, dict(plain)
-    for name, (shape, dtype) in published_tensors(cfg).items():
-        if name.startswith("mtp."):
-            stored[name] = np.zeros(shape, np.int8 if dtype == "I8" else np.float32)
-        elif dtype == "I8":
-            out, half = shape
-            codes = rng.integers(0, 256, shape, dtype=np.uint8).view(np.int8)
-            power = rng.integers(-6, 0, (out, -(-half // 16)))
-            scale = (2.0**power).astype(ml_dtypes.float8_e8m0fnu)
-            stored[name], stored[name.removesuffix("weight") + "scale"] = codes, scale
-            exact[name] = dequantise_fp4(codes, scale)
-        elif dtype == "F8_E4M3":
-            low = plain[name].astype(ml_dtypes.float8_e4m3fn)
-            blocks = [-(-n // 128) for n in shape]
-            scale = (2.0 ** rng.integers(-2, 2, blocks)).astype(ml_dtypes.float8_e8m0fnu)
-            stored[name], stored[name.removesuffix("weight") + "scale"] = low, scale
-            grown = scale.astype(np.float32).repeat(128, 0).repeat(128, 1)
-            exact[name] = low.astype(np.float32) * grown[: shape[0], : shape[1]]
-        elif dtype != "F8_E8M0":
-            stored[name] = plain[name].astype(
-                {"BF16": ml_dtypes.bfloat16, "F32": np.float32, "I64": np.int64}[dtype]
-            )
-            exact[name] = stored[name].astype(np.int64 if dtype == "I64" else np.float32)
-    return stored, exact
+@pytest.mark.parametrize("shape", [(256, 512), (200, 288), (3, 64), (128, 32)])
+def test_packed_codes_as_e4m3_are_the_same_numbers(shape, rng):
+    """Also where blocks are not whole; scales of a block differ by 2^14, blocks by more."""
+    out, into = shape
+    packed = rng.integers(0, 256, (out, into // 2), dtype=np.uint8).view(np.int8)
+    power = rng.integers(-14, 1, (out, -(-into // 32))) + 40 * (np.arange(out) // 128 % 2)[:, None]
+    scale = np.exp2(power.astype(np.float32)).astype(ml_dtypes.float8_e8m0fnu)
+    values, blocks = e4m3_of_fp4(packed, scale)
+    assert values.dtype == ml_dtypes.float8_e4m3fn and values.shape == shape
+    assert blocks.shape == (-(-out // 128), -(-into // 128)) and blocks.dtype == np.float32
+    np.testing.assert_array_equal(dequantise(values, blocks), dequantise_fp4(packed, scale))
+
+
+def test_packed_codes_far_below_their_block_become_the_nearest_that_e4m3_has(rng):
+    packed = rng.integers(0, 256, (128, 64), dtype=np.uint8).view(np.int8)
+    power = rng.integers(-127, 1, (128, 4))
+    power[0, 0] = 0
+    scale = np.exp2(power.astype(np.float32)).astype(ml_dtypes.float8_e8m0fnu)
+    got, want = dequantise(*e4m3_of_fp4(packed, scale)), dequantise_fp4(packed, scale)
+    assert np.abs(got - want).max() <= 2.0**-16
+    near = np.repeat(power >= -14, 32, axis=1)
+    np.testing.assert_array_equal(got[near], want[near])
+
+
+@pytest.mark.slow
+def test_weights_stay_e4m3(tmp_path):
+    """The model of the widened weights in a byte each; what is published wider stays wider."""
+    cfg = v4.config(hidden=64, q_rank=160, heads=8, dim=32, out_rank=32)
+    write(tmp_path, cfg)
+    assert keeps_fp8(tmp_path, checked_config(tmp_path))
+    wish, prompts = SamplingParams(max_new_tokens=12, ignore_eos=True), [[1, 5], [*range(3, 60)]]
+    found, held = [], []
+    for fp8 in (False, True):
+        settings = {"num_pages": 64, "page": 16, "max_requests": 4, "prefill_chunk": 32}
+        settings |= {"dtype": jnp.float32, "cache_format": "fp32", "want_logits": True}
+        engine = Engine.from_pretrained(tmp_path, fp8_weights=fp8, **settings)
+        found.append(engine.generate(prompts, wish))
+        held.append(engine.stats().weight_bytes)
+    for got, want in zip(*found, strict=True):
+        assert got.token_ids == want.token_ids
+        np.testing.assert_allclose(got.logits, want.logits, atol=2e-4, rtol=2e-4)
+    assert held[1] < 0.45 * held[0]
+    leaves = load(tmp_path, cfg, dtype="bfloat16", fp8=True)
+    kept = {path for path, leaf in leaves.items() if leaf.dtype == jnp.float8_e4m3fn}
+    low = {w.paths[0] for w in weight_table_v4(cfg) if stays_e4m3(w)}
+    assert kept == low and not any(".pool." in path or "out_a" in path for path in kept)
 
 
 @pytest.mark.slow
@@ -141,13 +143,7 @@ def test_published_dtypes(tmp_path, rng):
     stored, exact = quantised(module, rng)
     (tmp_path / "low").mkdir()
     (tmp_path / "exact").mkdir()
-    block = {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "weight_block_size": [128, 128],
-        "scale_fmt": "ue8m0",
-    }
-    folder_of(tmp_path / "low", cfg, stored, quantization_config=block, expert_dtype="fp4")
+    folder_of(tmp_path / "low", cfg, stored, **PUBLISHED)
     folder_of(tmp_path / "exact", cfg, exact)
     low, config = load_model(tmp_path / "low", dtype=jnp.float32)
     want, _ = load_model(tmp_path / "exact", dtype=jnp.float32)

@@ -32,7 +32,7 @@ def one_of_each(config: AnyConfig) -> AnyConfig:
     """The first layer of each kind, in order."""
     if isinstance(config, V4Config):
         ratios = tuple(dict.fromkeys(config.compress_ratios))
-        return dataclasses.replace(config, compress_ratios=ratios, hash_layers=1, fp8_block=None)
+        return dataclasses.replace(config, compress_ratios=ratios, hash_layers=1)
     kept = sorted({config.sparse_layers.index(kind) for kind in set(config.sparse_layers)})
     sparse = tuple(config.sparse_layers[i] for i in kept)
     changes: dict = {"layers": len(kept), "sparse_layers": sparse}
