@@ -1,5 +1,6 @@
 """Prompts, wishes and settings as an engine is given them, checked before anything is done."""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
@@ -24,6 +25,10 @@ NEEDS_TOKENIZER = (
 _PROMPTS = "token ids, a text, or a list of messages"
 
 
+_OF_A_FOLDER = "eos", "max_positions", "fp8_block", "ignored_layers"
+"""Of a configuration what the arrays of a model do not depend on."""
+
+
 def check_parts(model: Any, config: Any, *, family: Any, text: Any, defaults: Any) -> None:
     """Refuse what cannot be a part of an engine.
 
@@ -41,6 +46,13 @@ def check_parts(model: Any, config: Any, *, family: Any, text: Any, defaults: An
     for name, good, given, allowed in parts:
         if not good:
             raise EngineError(f"Engine: {name}", _kind(given), allowed)
+    own = getattr(model, "config", None)
+    if type(own) is type(config) and dataclasses.is_dataclass(own):
+        names = [f.name for f in dataclasses.fields(own) if f.name not in _OF_A_FOLDER]
+        other = [name for name in names if getattr(config, name) != getattr(own, name)]
+        if other:
+            given, has = (shown({n: getattr(c, n) for n in other}) for c in (config, own))
+            raise EngineError("Engine: config", given, f"that of the model: {has}")
 
 
 def checked_prompts(

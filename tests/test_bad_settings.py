@@ -1,6 +1,7 @@
 """Every setting of engines, caches and configurations, replaced by something wrong, is refused in
 our own words; an engine that was abused goes on as before."""
 
+import dataclasses
 import inspect
 
 import jax.numpy as jnp
@@ -97,6 +98,15 @@ def test_a_dtype_that_is_not_one_of_weights_is_refused_at_once(wrong):
     for call in (Engine.from_pretrained, load_model):
         with pytest.raises(EngineError, match=r"dtype: given .*: float32, bfloat16, float16"):
             call("no folder", dtype=wrong)
+
+
+def test_a_configuration_of_another_model_is_refused(loaded):
+    """What differs is named, on both sides; ends of sequences may be others."""
+    model, config = loaded
+    other = dataclasses.replace(config, hidden=2 * config.hidden, eos=(3,))
+    with pytest.raises(EngineError, match=r"config: given {'hidden': 256}; .*model: {'hidden': 128}"):
+        Engine(model, other, **SETTINGS)
+    Engine(model, dataclasses.replace(config, eos=(3,)), **SETTINGS)
 
 
 @pytest.mark.slow

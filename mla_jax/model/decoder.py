@@ -115,7 +115,7 @@ class Decoder[Block: DecoderBlock](nnx.Module):
         self.final_norm = RMSNorm(config.hidden, eps=config.eps, dtype=dtype)
         if not config.tied:
             self.lm_head = Head(config.hidden, config.vocab, dtype=dtype, rngs=rngs)
-        self.tied, self.dims, self.rope = config.tied, config.dims, config.rope
+        self.config = config
 
     @property
     def layers(self) -> Layers[Block]:
@@ -151,5 +151,6 @@ class Decoder[Block: DecoderBlock](nnx.Module):
 
     def logits(self, hidden: Float[Array, "... hidden"]) -> Float[Array, "... vocab"]:
         """float32 logits of some hidden states."""
-        kernel = self.embed.embedding[...] if self.tied else self.lm_head.kernel[...]
-        return project_to_vocab(hidden, kernel, tied=self.tied)
+        tied = self.config.tied
+        kernel = self.embed.embedding[...] if tied else self.lm_head.kernel[...]
+        return project_to_vocab(hidden, kernel, tied=tied)

@@ -92,9 +92,9 @@ class DeepseekV3(Decoder[Block]):
         step derives it again.
         """
         h, cache = self.embed(token_ids), caches["latent"]
-        plan = plan_step(
-            self.dims, self.rope, meta, cache, dtype=h.dtype, backend=backend, placement=placement
-        )
+        dims, rope = self.config.dims, self.config.rope
+        facts = {"dtype": h.dtype, "backend": backend, "placement": placement}
+        plan = plan_step(dims, rope, meta, cache, **facts)
 
         def layer(
             block: Block, of_block: Derived, number: Int[Array, ""] | int, state: _State

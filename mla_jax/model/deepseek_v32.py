@@ -305,12 +305,13 @@ class DeepseekV32(Decoder[SparseBlock]):
         ``caches`` has the groups ``latent`` and ``index_keys``. ``derived`` is ``self.derive()``;
         without it the step derives it again.
         """
-        angles = cos_sin(meta.positions, self.rope)
+        dims, rope = self.config.dims, self.config.rope
+        angles = cos_sin(meta.positions, rope)
         number = np.maximum(np.cumsum(self.selecting) - 1, 0).astype(np.int32)
         h, latent, slots, plan = self.embed(token_ids), caches["latent"], None, None
         if meta.dense is not None:
             facts = {"backend": backend, "placement": placement}
-            plan = plan_step(self.dims, self.rope, meta.dense, latent, dtype=h.dtype, **facts)
+            plan = plan_step(dims, rope, meta.dense, latent, dtype=h.dtype, **facts)
             if meta.dense.decode is not None and isinstance(latent, RecordCache):
                 slots = all_slots(meta.dense.decode, page=latent.page, most=self.topk)
         elif not all(self.selecting):

@@ -314,7 +314,7 @@ def test_streams_equal_float64(rng):
 
 def test_workspaces_hold_every_chunk():
     """Of each layer type: as many rows as the plans of the largest steps ask for, never more."""
-    engine_windows = v4.engine(v4.model(v4.config(compress_ratios=(0,))), v4.config()).builder
+    engine_windows = v4.engine(v4.model(v4.config()), v4.config()).builder
     windows = engine_windows.windows
     step = engine_windows.rungs()[-1].windows.bucket
     limits = windows.limits
