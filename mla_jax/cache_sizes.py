@@ -61,8 +61,10 @@ def pages_that_fit(groups: Sequence[CacheGroup], serving: Serving, room: int) ->
     return found
 
 
-def room_beside(weights: Any, device: Any) -> int:
+def room_beside(weights: Any, device: Any, *, later: int = 0) -> int:
     """Bytes for caches on ``device``, which holds ``weights`` (a tree of arrays) already.
+
+    ``later`` bytes are kept for what is made after this.
 
     In whole GiB where there is one: engines of equal settings have equally many pages then, and
     find each other's compiled programs.
@@ -76,7 +78,7 @@ def room_beside(weights: Any, device: Any) -> int:
         raise EngineError("num_pages", None, allowed)
     share = SHARE_OF_CPU if device.platform == "cpu" else SHARE
     used = (device.memory_stats() or {}).get("bytes_in_use", 0)
-    room = int(share * memory) - max(used, bytes_of(weights))
+    room = int(share * memory) - max(used, bytes_of(weights)) - later
     return room if room < _GIB else room // _GIB * _GIB
 
 

@@ -55,6 +55,7 @@ from mla_jax.model.family import Family, Serving, Settings, checked_dtype, famil
 from mla_jax.model.sampling import SamplingParams
 from mla_jax.model.sharding import sharding_of
 from mla_jax.model.step import Step, StepBatch, StepOutput, drawn_by, empty_batch
+from mla_jax.model.token_history import TokenHistory
 from mla_jax.model.weights import Progress, checked_config, keeps_fp8, load, place
 from mla_jax.pages import PageGroup, PagePool
 from mla_jax.placement import Placement
@@ -238,12 +239,14 @@ class Engine:
                 want_logits=want_logits,
                 store=None if programs is None else (programs, (self.family.name, config, serving)),
                 vocab=config.vocab,
+                history_rows=serving.max_requests,
             )
 
         step = None
         if num_pages is None:
             step = make_step()
-            room = room_beside((step.leaves, step.derived), device)
+            history = serving.max_requests * TokenHistory.row_bytes(config.vocab)
+            room = room_beside((step.leaves, step.derived), device, later=history)
             num_pages = self.placement.least(pages_that_fit(self.groups, serving, room))
         self._pages = page_counts(self.groups, num_pages, serving)
         self.scheduler = Scheduler(

@@ -123,11 +123,11 @@ def main() -> dict[str, object]:
 
             _, want = serve(jax.devices()[0])
             many, got = serve(jax.devices())
-            if name == "wide":
+            if name in ("wide", "v4"):
                 fp8_matmul.MANY, fp8_matmul.MANY_EACH = 8, 2
                 places = jax.devices()[0], jax.devices()
                 one, all_ = (serve(devices, fp8_activations=True)[1] for devices in places)
-                found["rounded"] = [_off(one, all_), _off(one, want)]
+                found[f"{name} rounded"] = [_off(one, all_), _off(one, want)]
                 fp8_matmul.MANY, fp8_matmul.MANY_EACH = sizes
         settings = fit.Settings(config=cfg, cards=8, dtype="float32", fp8=True, cache_format="fp32")
         predicted = fit.fit(settings, memory=2**34)

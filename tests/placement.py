@@ -4,6 +4,7 @@ Prints a JSON object of findings, which ``tests/test_placement.py`` judges.
 """
 
 import json
+import re
 import tempfile
 from pathlib import Path
 
@@ -15,7 +16,9 @@ from jax.sharding import AxisType
 
 from mla_jax.engine import Engine
 from mla_jax.errors import ArgumentError
+from mla_jax.metadata.packed import pack
 from mla_jax.model.sharding import divided_axis, named_leaves
+from mla_jax.model.step import empty_batch
 from mla_jax.model.weights import save
 from mla_jax.placement import Placement
 from tests import traffic
@@ -88,6 +91,10 @@ def main() -> dict[str, object]:
         locked._step._staging.page_locked = True  # as on GPUs: a buffer for each device
         tally = traffic.run(locked, single, mixes=10, kinds=KINDS, seed=4)
         found["page_locked"] = [tally.wrong, tally.lost_pages, locked.stats().compiles]
+        found["collected"] = {
+            "wanted": collected(traffic.engine(model, devices=jax.devices(), want_logits=True)),
+            "not": collected(locked),
+        }
         found["three"] = [
             shares_of(two),
             [c.token_ids for c in two.generate([[1, 2, 3]])]
@@ -100,6 +107,15 @@ def main() -> dict[str, object]:
         except ArgumentError as error:
             found["refusals"].append(str(error))
     return found
+
+
+def collected(engine: Engine) -> list[str]:
+    """Dtypes of arrays of logits' sizes that a step of decodes collects from all devices."""
+    step, decision = engine._step, engine.builder.rungs()[0]
+    layout = pack(empty_batch(decision, [group.name for group in engine.groups])).layout
+    text = step.compile(layout, engine._caches).as_text()
+    found = re.findall(r"= (\w+)\[([\d,]+)\]\S* all-gather(?:-start)?\(", text)
+    return [kind for kind, sizes in found if str(traffic.CONFIG.vocab) in sizes.split(",")]
 
 
 def shares(leaf: jax.Array) -> float:

@@ -104,7 +104,9 @@ def test_a_configuration_of_another_model_is_refused(loaded):
     """What differs is named, on both sides; ends of sequences may be others."""
     model, config = loaded
     other = dataclasses.replace(config, hidden=2 * config.hidden, eos=(3,))
-    with pytest.raises(EngineError, match=r"config: given {'hidden': 256}; .*model: {'hidden': 128}"):
+    with pytest.raises(
+        EngineError, match=r"config: given {'hidden': 256}; .*model: {'hidden': 128}"
+    ):
         Engine(model, other, **SETTINGS)
     Engine(model, dataclasses.replace(config, eos=(3,)), **SETTINGS)
 

@@ -10,6 +10,7 @@ from mla_jax.cache_sizes import page_counts, pages_that_fit, room_beside
 from mla_jax.engine import Engine
 from mla_jax.errors import EngineError
 from mla_jax.model.family import Serving, family_of
+from mla_jax.model.token_history import TokenHistory
 from tests import traffic
 from tests.model import sparse, tiny, v4
 
@@ -68,6 +69,7 @@ def test_room_is_what_weights_and_others_leave():
     assert room_beside((), Device(100 * gib)) == 90 * gib
     assert room_beside((), Device(100 * gib, used=30 * gib + 5)) == 59 * gib
     assert room_beside((), Device(1000, used=100)) == 800
+    assert room_beside((), Device(1000, used=100), later=30) == 770
     weights = jax.numpy.zeros((100,), jax.numpy.float32)
     assert room_beside((weights,), Device(1000, used=100)) == 500
     with pytest.raises(EngineError, match="num_pages: given None; allowed: a number, because"):
@@ -82,10 +84,11 @@ def test_an_engine_makes_the_caches_that_fit(monkeypatch):
     plenty = Engine(module, traffic.CONFIG, **settings)
     assert plenty.stats().pages == 4 * 8
     room = plenty.stats().cache_bytes * 20 // 33
-    monkeypatch.setattr(cache_sizes, "_memory_of", lambda device: 4 * room)
+    histories = 4 * TokenHistory.row_bytes(traffic.CONFIG.vocab)
+    monkeypatch.setattr(cache_sizes, "_memory_of", lambda device: 4 * (room + histories))
     monkeypatch.setattr(cache_sizes, "bytes_of", lambda tree: 0)
     few = Engine(module, traffic.CONFIG, **settings)
     assert few.stats().pages == 19
-    monkeypatch.setattr(cache_sizes, "_memory_of", lambda device: 8)
+    monkeypatch.setattr(cache_sizes, "_memory_of", lambda device: 4 * (2 + histories))
     with pytest.raises(EngineError, match="room for caches: given 2 bytes beside the weights"):
         Engine(module, traffic.CONFIG, **settings)

@@ -82,6 +82,10 @@ def test_words_may_go_through_memory_of_the_host_that_each_device_reads(found):
     assert found["page_locked"] == [0, 0, 3]
 
 
+def test_logits_are_collected_once_and_no_weights(found):
+    assert found["collected"] == {"wanted": ["f32"], "not": ["f32"]}
+
+
 def test_what_the_devices_do_not_divide_is_whole_everywhere(found):
     assert found["three"] == [[1], True]
 
@@ -108,8 +112,9 @@ def test_e4m3_weights_stay_so_over_eight_devices():
     assert found["devices"] == 8
     for kind, (sums, off) in found["experts"].items():  # shared experts divided, with biases
         assert off < 1e-4 and sums == (2 if kind == "True True" else 1), kind
-    apart, changed = found["rounded"]  # by one e4m3 code, and by e4m3 activations
-    assert apart < changed / 4
+    for kind in ("wide", "v4"):
+        apart, changed = found[f"{kind} rounded"]  # by one e4m3 code, and by e4m3 activations
+        assert apart < changed / 4
     for kind in ("wide", "narrow", "v4"):
         assert found[kind]["tokens"] and found[kind]["off"] < 2e-4
         assert found[kind]["e4m3"]

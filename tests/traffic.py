@@ -17,6 +17,7 @@ import jax
 
 from mla_jax.config import MLADims, ModelConfig, MoEConfig, RopeConfig
 from mla_jax.engine import Engine
+from mla_jax.history_rows import HistoryRows
 from mla_jax.metadata.buckets import Ladder, MLALadder, default_steps
 from mla_jax.model.deepseek_v3 import DeepseekV3
 from mla_jax.model.sampling import SamplingParams
@@ -102,6 +103,8 @@ def sharing(other: Engine, module: Any, kind: Kind = V3, **more: Any) -> Engine:
     """An engine of other settings that runs the programs of ``other``."""
     made = kind.engine(module, **more)
     made._step = other._step
+    made._history = other._step.new_history()  # of as many rows as the programs take
+    made._history_rows = HistoryRows(made._history.rows)
     return made
 
 

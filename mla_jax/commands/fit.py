@@ -180,17 +180,10 @@ def _most(settings: Settings, groups: Sequence[CacheGroup], context: int, left: 
     return low
 
 
-def _carried(
-    settings: Settings,
-    groups: Sequence[CacheGroup],
-    batch: int,
-    context: int,
-    rows: int | None = None,
-) -> int:
-    """Bytes of caches, and of token histories: ``rows``, one for each request if it is None."""
+def _carried(settings: Settings, groups: Sequence[CacheGroup], batch: int, context: int) -> int:
+    """Bytes of caches and token histories."""
     caches = sum(_bytes(group, settings, batch, context) for group in groups)
-    rows = batch if rows is None else rows
-    return caches + rows * TokenHistory.row_bytes(settings.config.vocab)
+    return caches + batch * TokenHistory.row_bytes(settings.config.vocab)
 
 
 def _bytes(group: CacheGroup, settings: Settings, batch: int, context: int) -> int:
@@ -243,12 +236,10 @@ def compiled(settings: Settings, *, batch: int, context: int) -> Compiled:
     memory = program(settings, placement, lens, context=context).memory_analysis()
     serving = settings.serving(requests=batch, context=context, placement=placement)
     groups = settings.family.groups(settings.config, serving)
-    rungs = settings.family.builder(settings.config, serving).rungs()
-    rows = max(rung.common_bucket.requests for rung in rungs)
     return Compiled(
         batch=batch,
         context=context,
-        predicted=sum(_weights(settings)) + _carried(settings, groups, batch, context, rows),
+        predicted=sum(_weights(settings)) + _carried(settings, groups, batch, context),
         arguments=memory.argument_size_in_bytes,
         temporaries=memory.temp_size_in_bytes,
         platform=placement.device.platform,
@@ -280,6 +271,7 @@ def program(
         placement=placement,
         fp8_activations=rounds,
         vocab=settings.config.vocab,
+        history_rows=len(new_tokens),
     )
     caches = dict(_abstract_caches(settings, groups, placement, len(new_tokens), context))
     layout = pack(empty_batch(decision, [group.name for group in groups])).layout

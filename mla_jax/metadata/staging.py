@@ -1,4 +1,4 @@
-"""Sending a step's words to a GPU without a transfer call.
+"""Sending a step's words to GPUs without a transfer call.
 
 A transfer of a host array allocates, hands the copy to another thread and wakes it: 40 to 90 us.
 Here the host writes page-locked memory and the compiled program copies it in as its first work.
@@ -126,11 +126,11 @@ def staged(
 ) -> StagedFunction:
     """``jax.jit(fun, **options)`` whose argument ``at`` may come from ``pack``.
 
-    On a GPU its words go through page-locked memory that belongs to this function, for the device
+    On GPUs its words go through page-locked memory that belongs to this function, for the devices
     of ``placement`` (None: JAX's default device); a buffer is written again only when its last
     reader is done. Elsewhere, and where that argument is on a device already, this is ``jax.jit``.
 
-    Results are then committed to that device. What one call returns and the next one takes, like
+    Results are then committed to those devices. What one call returns and the next one takes, like
     a cache, must be so from the start (``jax.device_put(x, device)``, which copies nothing there),
     or the second call compiles again.
     """

@@ -166,6 +166,7 @@ class Step:
         store: a folder of compiled programs, with what the model follows from.
         most_requests: of one step; those of the builder's largest rung by default.
         vocab: tokens that penalties and logit bias can change; None: no request may ask for them.
+        history_rows: requests that may ask for them at once; as many as a step has by default.
     """
 
     def __init__(
@@ -180,6 +181,7 @@ class Step:
         store: tuple[str | Path, Sequence[object]] | None = None,
         most_requests: int | None = None,
         vocab: int | None = None,
+        history_rows: int | None = None,
     ):
         self.placement = Placement.of(placement)
         self.builder, self.want_logits, self._backend = builder, want_logits, backend
@@ -188,6 +190,7 @@ class Step:
         largest = (rung.common_bucket.requests for rung in builder.rungs())
         self._slots = max(largest) if most_requests is None else most_requests
         self._vocab = vocab or 0
+        self._history_rows = self._slots if history_rows is None else history_rows
         self._programs: dict[Layout, Callable[..., tuple[Array, Any]]] = {}
         self._store, self._facts = None, ()
         if store is not None:
@@ -252,11 +255,11 @@ class Step:
         return self.new_history()
 
     def _history_specs(self) -> TokenHistory:
-        return history_specs(self._slots, self._vocab, self.placement)
+        return history_specs(self._history_rows, self._vocab, self.placement)
 
     def new_history(self) -> HistoryStore:
-        """Room for the tokens of as many requests as a step can have."""
-        return HistoryStore(self._slots, self._vocab, self.placement)
+        """Room for the tokens of ``history_rows`` requests."""
+        return HistoryStore(self._history_rows, self._vocab, self.placement)
 
     def run(
         self,
@@ -414,7 +417,7 @@ class Step:
             backend=self._backend,
             placement=self.placement,
         )
-        logits = model.logits(hidden[jnp.maximum(query_starts[1:] - 1, 0)])
+        logits = self._whole(model.logits(hidden[jnp.maximum(query_starts[1:] - 1, 0)]))
         fed = Fed(ids=ids, positions=common.positions, requests=common.requests, real=common.real)
         seen = history if self._vocab else None
         found = self._drawn(logits, batch.sampling, seen, fed)
@@ -444,11 +447,16 @@ class Step:
         """
         if self.placement.size == 1:
             return sample(logits, batch, history, fed)
-        if divides(self.placement, logits.shape[1]):
-            # Or XLA collects the weights of the output head instead of the logits.
-            logits = lax.with_sharding_constraint(logits, self.placement.divided(1))
         on_each = divided(sample, self.placement, given=None, returned=None)
         return on_each(logits, batch, history, fed)
+
+    def _whole(self, logits: Float[Array, "requests vocab"]) -> Float[Array, "requests vocab"]:
+        """All of them on every device."""
+        if divides(self.placement, logits.shape[1]):
+            # First where they are made, or XLA collects the weights of the output head instead.
+            logits = lax.with_sharding_constraint(logits, self.placement.divided(1))
+            logits = lax.with_sharding_constraint(logits, self.placement.everywhere)
+        return logits
 
 
 def _fed(ids: Int[Array, "tokens"], drawn: Int[Array, "slots"]) -> Int[Array, "tokens"]:

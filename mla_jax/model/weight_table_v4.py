@@ -102,7 +102,7 @@ _BLOCK, _PACKED_BLOCK = 128, 32
 def stays_e4m3(weight: Weight) -> bool:
     """Whether a model with e4m3 weights has this one so: what is published in 8 bits and fewer.
 
-    But for the products of single groups of heads (``out_a``), 1 % of a model: they are widened.
+    Except ``out_a``, the products of single groups of heads, 1 % of a model, which is widened.
     """
     path = weight.paths[0]
     return bool(weight.experts) or (path.endswith(_FP8) and not path.endswith("attn.out_a"))

@@ -63,7 +63,7 @@ _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _E2M1 = np.concatenate([_E2M1, -_E2M1])
 _FP4_BLOCK = 32
 _FP4_SHIFT = 6  # 6 * 2^6 is the largest E2M1 value that e4m3 (448) holds times a power of two
-_FP4_DEEPEST = 24  # from here on below a block's largest scale E2M1 values become 0
+_FP4_DEEPEST = 19  # so many powers of two below a block's largest scale all values become 0
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _COMPARED = 1024  # rows at a time
 
@@ -217,8 +217,13 @@ class _Reader:
             read = [self.tensors[part].read(None) for part in self.parts(name)]
             self.done += sum(x.nbytes for x in read)
             self.progress(self.done, self.total)
-            packed = self.tensors[name].dtype in _PACKED
-            pairs.append(e4m3_of_fp4(*read) if packed else read)
+            if self.tensors[name].dtype in _PACKED:
+                if np.isnan(read[1].astype(np.float32)).any():
+                    problem = f"{_scales_of(name, self.config)}: NaN among the scales"
+                    raise WeightsError(str(self.checkpoint.folder), [problem])
+                pairs.append(e4m3_of_fp4(*read))
+            else:
+                pairs.append(read)
         values, scales = zip(*pairs, strict=True)
         one = not weight.experts
         yield path, values[0] if one else np.stack(values)
@@ -266,7 +271,10 @@ def _why_not_tied(tensors: Mapping[str, Tensor]) -> str:
 
 
 def keeps_fp8(folder: str | Path, config: AnyConfig) -> bool:
-    """Whether ``load(…, fp8=True)`` can: every product of every layer is block-scaled e4m3."""
+    """Whether ``load(…, fp8=True)`` can: every product of every layer is block-scaled e4m3.
+
+    Of V4 those that are published so, and experts may be packed with E8M0 scales.
+    """
     tensors = Checkpoint.open(folder).tensors
     return not _why_not_fp8(config, _checked_table(folder, config, tensors), tensors)
 
@@ -283,11 +291,13 @@ def _why_not_fp8(config: AnyConfig, table: list[Weight], tensors: Mapping[str, T
     for weight in table:
         if not _stays_e4m3(config, weight):
             continue
-        packed = _PACKED if weight.experts and isinstance(config, V4Config) else ()
         for name in weight.names():
-            if weight.fused or tensors[name].dtype not in ("F8_E4M3", *packed):
-                how = "all experts in one tensor" if weight.fused else tensors[name].dtype
-                return f"{name}: given {how}; allowed: F8_E4M3, a tensor for each product"
+            how = "all experts in one tensor" if weight.fused else tensors[name].dtype
+            if how in _PACKED and tensors[_scales_of(name, config)].dtype != "F8_E8M0":
+                how = f"{how} with scales of {tensors[_scales_of(name, config)].dtype}"
+            if how not in ("F8_E4M3", *_PACKED):
+                packed = ", or packed with scales of F8_E8M0" if weight.experts else ""
+                return f"{name}: given {how}; allowed: F8_E4M3{packed}, a tensor for each product"
     return ""
 
 
@@ -317,9 +327,9 @@ def dequantise_fp4(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
 def e4m3_of_fp4(packed: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """E2M1 ``[out, in / 2]`` as e4m3 ``[out, in]``, with a float32 scale for each 128 x 128 block.
 
-    A block's scale is ``2^-6`` of the largest of its scales of 32 columns, so each code is itself
+    ``scale`` has powers of two. A block's scale is ``2^-6`` of its largest, so each code is itself
     times a power of two. The same numbers, but where a block's scales differ by more than 2^14:
-    then the smallest become the nearest multiple of 2^-16 of that largest scale.
+    then the smallest become the nearest multiple of 2^-15 of that largest scale.
     """
     exponent = _exponents(scale)
     rows, columns = packed.shape[0], 2 * packed.shape[1]

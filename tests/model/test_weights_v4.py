@@ -135,6 +135,26 @@ def test_weights_stay_e4m3(tmp_path):
     assert kept == low and not any(".pool." in path or "out_a" in path for path in kept)
 
 
+@pytest.mark.parametrize("scale", ["of 32 bits", "NaN"])
+def test_packed_experts_whose_scales_are_no_powers_of_two_do_not_stay_in_8_bits(scale, tmp_path):
+    """Other dtypes are widened by default and refused if asked for; NaN is refused."""
+    cfg = v4.config(compress_ratios=(0,))
+    stored, _ = quantised(v4.model(cfg), np.random.default_rng(0))
+    name = "layers.0.ffn.experts.1.w2.scale"
+    if scale == "NaN":
+        stored[name].view(np.uint8)[0, 0] = 255
+        message = f"{name}: NaN among the scales"
+    else:
+        stored[name] = stored[name].astype(np.float32) * 1.5
+        message = r"w2.weight: given I8 with scales of F32; allowed: F8_E4M3, or packed with scales"
+    folder_of(tmp_path, cfg, stored, **PUBLISHED)
+    assert keeps_fp8(tmp_path, cfg) == (scale == "NaN")
+    with pytest.raises(WeightsError, match=message):
+        load(tmp_path, cfg, dtype="bfloat16", fp8=True)
+    if scale != "NaN":
+        load(tmp_path, cfg, dtype="bfloat16")
+
+
 @pytest.mark.slow
 def test_published_dtypes(tmp_path, rng):
     """e4m3 with E8M0 scales and packed E2M1 experts are the numbers that they stand for."""
