@@ -11,6 +11,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -210,25 +211,29 @@ class _Reader:
         return out
 
     def kept(self, weight: Weight) -> Iterator[tuple[str, np.ndarray]]:
-        """Bytes and scales of one table row, experts stacked."""
+        """Bytes and scales of one table row, experts stacked; several of them at a time."""
         (path,) = weight.paths
-        pairs = []
-        for name in weight.names():
-            read = [self.tensors[part].read(None) for part in self.parts(name)]
-            self.done += sum(x.nbytes for x in read)
-            self.progress(self.done, self.total)
-            if self.tensors[name].dtype in _PACKED:
-                if np.isnan(read[1].astype(np.float32)).any():
-                    problem = f"{_scales_of(name, self.config)}: NaN among the scales"
-                    raise WeightsError(str(self.checkpoint.folder), [problem])
-                pairs.append(e4m3_of_fp4(*read))
-            else:
-                pairs.append(read)
+        names, pairs = [*weight.names()], []
+        with ThreadPoolExecutor() as pool:
+            for name, pair in zip(names, pool.map(self._kept, names), strict=True):
+                self.done += sum(self.tensors[part].nbytes for part in self.parts(name))
+                self.progress(self.done, self.total)
+                pairs.append(pair)
         values, scales = zip(*pairs, strict=True)
         one = not weight.experts
         yield path, values[0] if one else np.stack(values)
         scale = (scales[0] if one else np.stack(scales)).astype(np.float32)
         yield (path.removesuffix("kernel") + "scale" if one else f"{path}_scale"), scale
+
+    def _kept(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes and scales of one tensor."""
+        values, scale = (self.tensors[part].read(None) for part in self.parts(name))
+        if self.tensors[name].dtype not in _PACKED:
+            return values, scale
+        if np.isnan(scale.astype(np.float32)).any():
+            problem = f"{_scales_of(name, self.config)}: NaN among the scales"
+            raise WeightsError(str(self.checkpoint.folder), [problem])
+        return e4m3_of_fp4(values, scale)
 
     def _cast(self, weight: Weight, name: str, index: int | None, dtype: np.dtype) -> np.ndarray:
         read = [self.tensors[part].read(index) for part in self.parts(name)]
