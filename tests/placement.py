@@ -17,6 +17,7 @@ from jax.sharding import AxisType
 from mla_jax.engine import Engine
 from mla_jax.errors import ArgumentError
 from mla_jax.metadata.packed import pack
+from mla_jax.metadata.staging import staged
 from mla_jax.model.sharding import divided_axis, named_leaves
 from mla_jax.model.step import empty_batch
 from mla_jax.model.weights import save
@@ -91,6 +92,7 @@ def main() -> dict[str, object]:
         locked._step._staging.page_locked = True  # as on GPUs: a buffer for each device
         tally = traffic.run(locked, single, mixes=10, kinds=KINDS, seed=4)
         found["page_locked"] = [tally.wrong, tally.lost_pages, locked.stats().compiles]
+        found["staged"] = staged_sums(locked.placement)
         found["collected"] = {
             "wanted": collected(traffic.engine(model, devices=jax.devices(), want_logits=True)),
             "not": collected(locked),
@@ -107,6 +109,16 @@ def main() -> dict[str, object]:
         except ArgumentError as error:
             found["refusals"].append(str(error))
     return found
+
+
+def staged_sums(placement: Placement) -> list[int]:
+    """Sums of words that a function takes through page-locked memory, and its programs."""
+    run = staged(lambda packed, x: x + packed.unpack()[0].sum(), placement=placement)
+    run._staging.page_locked = True
+    x = jax.device_put(jnp.int32(0), placement.everywhere)
+    for i in range(8):
+        x = run(pack((np.full(5, i, np.int32),)), x)
+    return [int(x), run.compiled_programs()]
 
 
 def collected(engine: Engine) -> list[str]:

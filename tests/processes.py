@@ -41,6 +41,11 @@ def main(folder: str) -> dict[str, object]:
     (got,) = again.generate([[1, 2, 3]])
     (want,) = many.generate([[1, 2, 3]])
     found["again"] = got.token_ids == want.token_ids
+    del settings["programs"]
+    locked = Engine.from_pretrained(folder, num_pages=traffic.PAGES, **settings)
+    locked._step._staging.page_locked = True  # as on GPUs: a buffer for each device of a process
+    tally = traffic.run(locked, single, mixes=2, kinds=KINDS, seed=1)
+    found["page_locked"] = [tally.wrong, tally.lost_pages, locked.stats().compiles]
     found["least"] = many.placement.least(10 + jax.process_index())
     found["refusals"] = []
     for devices in (others[:1], [*mine, others[0]][3:]):

@@ -80,6 +80,7 @@ def test_stored_programs_of_eight_devices_are_read(found):
 
 def test_words_may_go_through_memory_of_the_host_that_each_device_reads(found):
     assert found["page_locked"] == [0, 0, 3]
+    assert found["staged"] == [5 * sum(range(8)), 1]
 
 
 def test_logits_are_collected_once_and_no_weights(found):

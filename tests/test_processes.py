@@ -68,6 +68,11 @@ def test_each_process_finds_its_programs_again(found):
         assert one["again"]
 
 
+def test_words_may_go_through_memory_of_the_host_that_each_device_reads(found):
+    for one in found:
+        assert one["page_locked"][:2] == [0, 0]
+
+
 def test_they_agree_on_numbers(found):
     assert [one["least"] for one in found] == [10, 10]
 
