@@ -31,6 +31,7 @@ from mla_jax.metadata.buckets import Ladder, MLALadder
 from mla_jax.model.family import family_of
 from mla_jax.model.presets import PRESETS
 from mla_jax.model.sampling import SamplingParams
+from mla_jax.model.step import LOOPS_IN_GRAPHS
 from mla_jax.placement import Placement
 from mla_jax.types import cdiv
 
@@ -43,10 +44,7 @@ TRIALS: dict[str, dict[str, Any]] = {
         "xla_disable_hlo_passes": "rematerialization",
         "xla_gpu_disable_async_collectives": "",
     },
-    "one_graph": {
-        "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,"
-        "DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE,COLLECTIVES"
-    },
+    "one_graph": {name: f"{kinds},COLLECTIVES" for name, kinds in LOOPS_IN_GRAPHS.items()},
 }
 """Options in place of a step's own: copies and sums begin early; sums are in the graph too."""
 

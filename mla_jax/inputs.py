@@ -24,9 +24,8 @@ NEEDS_TOKENIZER = (
 )
 _PROMPTS = "token ids, a text, or a list of messages"
 
-
-_OF_A_FOLDER = "eos", "max_positions", "fp8_block", "ignored_layers"
-"""Of a configuration what the arrays of a model do not depend on."""
+_NOT_OF_THE_MODULE = "eos", "max_positions", "fp8_block", "ignored_layers"
+"""Fields of a configuration that say how a model is stored or served, not what it computes."""
 
 
 def check_parts(model: Any, config: Any, *, family: Any, text: Any, defaults: Any) -> None:
@@ -48,7 +47,7 @@ def check_parts(model: Any, config: Any, *, family: Any, text: Any, defaults: An
             raise EngineError(f"Engine: {name}", _kind(given), allowed)
     own = getattr(model, "config", None)
     if type(own) is type(config) and dataclasses.is_dataclass(own):
-        names = [f.name for f in dataclasses.fields(own) if f.name not in _OF_A_FOLDER]
+        names = [f.name for f in dataclasses.fields(own) if f.name not in _NOT_OF_THE_MODULE]
         other = [name for name in names if getattr(config, name) != getattr(own, name)]
         if other:
             given, has = (shown({n: getattr(c, n) for n in other}) for c in (config, own))

@@ -83,8 +83,7 @@ def another(engine, folder):
 
     def another(**more) -> Engine:
         made = Engine.from_pretrained(folder, **(SETTINGS | more))
-        made._step = engine._step
-        return made
+        return traffic.with_programs_of(engine, made)
 
     return another
 

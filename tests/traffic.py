@@ -101,7 +101,11 @@ def engine(module: Any, **more: Any) -> Engine:
 
 def sharing(other: Engine, module: Any, kind: Kind = V3, **more: Any) -> Engine:
     """An engine of other settings that runs the programs of ``other``."""
-    made = kind.engine(module, **more)
+    return with_programs_of(other, kind.engine(module, **more))
+
+
+def with_programs_of(other: Engine, made: Engine) -> Engine:
+    """``made``, which runs the programs of ``other`` from now on."""
     made._step = other._step
     made._history = other._step.new_history()  # of as many rows as the programs take
     made._history_rows = HistoryRows(made._history.rows)

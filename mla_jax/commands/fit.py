@@ -264,12 +264,11 @@ def program(
     groups = settings.family.groups(settings.config, serving)
     builder = settings.family.builder(settings.config, serving)
     decision = builder.decide(HostBatch.of(new_tokens, np.full_like(new_tokens, context)))
-    rounds = serving.fp8_activations
     step = Step(
         settings.model(),
         builder,
         placement=placement,
-        fp8_activations=rounds,
+        fp8_activations=serving.fp8_activations,
         vocab=settings.config.vocab,
         history_rows=len(new_tokens),
     )

@@ -235,7 +235,7 @@ class V4Attention(nnx.Module):
         out: Float[Array, "tokens heads dim"],
         angles: Angles,
         *,
-        backend: str | None,
+        backend: str | None = None,
         placement: Placement | None = None,
     ) -> Float[Array, "tokens hidden"]:
         """Rotated back at the query's position, by groups of heads, then together."""

@@ -79,14 +79,16 @@ unrolled; decode by the backend ``xla`` has one.
 """
 
 IN_PLACE: dict[str, bool | int | str] = {
-    "xla_disable_hlo_passes": "rematerialization,dynamic-slice-copy-fusion-async-wrapper",
+    "xla_disable_hlo_passes": f"{GPU_OPTIONS['xla_disable_hlo_passes']},"
+    "dynamic-slice-copy-fusion-async-wrapper",
     "xla_gpu_disable_async_collectives": "ALLREDUCE,ALLGATHER",
 }
-"""Further options of such a step over several devices: copies and sums where it waits for them.
+"""Further options of a step that has decodes only, over several devices.
 
-No graph holds a sum over the devices. Copies that begin before one and end behind it would keep
-the kernels between them out of graphs: the host then calls 37 kernels and copies for a layer of V3,
-and otherwise three graphs and two sums.
+XLA puts no sum over the devices into a CUDA graph. By itself it begins copies of small arrays
+before a sum and awaits them behind it, and then leaves the kernels between out of graphs too: the
+host makes 37 calls for a layer of V3. With these options copies and sums are made where the step
+waits for them, and a layer is three graphs and two sums.
 """
 
 

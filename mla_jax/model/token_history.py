@@ -65,11 +65,6 @@ class TokenHistory:
     bias: Float[Array, "rows vocab"]  # float32, added to the logits
     raw: Float[Array, "rows vocab"]  # float32 logits of the last step, before anything was added
 
-    @staticmethod
-    def row_bytes(vocab: int) -> int:
-        """Bytes of one row."""
-        return 3 * 4 * vocab
-
     @classmethod
     def zeros(cls, rows: int, vocab: int) -> "TokenHistory":
         """Nothing said, no bias; in numpy."""
@@ -78,6 +73,11 @@ class TokenHistory:
             bias=np.zeros((rows, vocab), np.float32),  # pyright: ignore[reportArgumentType]
             raw=np.zeros((rows, vocab), np.float32),  # pyright: ignore[reportArgumentType]
         )
+
+    @classmethod
+    def row_bytes(cls, vocab: int) -> int:
+        """Bytes of one row."""
+        return sum(x.nbytes for x in jax.tree.leaves(cls.zeros(1, vocab)))
 
 
 @jax.tree_util.register_dataclass

@@ -104,8 +104,7 @@ def stays_e4m3(weight: Weight) -> bool:
 
     Except ``out_a``, the products of single groups of heads, 1 % of a model, which is widened.
     """
-    path = weight.paths[0]
-    return bool(weight.experts) or (path.endswith(_FP8) and not path.endswith("attn.out_a"))
+    return _stored(weight) in ("I8", "F8_E4M3") and not weight.paths[0].endswith("attn.out_a")
 
 
 def published_tensors(config: V4Config) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -67,10 +67,12 @@ def test_settings_of_a_gpu_that_a_step_compiles_for():
     assert Serving.of(PRESETS["V3"], placement=where, ladder=ladder).prefill_chunk == 256
 
 
-@pytest.mark.parametrize(("name", "layers"), [("V2_LITE", 27), ("V3", 9), ("V3_2", 7)])
+@pytest.mark.parametrize(
+    ("name", "layers"), [("V2_LITE", 27), ("V3", 9), ("V3_2", 7), ("V4_FLASH", None)]
+)
 def test_a_step_of_decodes_compiles_to_one_graph(name, layers):
     """The host calls one CUDA graph, and few kernels and copies behind it that prepare results."""
-    config = of_layers(PRESETS[name], layers)
+    config = one_of_each(PRESETS[name]) if layers is None else of_layers(PRESETS[name], layers)
     calls = host_calls(fit.Settings(config=config, fp8=config.fp8_block is not None), {})
     assert set(calls) == {"the step"}
     assert calls["the step"]["CommandBuffer"] == 1
