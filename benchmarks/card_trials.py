@@ -2,7 +2,7 @@
 
 XLA's host launches what is not in a CUDA graph: sums over the cards, and what stands between the
 begin and the end of a copy. The trials change what that is, one after the other in one process,
-with the weights of V3's widths that are drawn once. Each row says how long a step takes, and
+with the weights of a model's widths that are drawn once. Each row says how long a step takes, and
 whether its tokens are those of the first trial. With ``--processes`` each card has a process of its
 own: the calls of several cards in one process may wait for each other. ``--trace FOLDER`` writes
 what ran on the cards in the last steps of one request: name, start, microseconds, card and stream,
@@ -22,12 +22,12 @@ import jax
 import numpy as np
 
 from benchmarks import processes
+from benchmarks.cards import ladder_of
 from benchmarks.compiling import gpu_options
 from benchmarks.random_model import drawn, of_layers
 from benchmarks.timing import device_events
-from mla_jax.config import ModelConfig
+from mla_jax.config_v4 import AnyConfig
 from mla_jax.engine import Engine
-from mla_jax.metadata.buckets import Ladder, MLALadder
 from mla_jax.model.family import family_of
 from mla_jax.model.presets import PRESETS
 from mla_jax.model.sampling import SamplingParams
@@ -59,14 +59,12 @@ def main() -> None:
     processes.add_options(parser)
     given = parser.parse_args()
     processes.enter(given, "benchmarks.card_trials")
-    config = PRESETS[given.model]
-    assert isinstance(config, ModelConfig) and config.indexer is None
-    layers = of_layers(config, given.layers)
+    layers = of_layers(PRESETS[given.model], given.layers)
     compare(layers, given.trials, context=given.context, trace=given.trace)
 
 
 def compare(
-    config: ModelConfig, trials: list[str], *, context: int, trace: Path | None = None
+    config: AnyConfig, trials: list[str], *, context: int, trace: Path | None = None
 ) -> list[dict[str, Any]]:
     """A row for each trial, printed when it is known."""
     placement, module = Placement.of(jax.devices()), family_of(config.family).module
@@ -92,7 +90,7 @@ def compare(
 
 def _measured(
     weights: Any,
-    config: ModelConfig,
+    config: AnyConfig,
     placement: Placement,
     options: dict[str, Any],
     context: int,
@@ -102,8 +100,8 @@ def _measured(
     longest = context + STEPS + PAGE
     engine = Engine(
         weights, config, page=PAGE, num_pages=1 + MOST * cdiv(longest, PAGE), max_requests=MOST,
-        prefill_chunk=CHUNK, max_model_len=longest, devices=placement, ladder=_ladder(longest),
-        absorb_prefills=False,
+        prefill_chunk=CHUNK, max_model_len=longest, devices=placement, absorb_prefills=False,
+        ladder=ladder_of(config, (MOST,), tokens=CHUNK, pages=cdiv(longest, PAGE)),
     )  # fmt: skip
     begun = time.perf_counter()
     with gpu_options(options):
@@ -146,18 +144,6 @@ def _run(engine: Engine, prompts: list[list[int]]) -> tuple[float, list[list[int
     last = list(times.values())[-1][4:]
     us = statistics.mean(1e6 * (b - a) for a, b in itertools.pairwise(last))
     return us, [list(d.token_ids) for d in done]
-
-
-def _ladder(longest: int) -> MLALadder:
-    """Two programs: decodes, and prompts with decodes beside them."""
-    return MLALadder(
-        decodes=Ladder("decode requests", (MOST,)),
-        prefills=Ladder("prefill requests", (MOST,)),
-        prefill_tokens=Ladder("prefill tokens", (CHUNK,)),
-        pages=Ladder("pages of one request", (cdiv(longest, PAGE),)),
-        mixed=((MOST, CHUNK),),
-        context_rows=4096,
-    )
 
 
 if __name__ == "__main__":

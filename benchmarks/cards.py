@@ -18,6 +18,7 @@ import numpy as np
 from benchmarks import processes
 from benchmarks.random_model import drawn, of_layers
 from mla_jax.config import ModelConfig
+from mla_jax.config_v4 import AnyConfig
 from mla_jax.engine import Engine
 from mla_jax.metadata.buckets import Ladder, MLALadder, StepLadder
 from mla_jax.model.family import family_of
@@ -29,12 +30,11 @@ from mla_jax.types import round_up
 PAGE, CHUNK, MOST = 64, 2048, 32
 PROMPT, STEPS = 1024, 64
 PROMPTS = 2048  # tokens of each of eight prompts that are timed
-MODELS = [name for name, config in PRESETS.items() if isinstance(config, ModelConfig)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.cards", description=__doc__)
-    parser.add_argument("--model", choices=MODELS, default="V3")
+    parser.add_argument("--model", choices=PRESETS, default="V3")
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens before timed decodes")
     parser.add_argument("--chunk", type=int, default=CHUNK, help="prompt tokens of a step")
@@ -45,7 +45,6 @@ def main() -> None:
     processes.enter(given, "benchmarks.cards")
     facts = {"chunk": given.chunk, "fp8_activations": given.fp8_activations}
     config = PRESETS[given.model]
-    assert isinstance(config, ModelConfig)
     row = {"model": given.model, "processes": given.processes}
     row |= measured(of_layers(config, given.layers), jax.devices(), prompt=given.prompt, **facts)
     if jax.process_index() > 0:
@@ -56,7 +55,7 @@ def main() -> None:
 
 
 def measured(
-    config: ModelConfig,
+    config: AnyConfig,
     devices: list[Any],
     *,
     prompt: int,
@@ -74,7 +73,7 @@ def measured(
         max_requests=MOST,
         prefill_chunk=chunk,
         max_model_len=longest,
-        ladder=_ladder(config, chunk, longest),
+        ladder=ladder_of(config, (8, MOST), tokens=chunk, pages=longest // PAGE, alone=True),
         devices=placement,
         absorb_prefills=False,
         fp8_activations=fp8_activations,
@@ -104,16 +103,21 @@ def measured(
     return row
 
 
-def _ladder(config: ModelConfig, chunk: int, longest: int) -> StepLadder:
-    """Four programs."""
+def ladder_of(
+    config: AnyConfig, decodes: tuple[int, ...], *, tokens: int, pages: int, alone: bool = False
+) -> StepLadder:
+    """Programs of decodes only, and one of prompts beside the most decodes, or also ``alone``."""
+    most = max(decodes)
     rungs: dict[str, Any] = {
-        "decodes": Ladder("decode requests", (8, MOST)),
-        "prefills": Ladder("prefill requests", (MOST,)),
-        "prefill_tokens": Ladder("prefill tokens", (chunk,)),
-        "pages": Ladder("pages of one request", (longest // PAGE,)),
-        "mixed": ((MOST, chunk), (0, chunk)),
+        "decodes": Ladder("decode requests", decodes),
+        "prefills": Ladder("prefill requests", (most,)),
+        "prefill_tokens": Ladder("prefill tokens", (tokens,)),
+        "pages": Ladder("pages of one request", (pages,)),
+        "mixed": ((most, tokens), *([(0, tokens)] if alone else [])),
     }
-    return StepLadder(**rungs) if config.indexer else MLALadder(**rungs, context_rows=4096)
+    if isinstance(config, ModelConfig) and config.indexer is None:
+        return MLALadder(**rungs, context_rows=4096)
+    return StepLadder(**rungs)
 
 
 if __name__ == "__main__":

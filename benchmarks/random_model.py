@@ -28,8 +28,14 @@ CODES = 2048
 """How much larger e4m3 codes are than the weights, to use their range."""
 
 
-def of_layers(config: ModelConfig, layers: int) -> ModelConfig:
-    """The model with so many layers: its dense ones first, then expert layers."""
+def of_layers[C: (ModelConfig, V4Config)](config: C, layers: int) -> C:
+    """The model with so many layers: V3's dense ones first, V4's with hashed experts first."""
+    if isinstance(config, V4Config):
+        return dataclasses.replace(
+            config,
+            compress_ratios=config.compress_ratios[:layers],
+            hash_layers=min(config.hash_layers, layers),
+        )
     dense = config.sparse_layers.index(True)
     sparse = (False,) * min(dense, layers) + (True,) * max(layers - dense, 0)
     moe = config.moe if any(sparse) else None

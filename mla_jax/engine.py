@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -344,12 +345,14 @@ class Engine:
     ) -> int:
         """Make the programs of all rungs ready, several at a time; how many there are.
 
-        After it no step compiles. Rungs are printed by ``explain``.
+        Those of most tokens come first, for they take longest. After it no step compiles. Rungs are
+        printed by ``explain``.
         """
         start, threads = time.perf_counter(), checked_size("threads", threads)
         with self._whole():
             self._history.begin(self._history.rows, ())  # of no request: its program is made
-        rungs = self.builder.rungs()
+        tokens = attrgetter("common_bucket.tokens")
+        rungs = sorted(self.builder.rungs(), key=tokens, reverse=True)
         caches = self._caches
         names = [group.name for group in self.groups]
 

@@ -1,6 +1,9 @@
 import copy
 import dataclasses
+import itertools
 import random
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -571,6 +574,41 @@ def test_caches_stay_where_they_are(model, tmp_path, stored):
 
     for _ in range(1 + stored):
         assert len(set(places())) == 1
+
+
+def test_programs_are_lowered_one_after_the_other_and_compiled_beside_each_other(
+    model, monkeypatch
+):
+    """Python of several threads takes longer than that of one; XLA's threads do not need it."""
+    lowering, together = threading.Lock(), threading.Barrier(2, timeout=60)
+    compiled, sizes = itertools.count(), []
+
+    class Fake:
+        """A program at each of its stages."""
+
+        def lower(self):
+            assert lowering.acquire(blocking=False), "two at once"
+            time.sleep(0.01)
+            lowering.release()
+            return self
+
+        def compile(self, _):
+            if next(compiled) < 2:
+                together.wait()  # of the first two, for each other
+            return self
+
+        def memory_analysis(self):
+            return None
+
+    def trace(_, layout, caches):
+        sizes.append(jax.tree.unflatten(layout.tree, layout.shapes).token_ids[0])
+        return Fake()
+
+    engine = Engine(model, CONFIG, num_pages=9, page=4, max_model_len=64, max_requests=8)
+    monkeypatch.setattr(Step, "trace", trace)
+    rungs = engine.warm_up()
+    assert rungs == len(sizes) == len(engine.builder.rungs()) > 2
+    assert sizes[0] == max(sizes) > min(sizes) == sizes[-1]
 
 
 @pytest.mark.gpu

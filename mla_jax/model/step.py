@@ -8,6 +8,7 @@ time. Metadata is built inside the program, by the builder that decided the batc
 the tokens that the step before it drew, on the device, before the host has read them.
 """
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -199,6 +200,7 @@ class Step:
             self._store = ProgramStore(store[0], self.placement)
             self._facts = (*store[1], source_of(type(model)), source_of(type(builder)))
         self._workspaces: dict[Layout, int] = {}  # bytes, of each program
+        self._python = threading.Lock()
         self.take(model)
 
     def take(self, model: Any) -> None:
@@ -349,13 +351,18 @@ class Step:
         return StepOutput(drawn=drawn, tokens=None, logits=logits if self.want_logits else None)
 
     def _compiled(self, layout: Layout, caches: Mapping[str, Any]) -> jax.stages.Compiled:
-        """The program; a loop around another one is not unrolled, for XLA fails at that."""
+        """The program; a loop around another one is not unrolled, for XLA fails at that.
+
+        Tracing and lowering are Python, which threads do not shorten: one program at a time, while
+        XLA compiles those before it.
+        """
         options = self._options(layout)
-        traced = self.trace(layout, caches)
-        if options is not None and nested(traced.jaxpr):
-            options = {k: v for k, v in options.items() if k not in UNROLLED}
-        with self.placement.working():
-            lowered = traced.lower()
+        with self._python:
+            traced = self.trace(layout, caches)
+            if options is not None and nested(traced.jaxpr):
+                options = {k: v for k, v in options.items() if k not in UNROLLED}
+            with self.placement.working():
+                lowered = traced.lower()
         return lowered.compile(options)
 
     def _arguments(self, layout: Layout, caches: Mapping[str, Any]) -> Any:
