@@ -12,9 +12,9 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from mla_jax import ops
-from mla_jax.model.sharding import divided, divides
+from mla_jax.model.sharding import divided, divides, summed
 from mla_jax.pallas import fp8_matmul
-from mla_jax.placement import SHARDS, Placement
+from mla_jax.placement import Placement
 from mla_jax.types import SCALE_BLOCK, Array, BlockScaled, Float, cdiv
 
 __all__ = [
@@ -130,10 +130,10 @@ class Linear(nnx.Module):
             return divided(run, placement, given=(None, 0), returned=1)
         if self.parallel == "row" and divides(placement, inputs, unit=SCALE_BLOCK):
 
-            def summed(*args: P.args, **kwargs: P.kwargs) -> Array:
-                return lax.psum(run(*args, **kwargs), SHARDS)
+            def share(*args: P.args, **kwargs: P.kwargs) -> Array:
+                return summed(run(*args, **kwargs))
 
-            return divided(summed, placement, given=(1, 1), returned=None)
+            return divided(share, placement, given=(1, 1), returned=None)
         return divided(run, placement, given=(None, None), returned=None)
 
     def dense(self, dtype: DTypeLike) -> Float[Array, "*dims"]:

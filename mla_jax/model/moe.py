@@ -13,7 +13,7 @@ from mla_jax.config import ModelConfig, MoEConfig
 from mla_jax.errors import ConfigError
 from mla_jax.model.linear import scaled_params
 from mla_jax.model.mlp import SwiGLU
-from mla_jax.model.sharding import divided, divides, named_leaves, share_axis
+from mla_jax.model.sharding import divided, divides, named_leaves, share_axis, summed
 from mla_jax.pallas import fp8_matmul
 from mla_jax.pallas.axes import AddNorm
 from mla_jax.pallas.grouped_matmul.ref import add_norm
@@ -168,7 +168,7 @@ class Experts(nnx.Module):
 
         def share(gate, up, down, x, weights, chosen):
             mine = _own(chosen, gate.shape[0])
-            return lax.psum(run(x, gate, up, down, weights, mine), SHARDS)
+            return summed(run(x, gate, up, down, weights, mine))
 
         gate, up, down = self._products()
         if placement is None or not divides(placement, gate.shape[0]):
@@ -215,7 +215,7 @@ def routed_and_shared(
         own = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
         mine = _own(chosen, own["experts"].gate.shape[0])
         y = own["experts"](x, weights, mine, backend=backend)
-        return lax.psum(own["shared"](x, backend=backend) + y, SHARDS)
+        return summed(own["shared"](x, backend=backend) + y)
 
     given = (axes, None, None, None)
     return divided(share, placement, given=given, returned=None)(leaves, x, weights, chosen)

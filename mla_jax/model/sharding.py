@@ -20,11 +20,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.sharding import PartitionSpec, Sharding
 from jax.typing import DTypeLike
 
 from mla_jax.placement import SHARDS, Placement
-from mla_jax.types import SCALE_BLOCK
+from mla_jax.types import SCALE_BLOCK, Array
 
 __all__ = [
     "derived_axis",
@@ -35,6 +36,7 @@ __all__ = [
     "named_leaves",
     "share_axis",
     "sharding_of",
+    "summed",
 ]
 
 _AXES = (
@@ -111,6 +113,11 @@ def _home(axis: int | None, placement: Placement) -> Sharding:
 def divides(placement: Placement | None, size: int, *, unit: int = 1) -> bool:
     """Whether an axis is divided: several devices, each with as many units of ``unit``."""
     return placement is not None and placement.size > 1 and size % (placement.size * unit) == 0
+
+
+def summed(x: Array) -> Array:
+    """The sum of what the devices have, on each of them; inside of ``divided``."""
+    return lax.psum(x, SHARDS)
 
 
 def divided[**P, R](
