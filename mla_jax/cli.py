@@ -348,8 +348,8 @@ def _print_completion(i: int, c: Completion, engine: Engine, *, as_json: bool) -
         ids = ",".join(map(str, c.token_ids))
         print(f"[{i}] {c.finish_reason}: {ids if c.text is None else c.text}", flush=True)
         for token, logprob, best in zip(c.token_ids, c.logprobs, c.top_logprobs, strict=False):
-            others = "  ".join(f"{id}: {value:.3f}" for id, value in best)
-            print(f"    {token}: {logprob:.3f} of {others}", flush=True)
+            others = "  ".join(f"{_named(id, engine)} {value:.3f}" for id, value in best)
+            print(f"    {_named(token, engine)} {logprob:.3f}; likeliest {others}", flush=True)
         return
     line: dict[str, Any] = {
         "index": i,
@@ -361,6 +361,14 @@ def _print_completion(i: int, c: Completion, engine: Engine, *, as_json: bool) -
     line |= {} if c.text is None else {"text": c.text}
     line |= {"top_logprobs": c.top_logprobs} if c.top_logprobs else {}
     print(json.dumps(line, allow_nan=False), flush=True)
+
+
+def _named(token: int, engine: Engine) -> str:
+    """A token's id, and its text where that can be told."""
+    try:
+        return str(token) if engine.text is None else f"{token} {engine.text.decode([token])!r}"
+    except EngineError:
+        return str(token)
 
 
 @app.command()

@@ -12,6 +12,7 @@ in vain changes nothing: its rows lie in pages that their next owner writes befo
 
 import inspect
 import itertools
+import secrets
 import threading
 import time
 from collections import Counter, deque
@@ -380,7 +381,7 @@ class Engine:
     def explain(self) -> str:
         """The engine's cache groups and rungs: one compiled program each."""
         rungs = self.builder.rungs()
-        lines = [f"{self.family.name} on {self.placement.size} x {self.placement.device}"]
+        lines = [f"{self.config.family} on {self.placement.size} x {self.placement.device}"]
         for group, pages in zip(self.groups, self._pages, strict=True):
             holds = "the open group of a request" if group.ring else f"{group.tokens} tokens"
             lines.append(
@@ -433,21 +434,38 @@ class Engine:
         if isinstance(id, str) and (told or id in self._claimed):
             allowed = "an id that no live request has, nor one whose events are not all read"
             raise EngineError("request id", repr(id), allowed)
-        return self._queue(prompt, params, id)
-
-    def _queue(self, prompt: Prompt, params: SamplingParams | None, id: str | None) -> str:
-        params = checked_params(params, self.default_params)
         if not isinstance(id, str | None):
             raise EngineError("request id", described(id), "a text, or None")
-        name = "request" if id is None else f"request {id}"
-        ids = checked_prompt(prompt, f"{name}: prompt", self.text and self.text.ids)
+        where = "request" if id is None else f"request {id}"
+        return self._queue(prompt, params, id, where, f"{where}: prompt")
+
+    def _queue(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        id: str | None,
+        where: str,
+        of_prompt: str,
+    ) -> str:
+        """``where`` and ``of_prompt`` are the request and its prompt in errors."""
+        params = checked_params(params, self.default_params)
+        ids = checked_prompt(prompt, of_prompt, self.text and self.text.ids)
         if params.stop and self.text is None:
             allowed = "none, because the engine has no tokenizer"
-            raise EngineError(f"{name}: stop", params.stop, allowed, "stop_token_ids need none.")
+            raise EngineError(f"{where}: stop", params.stop, allowed, "stop_token_ids need none.")
+        if params.seed is None:
+            params = replace(params, seed=self._fresh_seed(where))
         text = None if self.text is None else self.text.begin(params)
         with self._whole():
             id = self._new_id() if id is None else id
-            return self.scheduler.add(id, ids, params, text).id
+            return self.scheduler.add(id, ids, params, text, where=where, of_prompt=of_prompt).id
+
+    def _fresh_seed(self, where: str) -> int:
+        """One that no one chose; several processes would choose different ones."""
+        if self.placement.processes > 1:
+            allowed = "a number: every process must draw the same tokens"
+            raise EngineError(f"{where}: seed", None, allowed)
+        return secrets.randbits(32)
 
     def _new_id(self) -> str:
         taken = self.scheduler, self._claimed, {event.id for event in self._unread}
@@ -493,8 +511,9 @@ class Engine:
         inbox: list[Event] = []
         done: dict[str, Completion] = {}
         try:
-            for prompt, wish in zip(given, each, strict=True):
-                self._claim(prompt, wish, inbox, ids)
+            for i, (prompt, wish) in enumerate(zip(given, each, strict=True)):
+                where = f"generate: prompt {i}"
+                self._claim(prompt, wish, inbox, ids, where, where)
             while len(done) < len(ids):
                 self._advance()
                 for event in inbox:
@@ -518,7 +537,8 @@ class Engine:
         inbox: list[Event] = []
         ids: list[str] = []
         try:
-            self._claim(prompt, checked_params(params, self.default_params), inbox, ids)
+            wish = checked_params(params, self.default_params)
+            self._claim(prompt, wish, inbox, ids, "stream", "stream: prompt")
             while True:
                 self._advance()
                 while inbox:
@@ -691,12 +711,18 @@ class Engine:
                 rows[work.start + work.length - work.request.prompt_len :] = [logits[i]]
 
     def _claim(
-        self, prompt: Prompt, params: SamplingParams, inbox: list[Event], ids: list[str]
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        inbox: list[Event],
+        ids: list[str],
+        where: str,
+        of_prompt: str,
     ) -> None:
         id = self._new_id()
         ids.append(id)
         self._claimed[id] = inbox
-        self._queue(prompt, params, id)
+        self._queue(prompt, params, id, where, of_prompt)
 
     def _with_logits(self, outcome: Outcome) -> Outcome:
         """The completion with the rows that were kept for it."""

@@ -85,6 +85,7 @@ def checked_prompt(
     if encode is not None and (chat or isinstance(prompt, str)):
         return encode(prompt, where)
     if _is_sequence(prompt) and not chat:
+        _check_one(prompt, where, encode is not None)
         return prompt
     hint = NEEDS_TOKENIZER if chat or _is_text(prompt) else ""
     if whole is not None and isinstance(prompt, Mapping):
@@ -93,6 +94,17 @@ def checked_prompt(
         hint = f"A single prompt is written [{shown(whole)}]."
     allowed = "a sequence of token ids"
     raise EngineError(where, _kind(prompt), allowed if encode is None else _PROMPTS, hint)
+
+
+def _check_one(prompt: Sequence[Any], where: str, reads_text: bool) -> None:
+    """Refuse several prompts in place of one: token ids are no texts and no chats."""
+    first = next(iter(prompt), None)
+    if _is_text(first) or is_chat(first):
+        given = f"a list of {'texts' if _is_text(first) else 'chats'}"
+        if not reads_text:
+            raise EngineError(where, given, "a sequence of token ids", NEEDS_TOKENIZER)
+        hint = "This is one prompt; generate takes a list of prompts."
+        raise EngineError(where, given, _PROMPTS, hint)
 
 
 def checked_params(

@@ -225,13 +225,22 @@ class Scheduler:
         prompt: Sequence[int],
         params: SamplingParams,
         text: TextSoFar | None = None,
+        *,
+        where: str | None = None,
+        of_prompt: str | None = None,
     ) -> Request:
         """Queue a request; ``text`` is what is told of its text before its first token.
+
+        ``where`` and ``of_prompt`` are the request and its prompt in errors.
 
         Raises:
             EngineError: it could never be served, even alone. Nothing is kept of it.
         """
-        tokens = self._checked(id, prompt, params)
+        where = f"request {id}" if where is None else where
+        of_prompt = f"{where}: prompt" if of_prompt is None else of_prompt
+        if id in self:
+            raise EngineError("request id", repr(id), "an id that no live request has")
+        tokens = self._checked(prompt, params, where, of_prompt)
         stops = frozenset(params.stop_token_ids)
         request = Request(
             id=id,
@@ -246,27 +255,27 @@ class Scheduler:
         self._live[id] = request
         return request
 
-    def _checked(self, id: str, prompt: Sequence[int], params: SamplingParams) -> list[int]:
+    def _checked(
+        self, prompt: Sequence[int], params: SamplingParams, where: str, of_prompt: str
+    ) -> list[int]:
         """The prompt as a list of its own, once it is known to be servable."""
-        if id in self:
-            raise EngineError("request id", repr(id), "an id that no live request has")
-        checked_prompt(prompt, f"request {id}: prompt")
+        checked_prompt(prompt, of_prompt)
         if len(prompt) == 0:
-            raise EngineError(f"request {id}: prompt", "no tokens", "1 token or more")
-        tokens = checked_ids(prompt, vocab=self.vocab, where=f"request {id}: prompt")
+            raise EngineError(of_prompt, "no tokens", "1 token or more")
+        tokens = checked_ids(prompt, vocab=self.vocab, where=of_prompt)
         if params.logit_bias and params.logit_bias[-1][0] >= self.vocab:
             given = params.logit_bias[-1][0]
-            raise EngineError(f"request {id}: logit_bias", given, f"tokens below {self.vocab}")
+            raise EngineError(f"{where}: logit_bias", given, f"tokens below {self.vocab}")
         if beyond := [token for token in params.stop_token_ids if token >= self.vocab]:
             allowed = f"tokens below {self.vocab}"
-            raise EngineError(f"request {id}: stop_token_ids", beyond[0], allowed)
+            raise EngineError(f"{where}: stop_token_ids", beyond[0], allowed)
         if params.logprobs > self.vocab:
             allowed = f"at most {self.vocab}, the tokens that there are"
-            raise EngineError(f"request {id}: logprobs", params.logprobs, allowed)
+            raise EngineError(f"{where}: logprobs", params.logprobs, allowed)
         new = params.max_new_tokens
         if len(prompt) + new > self.max_model_len:
             raise EngineError(
-                f"request {id}: prompt + max_new_tokens",
+                f"{where}: prompt + max_new_tokens",
                 f"{len(prompt)} + {new} = {len(prompt) + new} tokens",
                 f"at most {self.max_model_len} (max_model_len)",
                 "Shorten the prompt or ask for fewer tokens.",
@@ -275,7 +284,7 @@ class Scheduler:
             need = group.least(len(prompt) + new - 1)
             if need > group.pool.capacity:
                 raise EngineError(
-                    f"request {id}: cache pages",
+                    f"{where}: cache pages",
                     f"{need} ({len(prompt)} + {new} - 1 rows, {group.tokens} to a page)",
                     f"at most {group.pool.capacity}, the whole pool",
                     f"Use {need + 1} pages or more (page 0 is never given).",

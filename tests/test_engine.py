@@ -1,5 +1,6 @@
 import copy
 import dataclasses
+import inspect
 import itertools
 import random
 import threading
@@ -574,6 +575,37 @@ def test_caches_stay_where_they_are(model, tmp_path, stored):
 
     for _ in range(1 + stored):
         assert len(set(places())) == 1
+
+
+def test_a_seed_of_none_is_another_one_each_time(make):
+    engine = make()
+    hot = wish(8, temperature=50.0, seed=None)
+    drawn = [tuple(c.token_ids) for c in engine.generate([[1, 2]] * 4, hot)]
+    assert len(set(drawn)) > 1  # of 64**8 answers
+    equal = engine.generate([[1, 2]] * 4, dataclasses.replace(hot, seed=7))
+    assert len({tuple(c.token_ids) for c in equal}) == 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ([1, 2], r"int32\[2\]; allowed: integers \[sequences, tokens\]. One sequence is token_ids"),
+        ([[1.0]], r"float32\[1, 1\]; allowed: integers"),
+        ([[64]], r"given 64; allowed: 0 to 63"),
+        ([[-1]], r"given -1; allowed: 0 to 63"),
+        ([[1] * 129], r"tokens: given 129; allowed: at most 128"),
+        ("ab", r"allowed: integers"),
+    ],
+)
+def test_tokens_of_whole_sequences_are_checked(model, tokens, message):
+    full = inspect.unwrap(DeepseekV3.full)  # without the tests' own check of shapes
+    with pytest.raises(ArgumentError, match=message):
+        full(model, tokens)
+
+
+def test_an_empty_name_is_no_folder_of_programs(model):
+    with pytest.raises(EngineError, match=r"programs: given ''; allowed: a folder"):
+        Engine(model, CONFIG, num_pages=9, page=4, max_model_len=64, programs="")
 
 
 def test_programs_are_lowered_one_after_the_other_and_compiled_beside_each_other(

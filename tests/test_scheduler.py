@@ -225,7 +225,7 @@ def test_cancellation_in_any_state_returns_every_page(when):
         ([1, -1], wish(1), "prompt: token 1: given -1; allowed: integers from 0 to 96"),
         ([VOCAB], wish(1), "prompt: token 0: given 97"),
         ([1.5], wish(1), "prompt: token 0: given 1.5"),
-        (["1"], wish(1), "prompt: token 0: given '1'"),
+        (["1"], wish(1), "prompt: given a list of texts; allowed: a sequence of token ids"),
         ([1] * 60, wish(5), r"60 \+ 5 = 65 tokens; allowed: at most 64 \(max_model_len\)"),
         ([1] * 30, wish(4), r"given 9 \(30 \+ 4 - 1 rows, 4 to a page\).*at most 8.*Use 10 pages"),
         ([1], None, "request id: given 'live'"),

@@ -194,7 +194,9 @@ def test_the_advice_is_for_requests_without_params(engine):
         ("ab", r"prompts: given 'ab' \(str\).*A single prompt is written \[text\]"),
         (HELLO, r"prompt 0: given .*A single chat is written \[\[\{message\}, …\]\]"),
         ([b"ab"], r"prompt 0: given b'ab' \(bytes\); allowed: token ids, a text, or a list of"),
-        ([["ab"]], r"prompt: token 0: given 'ab'"),
+        ([["ab"]], r"generate: prompt 0: given a list of texts; allowed: .*This is one prompt"),
+        ([[2], [999]], r"^generate: prompt 1: token 0: given 999; allowed: integers from 0"),
+        ([[2], [3] * 70], r"^generate: prompt 1: prompt \+ max_new_tokens"),
         ([5], r"prompt 0: given 5 \(int\).*A single prompt is written \[\[5\]\]"),
     ],
     ids=str,
@@ -202,6 +204,15 @@ def test_the_advice_is_for_requests_without_params(engine):
 def test_what_is_no_prompt_is_refused_in_words(engine, prompts, message):
     with pytest.raises(EngineError, match=message):
         engine.generate(prompts, wish(1))
+    assert engine.stats().live == 0
+
+
+@pytest.mark.parametrize("prompts", [["ab"], [HELLO]], ids=["texts", "chats"])
+def test_several_prompts_in_place_of_one_are_refused(engine, prompts):
+    with pytest.raises(EngineError, match=r"^stream: prompt: given a list of .*This is one prompt"):
+        next(engine.stream(prompts))
+    with pytest.raises(EngineError, match=r"^request a: prompt: given a list of .*This is one"):
+        engine.add(prompts, id="a")
     assert engine.stats().live == 0
 
 

@@ -124,7 +124,7 @@ class SamplingOptions:
     frequency_penalty: Annotated[float, typer.Option(help="-2 to 2.")] = 0.0
     logit_bias: Annotated[str, typer.Option(help="TOKEN:BIAS, as 12:1.5,7:-100.")] = ""
     logprobs: Annotated[int, typer.Option(help="Print so many likeliest tokens at each.")] = 0
-    seed: int = 0
+    seed: Annotated[int, typer.Option(help="Equal prompts and seeds draw equal tokens.")] = 0
 
     def params(self, defaults: GenerationDefaults, *, vocab: int) -> SamplingParams:
         """What is given here, and what ``defaults`` advise where nothing is.

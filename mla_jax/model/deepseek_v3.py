@@ -11,6 +11,7 @@ from mla_jax.cache import LatentCache
 from mla_jax.config import LayerKind, ModelConfig
 from mla_jax.metadata.mla import MLAMetadata
 from mla_jax.model.decoder import Decoder, DecoderBlock, Derived
+from mla_jax.model.embed import checked_tokens
 from mla_jax.model.mla import MLA, StepPlan, plan_step
 from mla_jax.placement import Placement
 from mla_jax.types import Array, Float, Int
@@ -122,6 +123,7 @@ class DeepseekV3(Decoder[Block]):
 
         Shorter sequences are padded on the right: causality keeps padding out of the rest.
         """
+        token_ids = checked_tokens(token_ids, self.config)
         h = self.embed(token_ids)
         if not token_ids.size:
             return h

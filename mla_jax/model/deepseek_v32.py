@@ -24,6 +24,7 @@ from mla_jax.metadata.deepseek_v32 import V32Metadata
 from mla_jax.metadata.mla import DecodeMetadata, MLAMetadata
 from mla_jax.metadata.sparse import convert_req_index_to_global_index
 from mla_jax.model.decoder import Decoder, DecoderBlock, Derived
+from mla_jax.model.embed import checked_tokens
 from mla_jax.model.indexer import Indexer
 from mla_jax.model.linear import contract, precision_of, project
 from mla_jax.model.mla import MLA, Absorbed, Rows, StepPlan, Up, plan_step
@@ -347,6 +348,7 @@ class DeepseekV32(Decoder[SparseBlock]):
 
         Shorter sequences are padded on the right: causality keeps padding out of the rest.
         """
+        token_ids = checked_tokens(token_ids, self.config)
         h = self.embed(token_ids)
         if not token_ids.size:
             return h

@@ -31,7 +31,7 @@ from mla_jax.metadata.sparse import (
 )
 from mla_jax.metadata.window import layer_type, ratios_of
 from mla_jax.model.compressor import Pool, StateIndexer
-from mla_jax.model.embed import Embed, Head, project_to_vocab
+from mla_jax.model.embed import Embed, Head, checked_tokens, project_to_vocab
 from mla_jax.model.hyper_connections import StreamHead, Streams
 from mla_jax.model.linear import Linear, contract, precision_of
 from mla_jax.model.mlp import SwiGLU
@@ -657,6 +657,7 @@ class DeepseekV4(nnx.Module):
 
         Shorter sequences are padded on the right: causality keeps padding out of the rest.
         """
+        token_ids = checked_tokens(token_ids, self.config)
 
         def layer(block: V4Block, _: None, number: Any, streams: Array) -> Array:
             return block.whole(streams, token_ids)

@@ -53,8 +53,11 @@ class ProgramStore:
     """
 
     def __init__(self, folder: str | Path, placement: Placement):
+        allowed = "a folder, as a text or a Path"
         if not isinstance(folder, str | Path):
-            raise EngineError("programs", type(folder).__name__, "a folder, as a text or a Path")
+            raise EngineError("programs", type(folder).__name__, allowed)
+        if folder == "":  # a Path of it would be the current folder, and loading runs what is there
+            raise EngineError("programs", repr(folder), allowed, "'.' is the current folder.")
         self.folder, self.placement = Path(folder), placement
         made_folder("programs", self.folder)
         if placement.on_gpu:

@@ -58,7 +58,7 @@ class SamplingParams:
     presence_penalty: float = 0.0  # -2 to 2; 0 = none
     frequency_penalty: float = 0.0  # -2 to 2; 0 = none
     logit_bias: tuple[tuple[int, float], ...] = ()  # or {token id: -100 to 100}
-    seed: int = 0  # 32 bits
+    seed: int | None = 0  # 32 bits: equal requests draw equal tokens; None = another each time
     max_new_tokens: int = 16
     stop_token_ids: tuple[int, ...] = ()  # end the request, and are its last token
     ignore_eos: bool = False  # the model's own end tokens do not stop; stop_token_ids still do
@@ -66,6 +66,11 @@ class SamplingParams:
     logprobs: int = 0  # so many likeliest tokens are told beside each token; at most 20
 
     def __post_init__(self):
+        if is_int(self.top_k) and self.top_k == -1:  # vLLM's word for all
+            object.__setattr__(self, "top_k", 0)
+        for name, nothing in (("stop", ()), ("stop_token_ids", ()), ("logprobs", 0)):
+            if getattr(self, name) is None:  # as OpenAI's and vLLM's requests say it
+                object.__setattr__(self, name, nothing)
         for name in ("top_k", "seed", "max_new_tokens", "logprobs"):
             value = getattr(self, name)
             if is_int(value):  # of JAX too, which cannot compare with 2**32
@@ -80,7 +85,9 @@ class SamplingParams:
         _require(is_int(self.top_k) and 0 <= self.top_k < 2**31, "top_k", self.top_k,
                  "0 to 2**31 - 1")  # fmt: skip
         _require(is_real(p) and 0 < p <= 1, "top_p", p, "above 0, at most 1")
-        _require(is_int(self.seed) and 0 <= self.seed < 2**32, "seed", self.seed, "0 to 2**32 - 1")
+        seed = self.seed
+        _require(seed is None or (is_int(seed) and 0 <= seed < 2**32), "seed", seed,
+                 "0 to 2**32 - 1, or None: another one for each request")  # fmt: skip
         n = self.max_new_tokens
         _require(is_int(n) and n >= 1, "max_new_tokens", n, "1 or more")
         stops = self.stop_token_ids

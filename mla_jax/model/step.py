@@ -215,7 +215,7 @@ class Step:
             graph = quantised if parts else graph
             if self._fp8_activations and not parts:
                 allowed = "None or False: no weight is e4m3"
-                hint = "from_pretrained(fp8_weights=True) leaves weights in e4m3, also on a CPU."
+                hint = "Of a checkpoint in e4m3 from_pretrained(fp8_weights=True) keeps it so."
                 raise ArgumentError("fp8_activations", True, allowed, hint)
         leaves, tree = jax.tree.flatten(state)
         paths = [*named_leaves(state)]

@@ -477,8 +477,7 @@ def _is_skipped(name: str, config: AnyConfig, tensors: Mapping[str, Tensor]) -> 
     match = _LAYER_NAME.match(name)
     if match is None or int(match[1]) < config.layers:
         return False
-    declared = int(match[1]) < config.layers + config.ignored_layers
-    return declared or f"{match[0]}eh_proj.weight" in tensors
+    return f"{match[0]}eh_proj.weight" in tensors  # of an MTP block, declared or not
 
 
 def place(module: nnx.Module, weights: Mapping[str, Array]) -> None:

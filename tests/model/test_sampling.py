@@ -146,6 +146,11 @@ def test_nan_logits_are_seen_in_the_logprob_of_their_row_only():
         assert np.isfinite(logprob).tolist() == [True, False, True]
 
 
+def test_what_other_servers_call_nothing_is_nothing():
+    nothing = SamplingParams(top_k=-1, stop=None, stop_token_ids=None, logprobs=None)
+    assert nothing == SamplingParams()
+
+
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
@@ -153,7 +158,7 @@ def test_nan_logits_are_seen_in_the_logprob_of_their_row_only():
         ({"temperature": float("nan")}, "temperature: given nan"),
         ({"temperature": float("inf")}, "temperature: given inf"),
         ({"temperature": 1e-9}, "temperature: given 1e-09"),
-        ({"top_k": -1}, "top_k: given -1"),
+        ({"top_k": -2}, "top_k: given -2"),
         ({"top_k": 2**70}, f"top_k: given {2**70}; allowed: 0 to 2"),
         ({"top_k": 1.5}, "top_k: given 1.5"),
         ({"top_p": 0.0}, "top_p: given 0.0"),
@@ -177,7 +182,6 @@ def test_nan_logits_are_seen_in_the_logprob_of_their_row_only():
         ({"stop_token_ids": 5}, "stop_token_ids: given 5; allowed: token ids in a tuple"),
         ({"stop_token_ids": "12"}, "stop_token_ids: given '12'"),
         ({"stop_token_ids": ["12"]}, "stop_token_ids: given '12'"),
-        ({"stop_token_ids": None}, "stop_token_ids: given None"),
         ({"min_p": 1.5}, "min_p: given 1.5; allowed: 0 to 1"),
         ({"min_p": None}, "min_p: given None"),
         ({"repetition_penalty": 0}, "repetition_penalty: given 0; allowed: 1e-6 to 1e6"),

@@ -234,6 +234,12 @@ def test_what_is_skipped_knowingly(folder: Path):
     write_safetensors(folder / "model.safetensors", tensors | stray)
     with pytest.raises(WeightsError, match=r"unexpected: model\.layers\.7"):
         load(folder, _config(), dtype="float32")
+    fewer = dataclasses.replace(  # whose last layer is no MTP block, whatever is declared
+        _config(), layers=2, sparse_layers=_config().sparse_layers[:2], ignored_layers=1
+    )
+    write_safetensors(folder / "model.safetensors", tensors)
+    with pytest.raises(WeightsError, match=r"unexpected: model\.layers\.2"):
+        load(folder, fewer, dtype="float32")
 
 
 def test_a_tied_model_may_store_its_head(tmp_path: Path):
