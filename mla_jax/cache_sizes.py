@@ -101,6 +101,18 @@ def check_cache_fits(groups: Sequence[CacheGroup], num_pages: Sequence[int], dev
     raise EngineError("cache", given, f"at most {memory:,} bytes, the device's memory", hint)
 
 
+def check_histories_fit(requests: int, size: int, device: Any) -> None:
+    """Refuse token histories that are larger than the device's whole memory.
+
+    Raises:
+        EngineError: with the requests that it holds.
+    """
+    memory = _memory_of(device)
+    if memory is not None and size > memory:
+        allowed = f"at most {memory * requests // size:,}: their token histories fill the memory"
+        raise EngineError("max_requests", f"{requests:,} ({size:,} bytes)", allowed)
+
+
 def bytes_of(tree: Any) -> int:
     """Of the arrays of a tree, on one device."""
     arrays = jax.tree.leaves(tree)

@@ -1,12 +1,14 @@
 """What is a number, and what is a size: checks of settings that people give."""
 
-import math
 import operator
 from pathlib import Path
 
 from mla_jax.errors import EngineError
 
-__all__ = ["checked_size", "made_folder", "is_int", "is_real"]
+__all__ = ["LARGEST_FLOAT", "checked_size", "is_int", "is_real", "made_folder"]
+
+LARGEST_FLOAT = float.fromhex("0x1.fffffep127")
+"""Of float32: a larger number is infinite on the device."""
 
 
 def is_int(value: object) -> bool:
@@ -18,11 +20,11 @@ def is_int(value: object) -> bool:
 
 
 def is_real(value: object) -> bool:
-    """Whether ``value`` is a finite number: no text, no boolean, no infinity."""
+    """Whether ``value`` is a number, finite in float32: no text, no boolean, no infinity."""
     if isinstance(value, bool | str | bytes | bytearray):
         return False
     try:
-        return math.isfinite(float(value))  # pyright: ignore[reportArgumentType]
+        return abs(float(value)) <= LARGEST_FLOAT  # pyright: ignore[reportArgumentType]
     except (TypeError, ValueError, OverflowError):
         return False
 
@@ -55,7 +57,8 @@ def made_folder(what: str, folder: Path) -> Path:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: of characters that no path has
+        why = error.strerror if isinstance(error, OSError) else error
         allowed = "a folder that is there or can be made"
-        raise EngineError(what, f"{folder} ({error.strerror})", allowed) from None
+        raise EngineError(what, f"{str(folder)!r} ({why})", allowed) from None
     return folder

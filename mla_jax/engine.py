@@ -33,6 +33,7 @@ from jax.typing import DTypeLike
 from mla_jax.cache_sizes import (
     bytes_of,
     check_cache_fits,
+    check_histories_fit,
     page_counts,
     pages_that_fit,
     room_beside,
@@ -45,6 +46,9 @@ from mla_jax.history_rows import HistoryRows
 from mla_jax.hub import folder_of
 from mla_jax.inputs import (
     NEEDS_TOKENIZER,
+    check_callback,
+    check_config,
+    check_flags,
     check_parts,
     checked_params,
     checked_prompt,
@@ -214,6 +218,7 @@ class Engine:
     ):
         defaults = GenerationDefaults() if defaults is None else defaults
         check_parts(model, config, family=family, text=text, defaults=defaults)
+        check_flags(run_ahead=run_ahead, want_logits=want_logits)
         self.text, self.default_params = text, defaults.params
         self.config, self.want_logits = config, want_logits
         self.family = family_of(config.family) if family is None else family
@@ -228,8 +233,10 @@ class Engine:
         serving = Serving.of(config, dtype=dtype, placement=self.placement, **settings)
         self.builder = self.family.builder(config, serving)
         self.groups = self.family.groups(config, serving)
-        self._check_largest_step(serving)
         device = self.placement.device
+        history = serving.max_requests * TokenHistory.row_bytes(config.vocab)
+        check_histories_fit(serving.max_requests, history, device)
+        self._check_largest_step(serving)
 
         def make_step() -> Step:
             return Step(
@@ -247,7 +254,6 @@ class Engine:
         step = None
         if num_pages is None:
             step = make_step()
-            history = serving.max_requests * TokenHistory.row_bytes(config.vocab)
             room = room_beside((step.leaves, step.derived), device, later=history)
             num_pages = self.placement.least(pages_that_fit(self.groups, serving, room))
         self._pages = page_counts(self.groups, num_pages, serving)
@@ -276,6 +282,7 @@ class Engine:
         self._claimed: dict[str, list[Event]] = {}  # for ``generate`` and ``stream``
         self._abandoned: set[str] = set()  # their readers are gone: to be cancelled
         self._inside: int | None = None  # the thread that changes host state
+        self._entered = False  # meanwhile something in that thread called the engine
         self._broken = False  # something was interrupted: host state may be half changed
         self._outcomes: Sequence[Outcome] = ()  # of the step that is being concluded
         self._logits: dict[str, list[np.ndarray]] = {}
@@ -336,6 +343,9 @@ class Engine:
         """
         if not isinstance(model, nnx.Module):
             raise EngineError("take: model", type(model).__name__, "a Flax NNX module")
+        check_config(self.config, model, engines=True)
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(nnx.state(model))):
+            raise EngineError("take: model", "weights without memory", "weights to serve")
         with self._whole():
             while self._flights:
                 self._land()
@@ -349,6 +359,7 @@ class Engine:
         Those of most tokens come first, for they take longest. After it no step compiles. Rungs are
         printed by ``explain``.
         """
+        check_callback("warm_up: progress", progress)
         start, threads = time.perf_counter(), checked_size("threads", threads)
         with self._whole():
             self._history.begin(self._history.rows, ())  # of no request: its program is made
@@ -505,6 +516,7 @@ class Engine:
         ``on_progress`` sees every event of these prompts. If one of them is refused, or the call
         is interrupted, none of them stays behind.
         """
+        check_callback("generate: on_progress", on_progress)
         given = checked_prompts(prompts, self.text and self.text.ids)
         each = checked_wishes(params, len(given), self.default_params)
         ids: list[str] = []
@@ -803,11 +815,18 @@ class _Whole:
         self._engine = engine
 
     def __enter__(self) -> None:
-        here = threading.get_ident()
-        if self._engine._inside not in (None, here):
+        here, inside = threading.get_ident(), self._engine._inside
+        if inside == here:  # a signal handler, or a destructor
+            self._engine._entered = True
+            given, hint = (
+                "inside of another one",
+                "Take note of it, and call when that one is done.",
+            )
+            raise EngineError("a call of the engine", given, "one at a time", hint)
+        if inside is not None:
             given, hint = "while another thread is in one", "Calls may take turns under a lock."
             raise EngineError("a call of the engine", given, "one thread at a time", hint)
-        self._engine._inside = here
+        self._engine._inside, self._engine._entered = here, False
         try:
             self._engine._mend()
         except BaseException:
@@ -816,8 +835,9 @@ class _Whole:
         self._engine._broken = True
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        # A refusal comes before anything is changed.
-        self._engine._broken = kind is not None and not issubclass(kind, EngineError)
+        # A refusal comes before anything is changed, but for that of a call inside of this one.
+        refused = kind is not None and issubclass(kind, EngineError) and not self._engine._entered
+        self._engine._broken = kind is not None and not refused
         self._engine._inside = None
 
 

@@ -6,7 +6,7 @@ to the only value it may have, or refused by name.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 from mla_jax.hf_keys import LARGEST, Keys
 
@@ -127,7 +127,7 @@ def read(data: object, where: str = "config.json", *, ignored: Collection[str] =
         "mlp": keys.integer("intermediate_size"),
         "moe": _read_moe(keys, family) if any(sparse) else None,
         "sparse_layers": sparse,
-        "eps": keys.number("rms_norm_eps", default["eps"]),
+        "eps": keys.number("rms_norm_eps", default["eps"], most=1),
         "tied": keys.flag("tie_word_embeddings", default["tied"]),
         "attention_bias": keys.flag("attention_bias", False),
         "mlp_bias": keys.flag("mlp_bias", False),
@@ -197,6 +197,15 @@ def _read_selecting(keys: Keys, layers: int) -> tuple[bool, ...]:
     return tuple(t == "full" for t in types)
 
 
+def rope_keys(keys: Keys, old: Any, new: Any) -> Keys:
+    """Of ``rope_scaling`` or of ``rope_parameters``, its newer name; null and {} say nothing."""
+    said = [x for x in (old, new) if x is not None and x != {}]
+    if len(said) == 2 and old != new:
+        raise keys.refusal("rope_scaling and rope_parameters", [old, new], "one of them")
+    is_old = old is not None and old != {}
+    return keys.inner(said[0] if said else {}, "rope_scaling." if is_old else "rope_parameters.")
+
+
 def _read_rope(keys: Keys, family: str, dim: int, positions: int) -> dict:
     interleaved = keys.flag("rope_interleave", True)
     if (family == "deepseek_v2" or family in _SPARSE_ATTENTION) and not interleaved:
@@ -206,9 +215,7 @@ def _read_rope(keys: Keys, family: str, dim: int, positions: int) -> dict:
     keys.only("partial_rotary_factor", (1,))
     old = keys.take("rope_scaling", default=None)
     new = keys.take("rope_parameters", default=None)
-    if old and new and old != new:
-        raise keys.refusal("rope_scaling and rope_parameters", [old, new], "one of them")
-    rope = keys.inner(old or new or {}, "rope_scaling." if old else "rope_parameters.")
+    rope = rope_keys(keys, old, new)
     kinds = rope.take("rope_type", default=None), rope.take("type", default=None)
     kind = kinds[0] or kinds[1] or "default"
     if kind not in ("default", "yarn"):

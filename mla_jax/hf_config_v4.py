@@ -17,6 +17,7 @@ from mla_jax.hf_config import (
     read_fp8,
     read_stops,
     read_yarn,
+    rope_keys,
 )
 from mla_jax.hf_keys import Keys
 
@@ -74,7 +75,7 @@ def read(data: object, where: str = "config.json", *, ignored: Collection[str] =
             "rounds": keys.integer("hc_sinkhorn_iters", default=20),
             "eps": keys.number("hc_eps", 1e-6),
         },
-        "eps": keys.number("rms_norm_eps", 1e-6),
+        "eps": keys.number("rms_norm_eps", 1e-6, most=1),
         **_read_rope(keys, positions, rope),
         "max_positions": positions,
         "fp8_block": read_fp8(keys, experts=("fp8", "fp4")),
@@ -177,7 +178,7 @@ def _read_rope(keys: Keys, positions: int, new: object) -> dict:
         main.finish()
         rope = keys.inner(new["compress"], "rope_parameters.compress.")
     else:
-        rope = keys.inner(old or new or {}, "rope_scaling." if old else "rope_parameters.")
+        rope = rope_keys(keys, old, new)
         rope.take("rope_theta", default=None)  # of the window-only layers, said already
     kind = rope.take("rope_type", "type", default="default")
     if kind not in ("default", "yarn"):

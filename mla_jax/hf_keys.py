@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from mla_jax.checks import LARGEST_FLOAT
 from mla_jax.errors import ConfigError, listed, shown
 from mla_jax.files import read_regular
 
@@ -133,17 +134,19 @@ class Keys:
             raise self.refusal(names[0], value, f"an integer >= {low}, at most {high:,}, or null")
         return value
 
-    def number(self, name: str, default: object = _ABSENT) -> float:
-        """A finite number above zero."""
+    def number(self, name: str, default: object = _ABSENT, *, most: float = LARGEST_FLOAT) -> float:
+        """A number above zero, finite in float32, or at most ``most``."""
         value = self.take(name, default=default)
         if isinstance(value, int | float) and not isinstance(value, bool):
             try:
                 number = float(value)
             except OverflowError:  # an integer of hundreds of digits
                 number = math.inf
-            if math.isfinite(number) and number > 0:
+            if 0 < number <= most:
                 return number
-        raise self.refusal(name, value, "a finite number > 0")
+        few = "finite in float32" if most == LARGEST_FLOAT else f"at most {most}"
+        allowed = f"a number > 0, {few}"
+        raise self.refusal(name, value, allowed)
 
     def maybe_number(self, name: str, *, zero: bool = True) -> float | None:
         """A finite number above zero; None when absent, null or, with ``zero``, 0."""

@@ -27,10 +27,15 @@ def folder_of(model: str | Path, *, weights: bool = True) -> Path:
     if not isinstance(model, str | Path):
         raise EngineError("model", described(model), "a folder, or a hub id, as a text or a Path")
     path = Path(model)
+    try:
+        there = path.exists()
+    except OSError as error:  # a name that no file can have
+        given = f"a text of {len(str(model))} characters ({error.strerror})"
+        raise EngineError("model", given, "a folder, or a hub id") from None
     if path.is_file():
         hint = f"Its folder is {path.parent}."
         raise EngineError(f"model {model}", "a file", "a folder, or a hub id", hint)
-    if path.exists() or not _ID.fullmatch(str(model)):
+    if there or not _ID.fullmatch(str(model)):
         return path
     here = f"no folder {path} here"
     try:

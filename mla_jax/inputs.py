@@ -11,6 +11,9 @@ from mla_jax.model.sampling import SamplingParams
 
 __all__ = [
     "NEEDS_TOKENIZER",
+    "check_callback",
+    "check_config",
+    "check_flags",
     "check_parts",
     "checked_params",
     "checked_prompt",
@@ -45,13 +48,34 @@ def check_parts(model: Any, config: Any, *, family: Any, text: Any, defaults: An
     for name, good, given, allowed in parts:
         if not good:
             raise EngineError(f"Engine: {name}", _kind(given), allowed)
+    check_config(config, model)
+
+
+def check_config(config: Any, model: Any, *, engines: bool = False) -> None:
+    """Refuse a configuration that is not the model's, or a model that is not the ``engines``'."""
     own = getattr(model, "config", None)
-    if type(own) is type(config) and dataclasses.is_dataclass(own):
-        names = [f.name for f in dataclasses.fields(own) if f.name not in _NOT_OF_THE_MODULE]
-        other = [name for name in names if getattr(config, name) != getattr(own, name)]
-        if other:
-            given, has = (shown({n: getattr(c, n) for n in other}) for c in (config, own))
-            raise EngineError("Engine: config", given, f"that of the model: {has}")
+    if type(own) is not type(config) or not dataclasses.is_dataclass(own):
+        return
+    names = [f.name for f in dataclasses.fields(own) if f.name not in _NOT_OF_THE_MODULE]
+    if other := [name for name in names if getattr(config, name) != getattr(own, name)]:
+        mine, its = (shown({n: getattr(c, n) for n in other}) for c in (config, own))
+        if engines:
+            hint = "Another model needs another engine."
+            raise EngineError("take: model's config", its, f"the engine's: {mine}", hint)
+        raise EngineError("Engine: config", mine, f"that of the model: {its}")
+
+
+def check_callback(where: str, given: Any) -> None:
+    """A function, or None."""
+    if given is not None and not callable(given):
+        raise EngineError(where, _kind(given), "a function, or None")
+
+
+def check_flags(**given: Any) -> None:
+    """Settings of an engine that are true or false."""
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise EngineError(f"Engine: {name}", _kind(value), "True or False")
 
 
 def checked_prompts(

@@ -39,6 +39,8 @@ CONFIG = ModelConfig(
 )
 
 
+F32 = jnp.dtype(jnp.float32)
+
 LADDER = MLALadder(
     decodes=Ladder("decodes", (16,)),
     prefills=Ladder("prefills", (16,)),
@@ -371,8 +373,62 @@ def test_weights_that_programs_cannot_take_are_refused(make, model, alone):
     other = DeepseekV3(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     with pytest.raises(ArgumentError, match=r"take: .*: given bfloat16\[.*allowed: float32\["):
         engine.take(other)
+    with pytest.raises(EngineError, match="take: model: given weights without memory"):
+        engine.take(nnx.eval_shape(lambda: DeepseekV3(CONFIG, dtype=F32, rngs=nnx.Rngs(0))))
+    turned = dataclasses.replace(CONFIG, rope=RopeConfig(dim=8, theta=50.0))
+    with pytest.raises(EngineError, match=r"take: model's config: .*50.* the engine's: .*10000"):
+        engine.take(DeepseekV3(turned, dtype=F32, rngs=nnx.Rngs(0)))  # of the same shapes
     (prompt, *_) = prompts(1)
     assert engine.generate([prompt], wish(2))[0].token_ids
+
+
+@pytest.mark.parametrize("caught", [True, False], ids=["caught", "not"])
+def test_a_call_inside_of_a_call_is_refused_and_loses_nothing(make, alone, monkeypatch, caught):
+    """As of a signal handler: it runs between two lines of whatever the thread is in."""
+    engine = make()
+    ids = [engine.add(p, w) for p, w in zip(PROMPTS, PARAMS, strict=True)]
+    run, left = engine._step.run, itertools.count()
+
+    def interrupted(*args, **more):
+        found = run(*args, **more)
+        if next(left) == 3:
+            with pytest.raises(EngineError, match="inside of another one") as error:
+                engine.cancel(ids[0])
+            if not caught:
+                raise error.value
+        return found
+
+    monkeypatch.setattr(engine._step, "run", interrupted)
+    done = {}
+    while len(done) < len(ids):
+        try:
+            events = engine.step()
+        except EngineError:
+            assert not caught
+            continue
+        done |= {e.id: e.completion for e in events if e.completion is not None}
+    same([done[id] for id in ids], alone)
+    assert settled(engine)
+
+
+def test_token_histories_that_no_memory_holds_are_refused(model):
+    with pytest.raises(EngineError, match=r"max_requests: given 2,000,000,000 .*allowed: at most"):
+        Engine(model, CONFIG, num_pages=9, page=4, max_model_len=64, max_requests=2 * 10**9)
+
+
+@pytest.mark.parametrize("name", ["run_ahead", "want_logits"])
+def test_flags_are_true_or_false(model, name):
+    with pytest.raises(EngineError, match=f"Engine: {name}: given 5"):
+        Engine(model, CONFIG, num_pages=9, page=4, max_model_len=64, **{name: 5})
+
+
+def test_what_cannot_be_called_is_refused_before_anything_is_done(make):
+    engine = make()
+    with pytest.raises(EngineError, match="on_progress: given 5"):
+        engine.generate([[1]], wish(1), on_progress=5)
+    with pytest.raises(EngineError, match="progress: given 5"):
+        engine.warm_up(progress=5)
+    assert settled(engine)
 
 
 def test_cancelled_requests_are_reported_by_the_next_step(make):
@@ -388,7 +444,7 @@ def test_cancelled_requests_are_reported_by_the_next_step(make):
 
 def test_one_bad_prompt_leaves_none_behind(make):
     engine = make()
-    with pytest.raises(EngineError, match="prompt: token 1: given 64"):
+    with pytest.raises(EngineError, match="generate: prompt 1: token 1: given 64"):
         engine.generate([[1, 2], [3, 64]], wish(2))
     with pytest.raises(EngineError, match=r"120 \+ 9 = 129 tokens; allowed: at most 128"):
         engine.generate([[1], [1] * 120], wish(9))

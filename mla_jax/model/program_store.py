@@ -10,9 +10,10 @@ Loading one runs what is in the file: the folder must be yours.
 import hashlib
 import importlib
 import inspect
-import pickle
 import uuid
+import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from mla_jax.errors import EngineError
 from mla_jax.placement import Placement
 
 __all__ = ["ProgramStore", "source_digest", "source_of"]
+
+DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 @cache
@@ -73,7 +76,12 @@ class ProgramStore:
             source_digest(),
             jax.config.jax_enable_x64,  # pyright: ignore[reportAttributeAccessIssue]
             jax.config.jax_default_matmul_precision,  # pyright: ignore[reportAttributeAccessIssue]
+            jax.config.jax_default_prng_impl,  # pyright: ignore[reportAttributeAccessIssue]
+            jax.config.jax_threefry_partitionable,  # pyright: ignore[reportAttributeAccessIssue]
+            # A program of one device runs on any; one of several only on its own, in their order.
+            [d.id for d in placement.mesh.devices.flat] if placement.size > 1 else (),
         )
+        self._warned = False
 
     def path(self, facts: Sequence[object]) -> Path:
         """The file of a program that follows from these facts; their ``repr`` tells them apart."""
@@ -88,26 +96,49 @@ class ProgramStore:
         return f"run_{uuid.uuid4().hex}"
 
     def load(self, facts: Sequence[object], in_tree: Any, out_tree: Any) -> Any:
-        """The stored executable, or None: never stored, or written by another build of JAX."""
+        """The stored executable, or None: never stored, damaged, unreadable, or of another build.
+
+        Bytes that are not those that were written would end the process when they are loaded.
+        """
         path = self.path(facts)
-        if not path.is_file():
+        try:
+            stored = path.read_bytes() if path.is_file() else b""
+        except OSError:
+            return None
+        data = stored[DIGEST_BYTES:]
+        if not stored or stored[:DIGEST_BYTES] != self._digest(path, data):
             return None
         try:
             return serialize_executable.deserialize_and_load(
-                path.read_bytes(),
+                data,
                 in_tree,
                 out_tree,
                 backend=self.placement.device.client,
                 execution_devices=list(self.placement.mesh.devices.flat),
             )
-        except (jax.errors.JaxRuntimeError, pickle.UnpicklingError, EOFError, ValueError):
-            path.unlink(missing_ok=True)  # cut short, or of another build: made again
+        except Exception:  # what pickle, JAX and XLA raise for what they cannot read: made again
             return None
 
     def save(self, facts: Sequence[object], compiled: Any) -> None:
-        """Store an executable; a reader never sees half a file."""
+        """Store an executable; a reader never sees half a file.
+
+        Where the folder takes none, the program serves this process, and a warning says so once.
+        """
         data, _, _ = serialize_executable.serialize(compiled)
         path = self.path(facts)
         partial = path.with_suffix(f".{uuid.uuid4().hex}")
-        partial.write_bytes(data)
-        partial.replace(path)
+        try:
+            partial.write_bytes(self._digest(path, data) + data)
+            partial.replace(path)
+        except OSError as error:
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
+            if not self._warned:
+                text = f"programs are not stored in {self.folder}: {error.strerror}"
+                warnings.warn(text, stacklevel=2)
+                self._warned = True
+
+    @staticmethod
+    def _digest(path: Path, data: bytes) -> bytes:
+        """What a file begins with: it follows from its name, hence from its facts, and its data."""
+        return hashlib.sha256(path.name.encode() + data).digest()

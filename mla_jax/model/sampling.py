@@ -89,7 +89,7 @@ class SamplingParams:
         _require(seed is None or (is_int(seed) and 0 <= seed < 2**32), "seed", seed,
                  "0 to 2**32 - 1, or None: another one for each request")  # fmt: skip
         n = self.max_new_tokens
-        _require(is_int(n) and n >= 1, "max_new_tokens", n, "1 or more")
+        _require(is_int(n) and 1 <= n < 2**31, "max_new_tokens", n, "1 to 2**31 - 1")
         stops = self.stop_token_ids
         listed = isinstance(stops, Iterable) and not isinstance(stops, str | bytes | Mapping)
         _require(listed, "stop_token_ids", stops, "token ids in a tuple")

@@ -240,6 +240,11 @@ class _Reader:
         self.done += sum(x.nbytes for x in read)
         self.progress(self.done, self.total)
         x = read[0]
+        if weight.integer and x.size and self.config.moe is not None:
+            most = self.config.moe.experts - 1
+            if not 0 <= x.min() <= x.max() <= most:
+                problem = f"{name}: experts {x.min()} to {x.max()}; the model has 0 to {most}"
+                raise WeightsError(str(self.checkpoint.folder), [problem])
         if len(read) > 1:
             packed = self.tensors[name].dtype in _PACKED
             x = dequantise_fp4(*read) if packed else dequantise(*read)

@@ -47,6 +47,9 @@ def check_cache(what: str, cache: Any, *, records: bool = False) -> None:
     if not isinstance(cache, kinds):
         allowed = " or a ".join(kind.__name__ for kind in kinds)
         raise ArgumentError(what, described(cache), f"a {allowed}", "LatentCache.alloc makes one.")
+    if isinstance(cache.pages, np.ndarray):
+        hint = "jax.device_put(cache) makes one of it."
+        raise ArgumentError(f"{what}: pages", "a numpy array", "an array of JAX", hint)
 
 
 def check_fields(what: str, x: Any, kind: str, *names: str) -> None:
@@ -83,7 +86,7 @@ def check_flag(what: str, x: Any) -> None:
 
 
 def is_static_number(x: Any) -> bool:
-    """Whether ``x`` is a finite Python or numpy number, and no array."""
+    """Whether ``x`` is a Python or numpy number, finite in float32, and no array."""
     return isinstance(x, numbers.Real) and is_real(x)
 
 
