@@ -165,6 +165,16 @@ def test_every_operation_is_tried():
     assert public - set(CALLS) == {"routed_experts_fp8"}
 
 
+def test_a_cache_of_numpy_arrays_is_refused(our_errors):
+    """As ``jax.device_get`` gives it: it cannot be written in place."""
+    cache = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), LATENT)
+    hint = "pages: given a numpy array.*jax.device_put"
+    with pytest.raises(MLAError, match=hint):
+        mla_jax.write_latent(cache, f32(2, 16), f32(2, 4), i32(2))
+    with pytest.raises(MLAError, match=hint):
+        mla_jax.gather_rows(cache, i32(2), dtype="float32")
+
+
 def test_a_backend_of_no_operation_is_refused_for_every_cache(our_errors):
     with pytest.raises(MLAError, match=r"write_latent\[x\]: no backend of this name"):
         mla_jax.write_rows(LATENT, (f32(2, 16), f32(2, 4)), i32(2), backend="x")

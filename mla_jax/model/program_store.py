@@ -128,7 +128,9 @@ class ProgramStore:
         path = self.path(facts)
         partial = path.with_suffix(f".{uuid.uuid4().hex}")
         try:
-            partial.write_bytes(self._digest(path, data) + data)
+            with partial.open("xb") as file:
+                file.write(self._digest(path, data))
+                file.write(data)
             partial.replace(path)
         except OSError as error:
             with suppress(OSError):
@@ -141,4 +143,6 @@ class ProgramStore:
     @staticmethod
     def _digest(path: Path, data: bytes) -> bytes:
         """What a file begins with: it follows from its name, hence from its facts, and its data."""
-        return hashlib.sha256(path.name.encode() + data).digest()
+        digest = hashlib.sha256(path.name.encode())
+        digest.update(data)
+        return digest.digest()

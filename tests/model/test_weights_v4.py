@@ -194,6 +194,17 @@ def test_what_is_wrong_with_a_folder(tmp_path):
     assert "mtp" not in text
 
 
+@pytest.mark.parametrize("expert", [-1, 10**6])
+def test_a_table_of_experts_that_there_are_not_is_refused(tmp_path, expert):
+    cfg = v4.config()
+    tensors = tensors_of(v4.model(cfg))
+    table = np.array(tensors["layers.0.ffn.gate.tid2eid"])
+    table[3, 0] = expert
+    folder_of(tmp_path, cfg, tensors | {"layers.0.ffn.gate.tid2eid": table})
+    with pytest.raises(WeightsError, match=rf"tid2eid: experts .*{expert}.*; the model has 0 to"):
+        load_model(tmp_path, dtype=jnp.float32)
+
+
 def test_packed_experts_of_odd_width_are_refused_by_name(tmp_path):
     cfg = v4.config(moe=replace(v4.config().moe, width=15))
     tensors = tensors_of(v4.model(cfg))
