@@ -58,7 +58,7 @@ def made_folder(what: str, folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:  # ValueError: of characters that no path has
-        why = error.strerror if isinstance(error, OSError) else error
-        allowed = "a folder that is there or can be made"
-        raise EngineError(what, f"{str(folder)!r} ({why})", allowed) from None
+        known = isinstance(error, OSError)
+        given = f"{folder} ({error.strerror})" if known else f"{str(folder)!r} ({error})"
+        raise EngineError(what, given, "a folder that is there or can be made") from None
     return folder

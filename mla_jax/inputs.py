@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
+import numpy as np
+
 from mla_jax.chat_template import is_chat
 from mla_jax.errors import EngineError, shown
 from mla_jax.model.sampling import SamplingParams
@@ -74,7 +76,7 @@ def check_callback(where: str, given: Any) -> None:
 def check_flags(**given: Any) -> None:
     """Settings of an engine that are true or false."""
     for name, value in given.items():
-        if not isinstance(value, bool):
+        if not isinstance(value, bool | np.bool_):
             raise EngineError(f"Engine: {name}", _kind(value), "True or False")
 
 

@@ -167,15 +167,14 @@ def first_layers[C: AnyConfig](config: C, layers: int | None) -> C:
         sparse_layers=sparse,
         moe=config.moe if any(sparse) else None,
         indexer=indexer,
-        ignored_layers=config.ignored_layers + config.layers - layers,
     )
 
 
 def load_ours(folder: str | Path, config: AnyConfig) -> nnx.Module:
-    """Our module with the folder's weights in float32."""
+    """Our module with the folder's weights in float32, of as many layers as ``config`` has."""
     dtype = jnp.dtype(jnp.float32)
     model = family_of(config.family).abstract(config, dtype)
-    weights.place(model, weights.load(folder, config, dtype=dtype))
+    weights.place(model, weights.load(folder, config, dtype=dtype, leading=True))
     return model
 
 

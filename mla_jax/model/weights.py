@@ -84,7 +84,7 @@ def checked_config(folder: str | Path, *, ignore_keys: Collection[str] = ()) -> 
 
 
 def _checked_table(
-    folder: str | Path, config: AnyConfig, tensors: Mapping[str, Tensor]
+    folder: str | Path, config: AnyConfig, tensors: Mapping[str, Tensor], *, leading: bool = False
 ) -> list[Weight]:
     """The rows to read, or WeightsError with what the files lack of them."""
     layers = {match[1] for name in tensors if (match := _LAYER_NAME.match(name))}
@@ -93,7 +93,7 @@ def _checked_table(
         given = f"the config asks for {config.layers:,} layers, the files hold {len(layers):,}"
         raise WeightsError(str(folder), [f"missing: model.layers.{first}: {given}"])
     table = _choose_layout(config, tensors)
-    problems = _problems(config, table, tensors)
+    problems = _problems(config, table, tensors, leading=leading)
     if problems:
         raise WeightsError(str(folder), problems)
     return table
@@ -107,6 +107,7 @@ def load(
     progress: Progress | None = None,
     sharding: Callable[[str, tuple[int, ...], np.dtype], jax.sharding.Sharding] | None = None,
     fp8: bool = False,
+    leading: bool = False,
 ) -> dict[str, Array]:
     """Leaves by path, on the default device unless ``sharding(path, shape, dtype)`` says where.
 
@@ -116,13 +117,13 @@ def load(
     The router and its choice bias are float32, everything else is ``dtype``. Multi-token
     prediction layers, rotary buffers and the head of a tied model are skipped. With ``fp8`` the
     layers' e4m3 tensors stay as they are, ``[out, in]``, and so do their scales; packed experts
-    become such tensors.
+    become such tensors. With ``leading`` the configuration has the first layers of the files only.
 
     Raises WeightsError with every missing, unexpected, misshapen or mistyped tensor, and for the
     head of a tied model that is not its embedding.
     """
     checkpoint = Checkpoint.open(folder)
-    table = _checked_table(folder, config, checkpoint.tensors)
+    table = _checked_table(folder, config, checkpoint.tensors, leading=leading)
     if _is_tied(config) and (why := _why_not_tied(checkpoint.tensors)):
         raise WeightsError(str(folder), [why])
     if fp8 and (why := _why_not_fp8(config, table, checkpoint.tensors)):
@@ -396,7 +397,9 @@ def _choose_layout(config: AnyConfig, tensors: Mapping[str, Tensor]) -> list[Wei
     return table
 
 
-def _problems(config: AnyConfig, table: list[Weight], tensors: Mapping[str, Tensor]) -> list[str]:
+def _problems(
+    config: AnyConfig, table: list[Weight], tensors: Mapping[str, Tensor], *, leading: bool
+) -> list[str]:
     missing: list[str] = []
     wrong: list[str] = []
     used: set[str] = set()
@@ -422,7 +425,10 @@ def _problems(config: AnyConfig, table: list[Weight], tensors: Mapping[str, Tens
             if name in tensors:
                 used.add(name)
                 wrong += _tensor_problems(config, weight, name, shape, tensors, used)
-    extra = sorted(n for n in tensors.keys() - used if not _is_skipped(n, config, tensors))
+    extra = [n for n in tensors.keys() - used if not _is_skipped(n, config, tensors)]
+    if leading:
+        extra = [n for n in extra if not _is_beyond(_LAYER_NAME.match(n), config)]
+    extra.sort()
     return missing + wrong + [f"unexpected: {n} {list(tensors[n].shape)}" for n in extra]
 
 
@@ -480,9 +486,14 @@ def _is_skipped(name: str, config: AnyConfig, tensors: Mapping[str, Tensor]) -> 
     if name == _HEAD:
         return config.tied  # its values are compared when they are read
     match = _LAYER_NAME.match(name)
-    if match is None or int(match[1]) < config.layers:
+    if match is None or not _is_beyond(match, config):
         return False
     return f"{match[0]}eh_proj.weight" in tensors  # of an MTP block, declared or not
+
+
+def _is_beyond(match: re.Match[str] | None, config: AnyConfig) -> bool:
+    """Whether a layer is not one of the configuration's."""
+    return match is not None and int(match[1]) >= config.layers
 
 
 def place(module: nnx.Module, weights: Mapping[str, Array]) -> None:
