@@ -4,7 +4,7 @@ In a step of V3 the shared experts' products run beside the router. There its lo
 us, and where they take 7 the products take 11 to 14 instead of 6 (four H200, 2026-11-27): not all
 their thread blocks are on the machine at once. One of each would fit into a multiprocessor, but for
 its division of memory into cache and shared memory, perhaps: the driver chooses it for one kernel
-alone. From 48 KiB on jaxlib asks for as much shared memory as there is, so ``--shared`` makes every
+alone. Above 48 KiB it should choose as much shared memory as there is, so ``--shared`` makes every
 kernel ask for more than it needs.
 
 Each row is one tile of ``logits``: microseconds of its launches in layers of other weights one

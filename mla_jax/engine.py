@@ -46,6 +46,7 @@ from mla_jax.history_rows import HistoryRows
 from mla_jax.hub import folder_of
 from mla_jax.inputs import (
     NEEDS_TOKENIZER,
+    Names,
     check_callback,
     check_config,
     check_flags,
@@ -343,7 +344,8 @@ class Engine:
         """
         if not isinstance(model, nnx.Module):
             raise EngineError("take: model", type(model).__name__, "a Flax NNX module")
-        check_config(self.config, model, engines=True)
+        given, hint = getattr(model, "config", None), "Another model needs another engine."
+        check_config(given, self.config, "take: model's config", "the engine's", hint)
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(nnx.state(model))):
             raise EngineError("take: model", "weights without memory", "weights to serve")
         with self._whole():
@@ -447,35 +449,31 @@ class Engine:
             raise EngineError("request id", repr(id), allowed)
         if not isinstance(id, str | None):
             raise EngineError("request id", described(id), "a text, or None")
-        where = "request" if id is None else f"request {id}"
-        return self._queue(prompt, params, id, where, f"{where}: prompt")
+        names = Names.of("request" if id is None else f"request {id}")
+        return self._queue(prompt, params, id, names)
 
     def _queue(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        id: str | None,
-        where: str,
-        of_prompt: str,
+        self, prompt: Prompt, params: SamplingParams | None, id: str | None, names: Names
     ) -> str:
-        """``where`` and ``of_prompt`` are the request and its prompt in errors."""
         params = checked_params(params, self.default_params)
-        ids = checked_prompt(prompt, of_prompt, self.text and self.text.ids)
+        ids = checked_prompt(prompt, names.prompt, self.text and self.text.ids)
         if params.stop and self.text is None:
             allowed = "none, because the engine has no tokenizer"
-            raise EngineError(f"{where}: stop", params.stop, allowed, "stop_token_ids need none.")
+            raise EngineError(
+                f"{names.request}: stop", params.stop, allowed, "stop_token_ids need none."
+            )
         if params.seed is None:
-            params = replace(params, seed=self._fresh_seed(where))
+            params = replace(params, seed=self._fresh_seed(names))
         text = None if self.text is None else self.text.begin(params)
         with self._whole():
             id = self._new_id() if id is None else id
-            return self.scheduler.add(id, ids, params, text, where=where, of_prompt=of_prompt).id
+            return self.scheduler.add(id, ids, params, text, names).id
 
-    def _fresh_seed(self, where: str) -> int:
+    def _fresh_seed(self, names: Names) -> int:
         """One that no one chose; several processes would choose different ones."""
         if self.placement.processes > 1:
             allowed = "a number: every process must draw the same tokens"
-            raise EngineError(f"{where}: seed", None, allowed)
+            raise EngineError(f"{names.request}: seed", None, allowed)
         return secrets.randbits(32)
 
     def _new_id(self) -> str:
@@ -525,7 +523,7 @@ class Engine:
         try:
             for i, (prompt, wish) in enumerate(zip(given, each, strict=True)):
                 where = f"generate: prompt {i}"
-                self._claim(prompt, wish, inbox, ids, where, where)
+                self._claim(prompt, wish, inbox, ids, Names(where, where))
             while len(done) < len(ids):
                 self._advance()
                 for event in inbox:
@@ -550,7 +548,7 @@ class Engine:
         ids: list[str] = []
         try:
             wish = checked_params(params, self.default_params)
-            self._claim(prompt, wish, inbox, ids, "stream", "stream: prompt")
+            self._claim(prompt, wish, inbox, ids, Names.of("stream"))
             while True:
                 self._advance()
                 while inbox:
@@ -728,13 +726,12 @@ class Engine:
         params: SamplingParams,
         inbox: list[Event],
         ids: list[str],
-        where: str,
-        of_prompt: str,
+        names: Names,
     ) -> None:
         id = self._new_id()
         ids.append(id)
         self._claimed[id] = inbox
-        self._queue(prompt, params, id, where, of_prompt)
+        self._queue(prompt, params, id, names)
 
     def _with_logits(self, outcome: Outcome) -> Outcome:
         """The completion with the rows that were kept for it."""
@@ -818,11 +815,10 @@ class _Whole:
         here, inside = threading.get_ident(), self._engine._inside
         if inside == here:  # a signal handler, or a destructor
             self._engine._entered = True
-            given, hint = (
-                "inside of another one",
-                "Take note of it, and call when that one is done.",
+            hint = "Take note of it, and call when that one is done."
+            raise EngineError(
+                "a call of the engine", "inside of another one", "one at a time", hint
             )
-            raise EngineError("a call of the engine", given, "one at a time", hint)
         if inside is not None:
             given, hint = "while another thread is in one", "Calls may take turns under a lock."
             raise EngineError("a call of the engine", given, "one thread at a time", hint)

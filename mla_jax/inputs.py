@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from mla_jax.model.sampling import SamplingParams
 
 __all__ = [
     "NEEDS_TOKENIZER",
+    "Names",
     "check_callback",
     "check_config",
     "check_flags",
@@ -33,6 +34,18 @@ _NOT_OF_THE_MODULE = "eos", "max_positions", "fp8_block", "ignored_layers"
 """Fields of a configuration that say how a model is stored or served, not what it computes."""
 
 
+class Names(NamedTuple):
+    """What a request and its prompt are called in errors."""
+
+    request: str
+    prompt: str
+
+    @classmethod
+    def of(cls, request: str) -> "Names":
+        """Of a request that has one prompt."""
+        return cls(request, f"{request}: prompt")
+
+
 def check_parts(model: Any, config: Any, *, family: Any, text: Any, defaults: Any) -> None:
     """Refuse what cannot be a part of an engine.
 
@@ -50,21 +63,20 @@ def check_parts(model: Any, config: Any, *, family: Any, text: Any, defaults: An
     for name, good, given, allowed in parts:
         if not good:
             raise EngineError(f"Engine: {name}", _kind(given), allowed)
-    check_config(config, model)
+    check_config(config, getattr(model, "config", None), "Engine: config", "that of the model")
 
 
-def check_config(config: Any, model: Any, *, engines: bool = False) -> None:
-    """Refuse a configuration that is not the model's, or a model that is not the ``engines``'."""
-    own = getattr(model, "config", None)
-    if type(own) is not type(config) or not dataclasses.is_dataclass(own):
+def check_config(given: Any, other: Any, where: str, whose: str, hint: str = "") -> None:
+    """Refuse a configuration that says something else of the model than ``other``, ``whose`` it is.
+
+    Configurations of different classes are not compared: a module of one's own may have another.
+    """
+    if type(other) is not type(given) or not dataclasses.is_dataclass(other):
         return
-    names = [f.name for f in dataclasses.fields(own) if f.name not in _NOT_OF_THE_MODULE]
-    if other := [name for name in names if getattr(config, name) != getattr(own, name)]:
-        mine, its = (shown({n: getattr(c, n) for n in other}) for c in (config, own))
-        if engines:
-            hint = "Another model needs another engine."
-            raise EngineError("take: model's config", its, f"the engine's: {mine}", hint)
-        raise EngineError("Engine: config", mine, f"that of the model: {its}")
+    names = [f.name for f in dataclasses.fields(other) if f.name not in _NOT_OF_THE_MODULE]
+    if unlike := [name for name in names if getattr(given, name) != getattr(other, name)]:
+        said, wanted = (shown({n: getattr(c, n) for n in unlike}) for c in (given, other))
+        raise EngineError(where, said, f"{whose}: {wanted}", hint)
 
 
 def check_callback(where: str, given: Any) -> None:

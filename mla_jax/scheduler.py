@@ -27,7 +27,7 @@ import numpy as np
 from mla_jax.checks import checked_size
 from mla_jax.detokenize import TextSoFar
 from mla_jax.errors import EngineError, shown
-from mla_jax.inputs import checked_prompt
+from mla_jax.inputs import Names, checked_prompt
 from mla_jax.model.sampling import SamplingParams
 from mla_jax.pages import NULL_PAGE, PageGroup
 from mla_jax.request_queue import Queue
@@ -225,22 +225,16 @@ class Scheduler:
         prompt: Sequence[int],
         params: SamplingParams,
         text: TextSoFar | None = None,
-        *,
-        where: str | None = None,
-        of_prompt: str | None = None,
+        names: Names | None = None,
     ) -> Request:
         """Queue a request; ``text`` is what is told of its text before its first token.
-
-        ``where`` and ``of_prompt`` are the request and its prompt in errors.
 
         Raises:
             EngineError: it could never be served, even alone. Nothing is kept of it.
         """
-        where = f"request {id}" if where is None else where
-        of_prompt = f"{where}: prompt" if of_prompt is None else of_prompt
         if id in self:
             raise EngineError("request id", repr(id), "an id that no live request has")
-        tokens = self._checked(prompt, params, where, of_prompt)
+        tokens = self._checked(prompt, params, names or Names.of(f"request {id}"))
         stops = frozenset(params.stop_token_ids)
         request = Request(
             id=id,
@@ -255,10 +249,9 @@ class Scheduler:
         self._live[id] = request
         return request
 
-    def _checked(
-        self, prompt: Sequence[int], params: SamplingParams, where: str, of_prompt: str
-    ) -> list[int]:
+    def _checked(self, prompt: Sequence[int], params: SamplingParams, names: Names) -> list[int]:
         """The prompt as a list of its own, once it is known to be servable."""
+        where, of_prompt = names
         checked_prompt(prompt, of_prompt)
         if len(prompt) == 0:
             raise EngineError(of_prompt, "no tokens", "1 token or more")

@@ -106,7 +106,7 @@ class ProgramStore:
         except OSError:
             return None
         data = stored[DIGEST_BYTES:]
-        if not stored or stored[:DIGEST_BYTES] != self._digest(path, data):
+        if stored[:DIGEST_BYTES] != self._digest(path, data):
             return None
         try:
             return serialize_executable.deserialize_and_load(

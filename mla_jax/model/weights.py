@@ -425,10 +425,8 @@ def _problems(
             if name in tensors:
                 used.add(name)
                 wrong += _tensor_problems(config, weight, name, shape, tensors, used)
-    extra = [n for n in tensors.keys() - used if not _is_skipped(n, config, tensors)]
-    if leading:
-        extra = [n for n in extra if not _is_beyond(_LAYER_NAME.match(n), config)]
-    extra.sort()
+    unused = tensors.keys() - used
+    extra = sorted(n for n in unused if not _is_skipped(n, config, tensors, leading=leading))
     return missing + wrong + [f"unexpected: {n} {list(tensors[n].shape)}" for n in extra]
 
 
@@ -475,7 +473,9 @@ def _tensor_problems(
         yield f"mistyped: {scales} is {tensors[scales].dtype}; allowed: {allowed}"
 
 
-def _is_skipped(name: str, config: AnyConfig, tensors: Mapping[str, Tensor]) -> bool:
+def _is_skipped(
+    name: str, config: AnyConfig, tensors: Mapping[str, Tensor], *, leading: bool
+) -> bool:
     """What the main model does not read but a checkpoint of it may hold."""
     if 0 in tensors[name].shape:  # as transformers saves no shared experts
         return True
@@ -486,14 +486,9 @@ def _is_skipped(name: str, config: AnyConfig, tensors: Mapping[str, Tensor]) -> 
     if name == _HEAD:
         return config.tied  # its values are compared when they are read
     match = _LAYER_NAME.match(name)
-    if match is None or not _is_beyond(match, config):
+    if match is None or int(match[1]) < config.layers:
         return False
-    return f"{match[0]}eh_proj.weight" in tensors  # of an MTP block, declared or not
-
-
-def _is_beyond(match: re.Match[str] | None, config: AnyConfig) -> bool:
-    """Whether a layer is not one of the configuration's."""
-    return match is not None and int(match[1]) >= config.layers
+    return leading or f"{match[0]}eh_proj.weight" in tensors  # of an MTP block, declared or not
 
 
 def place(module: nnx.Module, weights: Mapping[str, Array]) -> None:
