@@ -40,6 +40,12 @@ def wide() -> ModelConfig:
     )
 
 
+def by_width() -> ModelConfig:
+    """The same with routed experts of eight times 128: each device has a part of every expert."""
+    moe = MoEConfig(experts=6, topk=3, width=1024, shared=1, method="noaux_tc", normalise=True)
+    return dataclasses.replace(wide(), moe=moe)
+
+
 def wide_v4() -> V4Config:
     """The same of V4, but for the indexer's and the output's products, which are whole."""
     return v4.config(
@@ -95,12 +101,14 @@ def main() -> dict[str, object]:
     """Tokens, logits and shares: of a model that is divided whole, and of a narrow one."""
     found: dict[str, object] = {"devices": len(jax.devices())}
     found["experts"] = {
-        f"{width8} {bias}": experts(wide(), width8=width8, bias=bias)
-        for width8 in (True, False)
+        f"{name} {width8} {bias}": experts(cfg, width8=width8, bias=bias)
+        for name, cfg, width8 in (
+            ("wide", wide(), True), ("wide", wide(), False), ("by_width", by_width(), True)
+        )
         for bias in (True, False)
     }
     sizes = fp8_matmul.MANY, fp8_matmul.MANY_EACH
-    kinds = {"wide": wide(), "narrow": fp8.config(), "v4": wide_v4()}
+    kinds = {"wide": wide(), "by_width": by_width(), "narrow": fp8.config(), "v4": wide_v4()}
     for name, cfg in kinds.items():
         with tempfile.TemporaryDirectory() as root:
             write = v4_published.write if name == "v4" else fp8.write
@@ -123,7 +131,7 @@ def main() -> dict[str, object]:
 
             _, want = serve(jax.devices()[0])
             many, got = serve(jax.devices())
-            if name in ("wide", "v4"):
+            if name in ("wide", "by_width", "v4"):
                 fp8_matmul.MANY, fp8_matmul.MANY_EACH = 8, 2
                 places = jax.devices()[0], jax.devices()
                 one, all_ = (serve(devices, fp8_activations=True)[1] for devices in places)

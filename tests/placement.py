@@ -18,7 +18,7 @@ from mla_jax.engine import Engine
 from mla_jax.errors import ArgumentError
 from mla_jax.metadata.packed import pack
 from mla_jax.metadata.staging import staged
-from mla_jax.model.sharding import divided_axis, named_leaves
+from mla_jax.model.sharding import divisible_axes, named_leaves
 from mla_jax.model.step import empty_batch
 from mla_jax.model.weights import save
 from mla_jax.placement import Placement
@@ -148,7 +148,7 @@ def leaves(engine: Engine, weights: dict[str, jax.Array]) -> dict[str, list[obje
     found: dict[str, list[object]] = {}
     for name, leaf in named_leaves(state).items():
         same = np.array_equal(np.asarray(leaf), np.asarray(weights[name]))
-        found[name] = [divided_axis(name, leaf.dtype) is not None, shares(leaf), same]
+        found[name] = [bool(divisible_axes(name, leaf.dtype)), shares(leaf), same]
     return found
 
 

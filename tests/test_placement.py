@@ -108,15 +108,15 @@ def test_sparse_attention_over_eight_devices():
 
 @pytest.mark.slow
 def test_e4m3_weights_stay_so_over_eight_devices():
-    """Divided by outputs, inputs or experts where each device has whole blocks; else whole."""
+    """Divided by outputs, inputs, width or experts where each has whole blocks; else whole."""
     found = _in_a_process("tests.fp8_placement")
     assert found["devices"] == 8
     for kind, (sums, off) in found["experts"].items():  # shared experts divided, with biases
-        assert off < 1e-4 and sums == (2 if kind == "True True" else 1), kind
-    for kind in ("wide", "v4"):
+        assert off < 1e-4 and sums == (2 if kind.endswith("True True") else 1), kind
+    for kind in ("wide", "by_width", "v4"):
         apart, changed = found[f"{kind} rounded"]  # by one e4m3 code, and by e4m3 activations
         assert apart < changed / 4
-    for kind in ("wide", "narrow", "v4"):
+    for kind in ("wide", "by_width", "narrow", "v4"):
         assert found[kind]["tokens"] and found[kind]["off"] < 2e-4
         assert found[kind]["e4m3"]
         held, predicted = found[kind]["bytes"]
@@ -125,7 +125,8 @@ def test_e4m3_weights_stay_so_over_eight_devices():
     for path in found["wide"]["e4m3"]:
         scale = path.replace(".kernel", ".scale") if path.endswith("kernel") else f"{path}_scale"
         share = 1 if any(name in path for name in whole) else 1 / 8
-        assert found["wide"]["shares"][path] == found["wide"]["shares"][scale] == share, path
+        for kind in ("wide", "by_width"):
+            assert found[kind]["shares"][path] == found[kind]["shares"][scale] == share, path
         narrow = 1 / 8 if "experts" in path else 1
         assert found["narrow"]["shares"][path] == narrow, path
     for path in found["v4"]["e4m3"]:

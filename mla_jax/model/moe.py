@@ -13,7 +13,7 @@ from mla_jax.config import ModelConfig, MoEConfig
 from mla_jax.errors import ConfigError
 from mla_jax.model.linear import scaled_params
 from mla_jax.model.mlp import SwiGLU
-from mla_jax.model.sharding import divided, divides, named_leaves, share_axis, summed
+from mla_jax.model.sharding import divided, named_leaves, share_axis, summed
 from mla_jax.pallas import fp8_matmul
 from mla_jax.pallas.axes import AddNorm
 from mla_jax.pallas.grouped_matmul.ref import add_norm
@@ -130,8 +130,8 @@ class Experts(nnx.Module):
 
         So do all choices of a token that is not ``real``.
 
-        Over several devices of a ``placement`` each one adds up what its own experts give, and
-        then all add up what each has.
+        Over several devices of a ``placement`` each one adds up what its share of the experts
+        gives, and then all add up what each has.
         """
         return self._run(x, weights, experts, real, None, backend, placement)
 
@@ -167,15 +167,23 @@ class Experts(nnx.Module):
             run = partial(run, quantise_rows=self.quantise_rows and many)
 
         def share(gate, up, down, x, weights, chosen):
-            mine = _own(chosen, gate.shape[0])
+            mine = _own(chosen, gate.shape[0], of=self.count)
             return summed(run(x, gate, up, down, weights, mine))
 
         gate, up, down = self._products()
-        if placement is None or not divides(placement, gate.shape[0]):
+        axes = self._axes(placement)
+        if placement is None or None in axes:
             return run(x, gate, up, down, weights, experts, then=then)
-        given = (0, 0, 0, None, None, None)
-        on_all = divided(share, placement, given=given, returned=None)
+        on_all = divided(share, placement, given=(*axes, None, None, None), returned=None)
         return add_norm(on_all(gate, up, down, x, weights, experts), then)
+
+    def _axes(self, placement: Placement | None) -> list[int | None]:
+        """The divided axis of gate, up and down and of their scales; None: they are not divided."""
+        devices = 1 if placement is None else placement.size
+        weights = {"gate": self.gate[...], "up": self.up[...], "down": self.down[...]}
+        return [
+            share_axis(f"experts.{name}", w.shape, w.dtype, devices) for name, w in weights.items()
+        ]
 
     def _products(self) -> tuple[Any, Any, Any]:
         """Gate, up and down: arrays, or block-scaled ones."""
@@ -213,7 +221,7 @@ def routed_and_shared(
 
     def share(leaves, x, weights, chosen):
         own = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
-        mine = _own(chosen, own["experts"].gate.shape[0])
+        mine = _own(chosen, own["experts"].gate.shape[0], of=own["experts"].count)
         y = own["experts"](x, weights, mine, backend=backend)
         return summed(own["shared"](x, backend=backend) + y)
 
@@ -236,8 +244,15 @@ def _shares(
     return None if None in axes else axes
 
 
-def _own(chosen: Int[Array, "tokens topk"], count: int) -> Int[Array, "tokens topk"]:
-    """Choices as numbers of this device's ``count`` experts; -1 for those of other devices."""
+def _own(
+    chosen: Int[Array, "tokens topk"], count: int, *, of: int
+) -> Int[Array, "tokens topk"]:
+    """Choices as numbers of this device's ``count`` experts; -1 for those of other devices.
+
+    As they are if the device has a part ``of`` all.
+    """
+    if count == of:
+        return chosen
     mine = chosen - lax.axis_index(SHARDS) * count
     return jnp.where((chosen >= 0) & (mine >= 0) & (mine < count), mine, -1)
 
@@ -274,7 +289,7 @@ class MoE(nnx.Module):
     ) -> Float[Array, "tokens hidden"]:
         """Rows that are not real reach no expert and give the shared part only.
 
-        Over several devices of a ``placement`` each one has its own experts.
+        Over several devices of a ``placement`` each one has a share of the experts.
         """
         facts = {"backend": backend, "placement": placement}
         choice = self.router(x, real, **facts)

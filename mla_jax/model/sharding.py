@@ -4,13 +4,17 @@
 |---|---|
 | embedding and output head | vocabulary |
 | query and key/value up-projections, output projection, absorbed weights | heads |
-| routed experts | experts |
-| dense and shared feed-forward | width |
+| dense and shared feed-forward, routed experts | width |
+
+Every device has some of each routed expert's width, whole blocks of 128 of it: whichever experts
+the tokens choose, all devices read as much. Where their width gives no whole blocks, each device
+has some of the experts.
 
 Of block-scaled e4m3 weights the same, but for the key/value up-projection, which is whole; each
-device has whole blocks of 128. Norms, latent down-projections and routers are on every device, and
+device has whole blocks of 128 of every weight. Norms, latent down-projections and routers are on every device, and
 so are caches. An axis that the devices do not divide evenly stays whole. Attention runs under
-``jax.shard_map`` over heads, experts over experts, and so do e4m3 products; XLA divides the others.
+``jax.shard_map`` over heads, experts over width or experts, and so do e4m3 products; XLA divides
+the others.
 """
 
 import re
@@ -31,8 +35,8 @@ __all__ = [
     "derived_axis",
     "derived_sharding",
     "divided",
-    "divided_axis",
     "divides",
+    "divisible_axes",
     "named_leaves",
     "share_axis",
     "sharding_of",
@@ -40,22 +44,33 @@ __all__ = [
 ]
 
 _AXES = (
-    (r"embed\.embedding", 0),
-    (r"lm_head\.kernel", 1),
-    (r"attn\.(q|q_up|kv_up)\.kernel", 1),
-    (r"attn\.out\.kernel", 0),
-    (r"(mlp|shared)\.(gate|up)\.kernel", 1),
-    (r"(mlp|shared)\.(gate|up)\.bias", 0),
-    (r"(mlp|shared)\.down\.kernel", 0),
-    (r"experts\.(gate|up|down)", 0),
+    (r"embed\.embedding", 0, 1),
+    (r"lm_head\.kernel", 1, 1),
+    (r"attn\.(q|q_up|kv_up)\.kernel", 1, 1),
+    (r"attn\.out\.kernel", 0, 1),
+    (r"(mlp|shared)\.(gate|up)\.kernel", 1, 1),
+    (r"(mlp|shared)\.(gate|up)\.bias", 0, 1),
+    (r"(mlp|shared)\.down\.kernel", 0, 1),
+    (r"experts\.(gate|up)", 2, SCALE_BLOCK),
+    (r"experts\.down", 1, SCALE_BLOCK),
+    (r"experts\.(gate|up|down)", 0, 1),
 )
+"""Leaves, an axis, and what each device has whole units of; the first that can be divided is."""
 
 _BLOCK_AXES = (
-    (r"attn\.(q|q_up)\.(kernel|scale)", 0),
-    (r"attn\.out\.(kernel|scale)", 1),
-    (r"(mlp|shared)\.(gate|up)\.(kernel|scale)", 0),
-    (r"(mlp|shared)\.down\.(kernel|scale)", 1),
-    (r"experts\.(gate|up|down)(_scale)?", 0),
+    (r"attn\.(q|q_up)\.kernel", 0, SCALE_BLOCK),
+    (r"attn\.(q|q_up)\.scale", 0, 1),
+    (r"attn\.out\.kernel", 1, SCALE_BLOCK),
+    (r"attn\.out\.scale", 1, 1),
+    (r"(mlp|shared)\.(gate|up)\.kernel", 0, SCALE_BLOCK),
+    (r"(mlp|shared)\.(gate|up)\.scale", 0, 1),
+    (r"(mlp|shared)\.down\.kernel", 1, SCALE_BLOCK),
+    (r"(mlp|shared)\.down\.scale", 1, 1),
+    (r"experts\.(gate|up)", 1, SCALE_BLOCK),
+    (r"experts\.(gate|up)_scale", 1, 1),
+    (r"experts\.down", 2, SCALE_BLOCK),
+    (r"experts\.down_scale", 2, 1),
+    (r"experts\.(gate|up|down)(_scale)?", 0, 1),
 )
 """Of e4m3 weights, ``[out, in]``, and of their scales."""
 
@@ -68,21 +83,20 @@ def named_leaves(state: Any) -> dict[str, Any]:
     return {".".join(map(str, path)): var.get_value() for path, var in nnx.to_flat_state(state)}
 
 
-def divided_axis(path: str, dtype: DTypeLike) -> int | None:
-    """The axis of a leaf that is divided, stacked layers counted; None: the leaf stays whole."""
+def divisible_axes(path: str, dtype: DTypeLike) -> list[tuple[int, int]]:
+    """Axes of a leaf that may be divided, stacked layers counted, and their units; the best first."""
     blocks = jnp.dtype(dtype) == jnp.float8_e4m3fn or path.endswith("scale")
-    for pattern, axis in _BLOCK_AXES if blocks else _AXES:
-        if re.search(rf"(^|\.){pattern}$", path):
-            return axis + path.startswith("stacks.")
-    return None
+    return [
+        (axis + path.startswith("stacks."), unit)
+        for pattern, axis, unit in (_BLOCK_AXES if blocks else _AXES)
+        if re.search(rf"(^|\.){pattern}$", path)
+    ]
 
 
 def share_axis(path: str, shape: tuple[int, ...], dtype: DTypeLike, devices: int) -> int | None:
     """The axis of a leaf that is divided among so many devices; None: each holds it whole."""
-    axis = divided_axis(path, dtype)
-    blocks = jnp.dtype(dtype) == jnp.float8_e4m3fn and path.endswith("kernel")
-    unit = SCALE_BLOCK if blocks else 1
-    return None if axis is None or devices < 2 or shape[axis] % (devices * unit) else axis
+    fitting = (a for a, unit in divisible_axes(path, dtype) if shape[a] % (devices * unit) == 0)
+    return next(fitting, None) if devices > 1 else None
 
 
 def derived_axis(shape: tuple[int, ...], devices: int) -> int | None:
