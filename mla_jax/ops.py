@@ -53,6 +53,7 @@ from mla_jax.types import Array, AttnState, BlockScaled, Bool, Float, Int, gathe
 __all__ = [
     "REGISTRY",
     "AddNorm",
+    "all_reduce",
     "append_latent",
     "append_window",
     "apply_sinks",
@@ -422,6 +423,32 @@ def mix_streams(
     run = choose(problems.mix_streams(streams, proj, scale, bias, **facts), backend)
     given = streams, proj, scale, bias
     return run(*given, rounds=rounds, eps=float(eps), norm_eps=float(norm_eps))
+
+
+@overload
+def all_reduce(
+    x: Hidden, *, axis: str, then: None = None, backend: str | None = None
+) -> Hidden: ...
+
+
+@overload
+def all_reduce(
+    x: Hidden, *, axis: str, then: AddNorm, backend: str | None = None
+) -> tuple[Hidden, Hidden]: ...
+
+
+def all_reduce(
+    x: Hidden, *, axis: str, then: AddNorm | None = None, backend: str | None = None
+) -> Hidden | tuple[Hidden, Hidden]:
+    """``y = sum_d x_d`` over the devices ``d`` along a mesh axis, on each of them.
+
+    Inside of ``jax.shard_map``. ``then=AddNorm(residual, gain, eps)`` returns ``(h, norm(h))``
+    instead, ``h = residual + y``, as ``routed_experts`` does; it is the same on all devices.
+    Kernels add in float32 and round once; XLA's sum may round after each device. In a program that
+    other operations of Mosaic kernels are part of, ``check_vma=False``.
+    """
+    problem = problems.all_reduce(x, axis=axis, then=then)
+    return choose(problem, backend)(x, axis=axis, then=then)
 
 
 @overload

@@ -20,7 +20,6 @@ from mla_jax.model.norm import RMSNorm
 from mla_jax.model.stack import Layers, Stack, periods_of
 from mla_jax.pallas.append.ref import rms_norm
 from mla_jax.pallas.axes import AddNorm
-from mla_jax.pallas.grouped_matmul.ref import add_norm
 from mla_jax.placement import Placement
 from mla_jax.types import Array, Bool, Float
 
@@ -66,33 +65,39 @@ class DecoderBlock[Attention: MLA](nnx.Module):
         """The attention of a layer of this kind."""
         raise ArgumentError("DecoderBlock.attention", "the base class", "a family's own block")
 
+    def before_feed(self, h: Float[Array, "tokens hidden"]) -> AddNorm:
+        """What attention's result is added to, and the norm of that, which the MLP reads."""
+        return AddNorm(residual=h, gain=self.mlp_norm.scale[...], eps=self.mlp_norm.eps)
+
     def feed_forward(
         self,
         h: Float[Array, "tokens hidden"],
+        x: Float[Array, "tokens hidden"],
         real: Bool[Array, "tokens"],
         *,
         after: Float[Array, "hidden"],
         backend: str | None = None,
         placement: Placement | None = None,
     ) -> tuple[Float[Array, "tokens hidden"], Float[Array, "tokens hidden"]]:
-        """``h + mlp_or_moe(norm(h))``, and what the next block reads of it.
+        """``h + mlp_or_moe(x)`` of ``x = norm(h)``, and what the next block reads of it.
 
         That is normalised with the gain ``after``. Rows that are not real reach no expert.
         """
-        x, then = self.mlp_norm(h), AddNorm(residual=h, gain=after, eps=self.mlp_norm.eps)
+        facts = {"backend": backend, "placement": placement}
+        then = AddNorm(residual=h, gain=after, eps=self.mlp_norm.eps)
         if not self.sparse:
-            y = self.mlp(x, backend=backend, placement=placement)
-            return add_norm(y, then)  # pyright: ignore[reportReturnType]
-        return self.moe.onto(then, x, real, backend=backend, placement=placement)
+            return self.mlp.onto(then, x, **facts)
+        return self.moe.onto(then, x, real, **facts)
 
     def feed_whole(
         self, h: Float[Array, "sequences tokens hidden"]
     ) -> Float[Array, "sequences tokens hidden"]:
-        """``feed_forward`` of whole sequences, all rows real; differentiable."""
+        """``h + mlp_or_moe(norm(h))`` of whole sequences, all rows real; differentiable."""
         flat = h.reshape(-1, h.shape[-1])
         real = jnp.ones(flat.shape[:1], jnp.bool_)
         unread = jnp.zeros(h.shape[-1:], h.dtype)
-        return self.feed_forward(flat, real, after=unread, backend="xla")[0].reshape(h.shape)
+        facts = {"after": unread, "backend": "xla"}
+        return self.feed_forward(flat, self.mlp_norm(flat), real, **facts)[0].reshape(h.shape)
 
 
 class Decoder[Block: DecoderBlock](nnx.Module):

@@ -48,7 +48,8 @@ class Block(DecoderBlock[MLA]):
     ) -> _State:
         """One step of this layer; arguments as ``MLA`` takes them."""
         shared = {"backend": backend, "placement": placement}
-        y, cache = self.attn(
+        (h, x), cache = self.attn.onto(
+            self.before_feed(state.h),
             state.x,
             meta,
             state.cache,
@@ -57,7 +58,7 @@ class Block(DecoderBlock[MLA]):
             plan=plan,
             **shared,
         )
-        h, x = self.feed_forward(state.h + y, meta.real, after=derived.after, **shared)
+        h, x = self.feed_forward(h, x, meta.real, after=derived.after, **shared)
         return _State(h, x, cache)
 
     def full(

@@ -30,7 +30,7 @@ from mla_jax.model.linear import contract, precision_of, project
 from mla_jax.model.mla import MLA, Absorbed, Rows, StepPlan, Up, plan_step
 from mla_jax.model.rope import cos_sin
 from mla_jax.model.sharding import divided, divides
-from mla_jax.pallas.axes import PageTable, PerRequest, Starts
+from mla_jax.pallas.axes import AddNorm, PageTable, PerRequest, Starts
 from mla_jax.pallas.topk.ref import best_positions
 from mla_jax.placement import Placement
 from mla_jax.types import Array, AttnState, Float, Int
@@ -77,15 +77,17 @@ class SparseMLA(MLA):
         layer: Int[Array, ""] | int,
         index_layer: Int[Array, ""] | int,
         angles: tuple[Array, Array],
+        then: AddNorm,
         absorbed: Absorbed | None = None,
         plan: StepPlan | None = None,
         backend: str | None = None,
         placement: Placement | None = None,
-    ) -> tuple[Float[Array, "tokens hidden"], _State]:
-        """Write the new rows and index keys, select, attend, project back.
+    ) -> tuple[tuple[Float[Array, "tokens hidden"], Float[Array, "tokens hidden"]], _State]:
+        """Write the new rows and index keys, select, attend, project back, add to the residual.
 
-        ``layer`` and ``index_layer`` are this layer's numbers in the stacks of latents and of
-        index keys; ``plan`` is that of a dense step. The state's ``h`` and ``x`` stay as they are.
+        That sum and its norm, and the state with what was written. ``layer`` and ``index_layer``
+        are this layer's numbers in the stacks of latents and of index keys; ``plan`` is that of a
+        dense step. The state's ``h`` and ``x`` stay as they are.
         """
         facts: dict[str, Any] = {"backend": backend, "placement": placement}
         low = self.query_latents(x, **facts)
@@ -106,7 +108,7 @@ class SparseMLA(MLA):
             if meta.dense is None:
                 chosen = ops.select_topk(
                     self.indexer.queries(low, angles, **facts),
-                    self.indexer.weights(x),
+                    self.indexer.weights(x, **facts),
                     keys,
                     meta.indexer,
                     self.topk,
@@ -120,7 +122,7 @@ class SparseMLA(MLA):
         )
         kept = None if state.slots is None else slots
         state = state._replace(latent=latent, index_keys=keys, slots=kept)
-        return self.out(heads, **facts), state
+        return self.out.onto(then, heads, **facts), state
 
     def _heads(
         self,
@@ -234,7 +236,7 @@ class SparseMLA(MLA):
         low = self.query_latents(x, backend="xla")
         return ops.indexer_logits(
             self.indexer.queries(low, angles, backend="xla"),
-            self.indexer.weights(x),
+            self.indexer.weights(x, backend="xla"),
             self.indexer.keys(x, angles, backend="xla"),
         )
 
@@ -276,8 +278,9 @@ class SparseBlock(DecoderBlock[SparseMLA]):
         """One step of this layer; ``facts`` as ``SparseMLA.step`` takes them."""
         shared = {"backend": backend, "placement": placement}
         facts["absorbed"] = derived.absorbed
-        y, state = self.attn.step(state.x, meta, state, **facts, **shared)
-        h, x = self.feed_forward(state.h + y, meta.real, after=derived.after, **shared)
+        then = self.before_feed(state.h)
+        (h, x), state = self.attn.step(state.x, meta, state, then=then, **facts, **shared)
+        h, x = self.feed_forward(h, x, meta.real, after=derived.after, **shared)
         return state._replace(h=h, x=x)
 
 

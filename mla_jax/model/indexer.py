@@ -15,7 +15,7 @@ from flax import nnx
 
 from mla_jax.config import IndexerConfig, ModelConfig
 from mla_jax.errors import ConfigError
-from mla_jax.model.linear import Linear, precision_of
+from mla_jax.model.linear import Linear, precision_of, product_float32
 from mla_jax.model.norm import LayerNorm
 from mla_jax.model.rope import rotate
 from mla_jax.placement import Placement
@@ -72,10 +72,16 @@ class Indexer(nnx.Module):
         k = self.k(x, backend=backend, placement=placement)
         return self._placed(self.k_norm(k), angles)
 
-    def weights(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens heads"]:
+    def weights(
+        self,
+        x: Float[Array, "tokens hidden"],
+        *,
+        backend: str | None = None,
+        placement: Placement | None = None,
+    ) -> Float[Array, "tokens heads"]:
         """Of each head, float32, both constant factors of the score in them."""
-        c = self.config
-        return self.head_weights(x.astype(jnp.float32)) * (c.heads * c.dim) ** -0.5
+        c, where = self.config, {"backend": backend, "placement": placement}
+        return product_float32(x, self.head_weights.kernel[...], **where) * (c.heads * c.dim) ** -0.5
 
     def _placed(
         self, x: Float[Array, "tokens *heads dim"], angles: tuple[Array, Array]

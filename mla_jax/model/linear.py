@@ -1,9 +1,8 @@
 """Matrix products with a stated accumulator, and the linear layer built on them."""
 
 import math
-from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +11,11 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from mla_jax import ops
-from mla_jax.model.sharding import divided, divides, summed
+from mla_jax.model.sharding import divided, divides
+from mla_jax.model.sums import summed
 from mla_jax.pallas import fp8_matmul
+from mla_jax.pallas.axes import AddNorm
+from mla_jax.pallas.grouped_matmul.ref import add_norm
 from mla_jax.placement import Placement
 from mla_jax.types import SCALE_BLOCK, Array, BlockScaled, Float, cdiv
 
@@ -111,30 +113,58 @@ class Linear(nnx.Module):
         axes = len(self.in_dims)
         if self.scale is None:
             return project(x, self.kernel[...], bias, in_axes=axes)
-        lead, given = x.shape[: x.ndim - axes], x.shape[x.ndim - axes :]
+        lead, inner = x.shape[: x.ndim - axes], self.out_dims[1:]
+        y = self._products(x, None, backend, placement)
+        # The first axis of the results may be a device's share of it.
+        y = y.reshape(*lead, y.shape[1] // math.prod(inner), *inner)
+        return y if bias is None else (y + bias.astype(jnp.float32)).astype(x.dtype)
+
+    def onto(
+        self,
+        then: AddNorm,
+        x: Float[Array, "tokens *axes"],
+        *,
+        backend: str | None = None,
+        placement: Placement | None = None,
+    ) -> tuple[Float[Array, "tokens hidden"], Float[Array, "tokens hidden"]]:
+        """The residual plus ``self(x)``, and its norm.
+
+        Devices that add up what they have do all of it at once.
+        """
+        if self.bias is None and self._divided_by(placement) == "row":
+            return self._products(x, then, backend, placement)
+        y = self(x, backend=backend, placement=placement)
+        return add_norm(y, then)  # pyright: ignore[reportReturnType]
+
+    def _products(
+        self, x: Array, then: AddNorm | None, backend: str | None, placement: Placement | None
+    ) -> Any:
+        """Of e4m3 weights, ``[tokens, out]``; every device has its share of the weight, if any."""
+        lead, given = x.shape[: -len(self.in_dims)], x.shape[-len(self.in_dims) :]
         rows = x.reshape(math.prod(lead), math.prod(given))
         many = self.quantise_rows and len(rows) >= fp8_matmul.MANY
         facts = {"backend": ops.named("matmul_fp8", backend), "quantise_rows": many}
         run = partial(ops.matmul_fp8, **facts)
-        if placement is not None and placement.size > 1:
-            run = self._divided(run, placement)
-        y = run(rows, BlockScaled(values=self.kernel[...], scale=self.scale[...]))
-        inner = self.out_dims[1:]  # the first axis may be a device's share of it
-        y = y.reshape(*lead, y.shape[1] // math.prod(inner), *inner)
-        return y if bias is None else (y + bias.astype(jnp.float32)).astype(x.dtype)
+        assert self.scale is not None
+        weight = BlockScaled(values=self.kernel[...], scale=self.scale[...])
+        if placement is None or placement.size < 2:
+            return run(rows, weight)
+        match self._divided_by(placement):
+            case "column":
+                on_all = divided(run, placement, given=(None, 0), returned=1)
+            case "row":
+                on_all = summed(run, placement, given=(1, 1), then=then, backend=backend)
+            case _:
+                on_all = divided(run, placement, given=(None, None), returned=None)
+        return on_all(rows, weight)
 
-    def _divided[**P](self, run: Callable[P, Array], placement: Placement) -> Callable[P, Array]:
-        """``run(rows, weight)`` on every device, with its share of the weight if it has one."""
+    def _divided_by(self, placement: Placement | None) -> str | None:
+        """How e4m3 weights are divided, as ``parallel``; None: every device has them whole."""
+        if self.scale is None or self.parallel is None:
+            return None
         outputs, inputs = self.kernel[...].shape
-        if self.parallel == "column" and divides(placement, outputs, unit=SCALE_BLOCK):
-            return divided(run, placement, given=(None, 0), returned=1)
-        if self.parallel == "row" and divides(placement, inputs, unit=SCALE_BLOCK):
-
-            def share(*args: P.args, **kwargs: P.kwargs) -> Array:
-                return summed(run(*args, **kwargs))
-
-            return divided(share, placement, given=(1, 1), returned=None)
-        return divided(run, placement, given=(None, None), returned=None)
+        size = outputs if self.parallel == "column" else inputs
+        return self.parallel if divides(placement, size, unit=SCALE_BLOCK) else None
 
     def dense(self, dtype: DTypeLike) -> Float[Array, "*dims"]:
         """``[*in, *out]``: the kernel, or the widened bytes in ``dtype``."""

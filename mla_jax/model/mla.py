@@ -27,7 +27,7 @@ from mla_jax.model.linear import Linear, contract, project
 from mla_jax.model.norm import RMSNorm
 from mla_jax.model.rope import cos_sin, rotate
 from mla_jax.model.sharding import divided, divides
-from mla_jax.pallas.axes import PageTable, PerRequest, Starts
+from mla_jax.pallas.axes import AddNorm, PageTable, PerRequest, Starts
 from mla_jax.placement import Placement
 from mla_jax.types import Array, AttnState, Float, Int
 
@@ -111,6 +111,15 @@ class Rows(NamedTuple):
     def part(self, start: Int[Array, ""], size: int) -> "Rows":
         """``size`` rows from ``start`` on."""
         return Rows(*(lax.dynamic_slice_in_dim(a, start, size) for a in self))
+
+
+class _Raw(NamedTuple):
+    """What a step's products give, before rotation and norm."""
+
+    q: Float[Array, "tokens heads qk"]
+    kv: Float[Array, "tokens row"]
+    gain: Float[Array, "rank"]  # of the latent's norm
+    angles: tuple[Array, Array]
 
 
 class _Queries(NamedTuple):
@@ -228,38 +237,65 @@ class MLA(nnx.Module):
         ``plan_step`` of the same step, which serves every layer. Over several devices of a
         ``placement`` each one attends with its own heads.
         """
+        facts = {"backend": backend, "placement": placement}
+        heads, cache = self._attended(x, meta, cache, layer, absorbed, plan, facts)
+        return self.out(heads, **facts), cache
+
+    def onto(
+        self,
+        then: AddNorm,
+        x: Float[Array, "tokens hidden"],
+        meta: MLAMetadata,
+        cache: LatentCache,
+        *,
+        layer: Int[Array, ""] | int | None = None,
+        absorbed: Absorbed | None = None,
+        backend: str | None = None,
+        plan: StepPlan | None = None,
+        placement: Placement | None = None,
+    ) -> tuple[tuple[Float[Array, "tokens hidden"], Float[Array, "tokens hidden"]], LatentCache]:
+        """The residual plus what a call gives, and the norm of that; and the cache."""
+        facts = {"backend": backend, "placement": placement}
+        heads, cache = self._attended(x, meta, cache, layer, absorbed, plan, facts)
+        return self.out.onto(then, heads, **facts), cache
+
+    def _attended(
+        self,
+        x: Array,
+        meta: MLAMetadata,
+        cache: LatentCache,
+        layer: Int[Array, ""] | int | None,
+        absorbed: Absorbed | None,
+        plan: StepPlan | None,
+        facts: dict[str, Any],
+    ) -> tuple[Float[Array, "tokens heads v"], LatentCache]:
+        """What the heads give, before it is projected back."""
+        backend, placement = facts["backend"], facts["placement"]
         plan = StepPlan() if plan is None else plan
         angles = cos_sin(meta.positions, self.rope) if plan.angles is None else plan.angles
-        facts: dict[str, Any] = {"backend": backend, "placement": placement}
         q, kv = self._project_queries(x, backend, placement), self.kv_down(x, **facts)
         kv_up, number = self._up_projection(), 0 if layer is None else layer
         absorbed = self.absorbed() if absorbed is None else absorbed
-        several = placement is not None and placement.size > 1
-        if (
-            meta.prefill is None
-            and not several
-            and (found := self._appended(q, kv, angles, meta, cache, layer=layer, backend=backend))
-        ):
-            new, cache = found
-        else:
-            new = Rows(self._rotate_queries(q, angles), *self._split_row(kv, angles))
+        divided_heads = placement is not None and divides(placement, self.dims.heads)
+        fused = meta.prefill is None and (placement is None or placement.size < 2 or divided_heads)
+        new = Rows(self._rotate_queries(q, angles), *self._split_row(kv, angles))
+        raw = _Raw(q, kv, self.kv_norm.scale[...], angles)
 
-        def attend(new, kv_up, absorbed, meta, cache, number, plan):
-            at = None if layer is None else number
-            up = Up(kv_up, absorbed)
+        def attend(raw, new, kv_up, absorbed, meta, cache, number, plan):
+            at, up = None if layer is None else number, Up(kv_up, absorbed)
+            if fused and (found := self._appended(raw, meta, cache, layer=at, backend=backend)):
+                new, cache = found
             return self._attend(new, up, meta, cache, layer=at, backend=backend, plan=plan)
 
-        if placement is not None and divides(placement, self.dims.heads):
-            given = (Rows._make((1, None, None)), 1, 0, None, None, None, None)
+        if placement is not None and divided_heads:
+            rows = Rows._make((1, None, None)), 1, 0, None, None, None, None
+            given = (_Raw._make((1, None, None, None)), *rows)
             attend = divided(attend, placement, given=given, returned=(1, None))
-        heads, cache = attend(new, kv_up, absorbed, meta, cache, number, plan)
-        return self.out(heads, **facts), cache
+        return attend(raw, new, kv_up, absorbed, meta, cache, number, plan)
 
     def _appended(
         self,
-        q: Float[Array, "tokens heads qk"],
-        kv: Float[Array, "tokens row"],
-        angles: tuple[Array, Array],
+        raw: "_Raw",
         meta: MLAMetadata,
         cache: LatentCache,
         *,
@@ -267,7 +303,7 @@ class MLA(nnx.Module):
         backend: str | None,
     ) -> tuple["_Queries", LatentCache] | None:
         """The queries, and the cache with the new rows, if one kernel makes both here."""
-        given = cache, q, kv, self.kv_norm.scale[...], angles, meta.slots
+        given = cache, *raw, meta.slots
         facts: dict[str, Any] = {
             "eps": self.kv_norm.eps,
             "interleaved": self.rope.interleaved,

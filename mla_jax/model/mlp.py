@@ -1,9 +1,12 @@
 """The gated feed-forward block."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from flax import nnx
 
 from mla_jax.model.linear import Linear
+from mla_jax.pallas.axes import AddNorm
 from mla_jax.pallas.grouped_matmul.ref import swiglu
 from mla_jax.placement import Placement
 from mla_jax.types import Array, Float
@@ -40,5 +43,19 @@ class SwiGLU(nnx.Module):
         placement: Placement | None = None,
     ) -> Float[Array, "tokens hidden"]:
         facts = {"backend": backend, "placement": placement}
-        gate, up = self.gate(x, **facts), self.up(x, **facts)
-        return self.down(swiglu(gate, up, self.limit), **facts)
+        return self.down(self._gated(x, **facts), **facts)
+
+    def onto(
+        self,
+        then: AddNorm,
+        x: Float[Array, "tokens hidden"],
+        *,
+        backend: str | None = None,
+        placement: Placement | None = None,
+    ) -> tuple[Float[Array, "tokens hidden"], Float[Array, "tokens hidden"]]:
+        """The residual plus ``self(x)``, and its norm."""
+        facts = {"backend": backend, "placement": placement}
+        return self.down.onto(then, self._gated(x, **facts), **facts)
+
+    def _gated(self, x: Array, **facts: Any) -> Array:
+        return swiglu(self.gate(x, **facts), self.up(x, **facts), self.limit)

@@ -13,7 +13,8 @@ from mla_jax.config import ModelConfig, MoEConfig
 from mla_jax.errors import ConfigError
 from mla_jax.model.linear import scaled_params
 from mla_jax.model.mlp import SwiGLU
-from mla_jax.model.sharding import divided, named_leaves, share_axis, summed
+from mla_jax.model.sharding import divided, named_leaves, share_axis
+from mla_jax.model.sums import summed
 from mla_jax.pallas import fp8_matmul
 from mla_jax.pallas.axes import AddNorm
 from mla_jax.pallas.grouped_matmul.ref import add_norm
@@ -167,15 +168,15 @@ class Experts(nnx.Module):
             run = partial(run, quantise_rows=self.quantise_rows and many)
 
         def share(gate, up, down, x, weights, chosen):
-            mine = _own(chosen, gate.shape[0], of=self.count)
-            return summed(run(x, gate, up, down, weights, mine))
+            return run(x, gate, up, down, weights, _own(chosen, gate.shape[0], of=self.count))
 
         gate, up, down = self._products()
         axes = self._axes(placement)
         if placement is None or None in axes:
             return run(x, gate, up, down, weights, experts, then=then)
-        on_all = divided(share, placement, given=(*axes, None, None, None), returned=None)
-        return add_norm(on_all(gate, up, down, x, weights, experts), then)
+        given = (*axes, None, None, None)
+        on_all = summed(share, placement, given=given, then=then, backend=backend)
+        return on_all(gate, up, down, x, weights, experts)
 
     def _axes(self, placement: Placement | None) -> list[int | None]:
         """The divided axis of gate, up and down and of their scales; None: they are not divided."""
@@ -203,19 +204,21 @@ def routed_and_shared(
     weights: Float[Array, "tokens topk"],
     chosen: Int[Array, "tokens topk"],
     *,
+    then: AddNorm | None = None,
     backend: str | None,
     placement: Placement | None,
-) -> Float[Array, "tokens hidden"]:
-    """``experts(x, weights, chosen) + shared(x)``.
+) -> Any:
+    """``y = experts(x, weights, chosen) + shared(x)``; with ``then`` its residual plus y, and the
+    norm of that.
 
     Devices that have a share of both add their shares first. Then one sum over the devices is
     enough: of 16-bit rows each rounds what it adds.
     """
-    facts = {"backend": backend, "placement": placement}
+    facts: dict[str, Any] = {"backend": backend, "placement": placement}
     axes = None if shared is None else _shares(experts, shared, placement)
     if shared is None or placement is None or axes is None:
         y = experts(x, weights, chosen, **facts)
-        return y if shared is None else shared(x, **facts) + y
+        return add_norm(y if shared is None else shared(x, **facts) + y, then)
     graph, state = nnx.split({"experts": experts, "shared": shared})
     leaves, tree = jax.tree.flatten(state)
 
@@ -223,10 +226,12 @@ def routed_and_shared(
         own = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
         mine = _own(chosen, own["experts"].gate.shape[0], of=own["experts"].count)
         y = own["experts"](x, weights, mine, backend=backend)
-        return summed(own["shared"](x, backend=backend) + y)
+        return own["shared"](x, backend=backend) + y
 
     given = (axes, None, None, None)
-    return divided(share, placement, given=given, returned=None)(leaves, x, weights, chosen)
+    return summed(share, placement, given=given, then=then, backend=backend)(
+        leaves, x, weights, chosen
+    )
 
 
 def _shares(
@@ -310,9 +315,10 @@ class MoE(nnx.Module):
         that sum needs no routed expert, so both parts can run at the same time. Where several
         devices add up what they have, both parts are in one sum.
         """
-        facts = {"backend": backend, "placement": placement}
+        facts: dict[str, Any] = {"backend": backend, "placement": placement}
         if self.shared is not None and _shares(self.experts, self.shared, placement) is not None:
-            return add_norm(self(x, real, **facts), then)  # pyright: ignore[reportReturnType]
+            choice = self.router(x, real, **facts)
+            return routed_and_shared(self.experts, self.shared, x, *choice, then=then, **facts)
         if self.shared is not None:
             then = then._replace(residual=then.residual + self.shared(x, **facts))
         return self.experts.onto(then, x, *self.router(x, real, **facts), **facts)

@@ -24,7 +24,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jax.sharding import PartitionSpec, Sharding
 from jax.typing import DTypeLike
 
@@ -40,7 +39,6 @@ __all__ = [
     "named_leaves",
     "share_axis",
     "sharding_of",
-    "summed",
 ]
 
 _AXES = (
@@ -127,11 +125,6 @@ def _home(axis: int | None, placement: Placement) -> Sharding:
 def divides(placement: Placement | None, size: int, *, unit: int = 1) -> bool:
     """Whether an axis is divided: several devices, each with as many units of ``unit``."""
     return placement is not None and placement.size > 1 and size % (placement.size * unit) == 0
-
-
-def summed(x: Array) -> Array:
-    """The sum of what the devices have, on each of them; inside of ``divided``."""
-    return lax.psum(x, SHARDS)
 
 
 def divided[**P, R](

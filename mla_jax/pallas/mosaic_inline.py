@@ -19,9 +19,10 @@ from jax._src.lib.mlir.dialects import arith, gpu, llvm, memref, nvvm
 from jax._src.lib.mlir.dialects import vector as vectors
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 __all__ = [
-    "NUMBER", "SCALAR", "address", "any_lane", "any_of", "arith", "asm", "constant", "gpu", "ir",
+    "NUMBER", "SCALAR", "address", "any_lane", "any_of", "arith", "asm", "channels", "constant", "gpu", "ir",
     "llvm", "memref", "number", "nvvm", "strided", "unpacked", "vectors", "wide", "words",
 ]  # fmt: skip
 
@@ -81,6 +82,18 @@ def strided(words: Sequence[Any], *, vector: int) -> Any:
     layout = mgpu.WGStridedFragLayout((128 * len(words),), vec_size=vector)
     return mgpu.FragmentedArray(
         _registers=np.asarray(registers, dtype=object), _layout=layout, _is_signed=True
+    )
+
+
+def channels(words: Sequence[Any], dtype: DTypeLike) -> Any:
+    """A thread's words of 32 bits as its one register of an array of floats in ``WG_STRIDED``."""
+    i32 = ir.VectorType.get((len(words),), ir.IntegerType.get_signless(32))
+    count = 4 * len(words) // jnp.dtype(dtype).itemsize
+    kind = ir.VectorType.get((count,), mgpu.utils.dtype_to_ir_type(jnp.dtype(dtype)))
+    registers = [vectors.bitcast(kind, vectors.from_elements(i32, list(words)))]
+    layout = mgpu.WGStridedFragLayout((128 * count,), vec_size=count)
+    return mgpu.FragmentedArray(
+        _registers=np.asarray(registers, dtype=object), _layout=layout, _is_signed=None
     )
 
 

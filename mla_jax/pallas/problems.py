@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 
 from mla_jax.cache import LatentCache, RecordCache
@@ -366,6 +367,26 @@ def routed(x, gate, up, down, weights, experts, *, limit=None, then=None) -> Pro
     _check_experts(op, weights, limit)
     _check_then(op, x, then)
     return _routed(op, x, size)
+
+
+def all_reduce(x, *, axis, then=None) -> Problem:
+    op = "all_reduce"
+    _bind(op, {}, x=(x, "float", "tokens hidden"))
+    try:
+        devices = lax.axis_size(axis)
+    except (NameError, TypeError, ValueError):
+        allowed = "a name of the mesh's axes, inside of jax.shard_map"
+        raise ArgumentError(f"{op}: axis", repr(axis), allowed) from None
+    _check_then(op, x, then)
+    return Problem.of(
+        op,
+        dtype=str(x.dtype),
+        tokens=x.shape[0],
+        hidden=x.shape[1],
+        devices=devices,
+        bytes=(devices - 1) * x.size * x.dtype.itemsize,
+        processes=jax.process_count(),
+    )
 
 
 def _check_then(op: str, x: Any, then: Any) -> None:
@@ -839,6 +860,7 @@ PROBLEMS: dict[str, Callable[..., Problem]] = {
     "route_tokens": route,
     "matmul_float32": matmul_float32,
     "mix_streams": mix_streams,
+    "all_reduce": all_reduce,
     "routed_experts": routed,
     "routed_experts_fp8": routed_fp8,
     "matmul_fp8": matmul_fp8,

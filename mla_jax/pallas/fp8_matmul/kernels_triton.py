@@ -49,7 +49,7 @@ TO_BFLOAT16 = tl.constexpr(_widening(4, "0x07f007f0"))
 TO_FLOAT16 = tl.constexpr(_widening(1, "0x3f803f80"))
 
 RAISED = tl.constexpr(2.0**64)
-"""How much larger rows of bfloat16 come."""
+"""How much larger rows of bfloat16 are when they are multiplied."""
 
 
 @jit
@@ -62,16 +62,29 @@ def _step(a, w, scale, total):
 
 
 @jit
+def _loaded(at, live, RAISE: tl.constexpr):
+    """Rows, raised here or by whoever made them: exact, and infinite above 2**64."""
+    part = tl.load(at, mask=live[:, None], other=0.0)
+    if RAISE and part.dtype == tl.bfloat16:
+        part = (part * RAISED).to(tl.bfloat16)
+    return part
+
+
+@jit
 def _gate_up_tile(
-    x, gate, gate_scale, up, up_scale, out, e, block, pair, live,
-    SIZES: tl.constexpr, LIMIT: tl.constexpr, TILE: tl.constexpr,
+    x, weights, out, e, block, piece, pair, live,
+    SIZES: tl.constexpr, LIMIT: tl.constexpr, TILE: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
+    gate, gate_scale, up, up_scale = weights
     TOPK: tl.constexpr = SIZES[1]
     HIDDEN: tl.constexpr = SIZES[2]
     WIDTH: tl.constexpr = SIZES[3]
     ROWS: tl.constexpr = TILE[0]
     COLUMNS: tl.constexpr = TILE[1]
+    PIECES: tl.constexpr = HOW[0]
+    PARTED: tl.constexpr = HOW[1]
     STEPS: tl.constexpr = HIDDEN // DEPTH
+    EACH: tl.constexpr = STEPS // PIECES
     column = block * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, DEPTH)
     a = x + (pair // TOPK).to(tl.int64)[:, None] * HIDDEN + k[None, :]
@@ -79,15 +92,51 @@ def _gate_up_tile(
     s = (e * (WIDTH // DEPTH) + block * COLUMNS // DEPTH) * STEPS
     g = tl.zeros((ROWS, COLUMNS), tl.float32)
     u = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for i in range(0, STEPS):
-        part = tl.load(a + i * DEPTH, mask=live[:, None], other=0.0)
+    g_before = tl.zeros((ROWS, COLUMNS), tl.float32)
+    u_before = tl.zeros((ROWS, COLUMNS), tl.float32)
+    if PARTED:
+        begin, end = piece * EACH, piece * EACH + EACH
+    else:
+        begin, end = 0, STEPS
+    for i in range(begin, end):
+        if PIECES > 1 and not PARTED:  # the sums of a piece are whole: they are what one adds
+            new = i % EACH == 0
+            g_before += tl.where(new, g, 0.0)
+            u_before += tl.where(new, u, 0.0)
+            g, u = tl.where(new, 0.0, g), tl.where(new, 0.0, u)
+        part = _loaded(a + i * DEPTH, live, HOW[2])
         g = _step(part, tl.load(gate + at + i * DEPTH), gate_scale + s + i, g)
         u = _step(part, tl.load(up + at + i * DEPTH), up_scale + s + i, u)
+    row = pair.to(tl.int64)[:, None] * WIDTH + column[None, :]
+    if PARTED:
+        to = out + piece.to(tl.int64) * (2 * SIZES[4] * WIDTH) + row
+        tl.store(to, g, mask=live[:, None])
+        tl.store(to + SIZES[4] * WIDTH, u, mask=live[:, None])
+    else:
+        h = _gated(g_before + g, u_before + u, LIMIT, out.dtype.element_ty)
+        tl.store(out + row, h, mask=live[:, None])
+
+
+@jit
+def _gated(g, u, LIMIT: tl.constexpr, DTYPE: tl.constexpr):
+    """SwiGLU as rows of the next product, raised if they are of bfloat16."""
     h = _swiglu(g, u, LIMIT)
-    if out.dtype.element_ty == tl.bfloat16:
+    if DTYPE == tl.bfloat16:
         h *= RAISED
-    h = h.to(out.dtype.element_ty)
-    tl.store(out + pair.to(tl.int64)[:, None] * WIDTH + column[None, :], h, mask=live[:, None])
+    return h.to(DTYPE)
+
+
+@jit
+def gated(parts, out, count, PIECES: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr):
+    """Pieces of gate's and up's sums, ``[pieces, 2, count]``, added in order, and SwiGLU."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < count
+    g = tl.load(parts + i, mask=inside, other=0.0)
+    u = tl.load(parts + count + i, mask=inside, other=0.0)
+    for p in tl.static_range(1, PIECES):
+        g += tl.load(parts + 2 * p * count + i, mask=inside, other=0.0)
+        u += tl.load(parts + (2 * p + 1) * count + i, mask=inside, other=0.0)
+    tl.store(out + i, _gated(g, u, LIMIT, out.dtype.element_ty), mask=inside)
 
 
 @jit
@@ -107,7 +156,7 @@ def _down_tile(
     s = scale + (e * (HIDDEN // DEPTH) + block * COLUMNS // DEPTH) * STEPS
     y = tl.zeros((ROWS, COLUMNS), tl.float32)
     for i in range(0, STEPS):
-        part = tl.load(a + i * DEPTH, mask=live[:, None], other=0.0)
+        part = _loaded(a + i * DEPTH, live, False)
         y = _step(part, tl.load(at + i * DEPTH), s + i, y)
     to = out + row * HIDDEN + column[None, :]
     tl.store(to, y.to(out.dtype.element_ty), mask=live[:, None])
@@ -115,29 +164,36 @@ def _down_tile(
 
 @jit
 def gate_up(
-    x, gate, gate_scale, up, up_scale, experts, rows, tiles, pairs, out,
+    x, weights, experts, rows, tiles, pairs, out,
     SIZES: tl.constexpr, LIMIT: tl.constexpr, PAIRS: tl.constexpr, TILE: tl.constexpr,
+    HOW: tl.constexpr,
 ):  # fmt: skip
-    """``grouped_matmul.kernels_triton.gate_up``, the result raised; ``TILE``: rows, columns."""
+    """``grouped_matmul.kernels_triton.gate_up``, the result raised; ``TILE``: rows, columns.
+
+    ``weights`` are gate and up, each with its scales. The channels of ``x`` are cut into ``HOW[0]``
+    pieces, whose sums are added in order; with ``HOW[1]`` each has a program of its own, and
+    ``out`` is what ``gated`` takes. ``HOW[2]``: rows of ``x`` come as they are. Of ``SIZES`` the
+    last is the number of pairs.
+    """
     pid = tl.program_id(0)
     BLOCKS: tl.constexpr = SIZES[3] // TILE[1]
     ROWS: tl.constexpr = TILE[0]
     if PAIRS > 0:
+        SPLIT: tl.constexpr = HOW[0] if HOW[1] else 1
+        block, first = pid % BLOCKS, pid // (BLOCKS * SPLIT)
+        piece = pid // BLOCKS % SPLIT
         turn = _chosen(experts, pairs, SIZES[0], PAIRS)
-        for n in range(pid // BLOCKS + 1, tl.max(turn) + 1, SIZES[1]):
+        for n in range(first + 1, tl.max(turn) + 1, SIZES[1]):
             e, pair, live = _lead(experts, turn, n, pairs, SIZES[0], PAIRS, ROWS)
             if e >= 0:
                 _gate_up_tile(
-                    x, gate, gate_scale, up, up_scale, out, e, pid % BLOCKS, pair, live,
-                    SIZES, LIMIT, TILE,
-                )  # fmt: skip
+                    x, weights, out, e, block, piece, pair, live, SIZES, LIMIT, TILE, HOW
+                )
         return
     e, block, first, end = _place(tiles, pid, BLOCKS)
     if e >= 0:
         pair, live = _rows(rows, first, end, ROWS)
-        _gate_up_tile(
-            x, gate, gate_scale, up, up_scale, out, e, block, pair, live, SIZES, LIMIT, TILE
-        )
+        _gate_up_tile(x, weights, out, e, block, 0, pair, live, SIZES, LIMIT, TILE, HOW)
 
 
 @jit
@@ -163,10 +219,13 @@ def down(
 
 
 @jit
-def matmul(x, weight, scale, tokens, out, SIZES: tl.constexpr, TILE: tl.constexpr):
+def matmul(
+    x, weight, scale, tokens, out, SIZES: tl.constexpr, TILE: tl.constexpr, RAISE: tl.constexpr
+):
     """``out[piece] = x W^T`` over one piece of the channels, for one tile of rows and columns.
 
     ``SIZES`` are channels in and out; ``TILE`` rows, columns, and the blocks of scales of a piece.
+    ``RAISE``: rows come as they are.
     """
     INTO: tl.constexpr = SIZES[0]
     OUT: tl.constexpr = SIZES[1]
@@ -188,7 +247,7 @@ def matmul(x, weight, scale, tokens, out, SIZES: tl.constexpr, TILE: tl.constexp
     s = scale + block * COLUMNS // DEPTH * STEPS
     y = tl.zeros((ROWS, COLUMNS), tl.float32)
     for i in range(piece * EACH, tl.minimum(piece * EACH + EACH, STEPS)):
-        part = tl.load(a + i * DEPTH, mask=live[:, None], other=0.0)
+        part = _loaded(a + i * DEPTH, live, RAISE)
         y = _step(part, tl.load(at + i * DEPTH, mask=there[:, None], other=0.0), s + i, y)
     to = out + (piece * tokens + row).to(tl.int64)[:, None] * OUT + column[None, :]
     tl.store(to, y.to(out.dtype.element_ty), mask=live[:, None] & there[None, :])

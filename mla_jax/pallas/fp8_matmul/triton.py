@@ -21,10 +21,13 @@ from mla_jax.pallas.grouped_matmul import triton as grouped
 from mla_jax.pallas.grouped_matmul.ref import add_norm
 from mla_jax.types import SCALE_BLOCK, Array, BlockScaled, Float, cdiv
 
-__all__ = ["matmul_fp8", "piece_blocks", "routed_experts_fp8"]
+__all__ = ["gate_pieces", "matmul_fp8", "piece_blocks", "routed_experts_fp8"]
 
 LEAST_BLOCKS, MOST_PROGRAMS = 7, 1024
 """Of a product that is cut: blocks of channels of a piece, and pieces of 32 columns together."""
+
+FEWEST = 16
+"""Rows of the smallest tile."""
 
 UNPLANNED = 128
 """Choices up to which every program looks for its own pairs."""
@@ -34,9 +37,18 @@ FEW, MANY = (64, 4, 4), (64, 8, 3)
 """Columns, warps and stages of the experts' programs, with tiles of 16 or 32 rows and of 64."""
 
 
-def raised(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Rows of bfloat16 times ``2**64``, as the kernels take them: exact, and infinite above it."""
-    return x * jnp.asarray(2.0**64, x.dtype) if x.dtype == jnp.bfloat16 else x
+GATE_COLUMNS, GATED, FILLED = 32, 512, 400
+"""Columns of gate and up without a plan; elements of a program of SwiGLU; programs enough."""
+
+
+def raised(x: Float[Array, "..."], tile: int) -> tuple[Float[Array, "..."], bool]:
+    """Rows for tiles of so many, and whether the kernel raises them (``kernels.RAISED``).
+
+    It does where it reads few: a launch before it would take longer.
+    """
+    if x.dtype != jnp.bfloat16 or tile == FEWEST:
+        return x, x.dtype == jnp.bfloat16
+    return x * jnp.asarray(2.0**64, x.dtype), False
 
 
 def matmul_fp8(
@@ -57,15 +69,17 @@ def matmul_fp8(
         columns = 32 if rows == 16 else 64
     else:
         columns = next((n for n in (64, 32) if out // n >= 128), 16)
+    x_in, inside = raised(x, rows)
     parts = triton_lib.call(
         kernels.matmul,
-        raised(x), weight.values, weight.scale, tokens,
+        x_in, weight.values, weight.scale, tokens,
         out=jax.ShapeDtypeStruct((pieces, tokens, out), jnp.float32 if pieces > 1 else x.dtype),
         grid=cdiv(out, columns) * pieces * cdiv(tokens, rows),
         warps=4,
         stages=4,
         SIZES=(into, out),
         TILE=(rows, columns, each),
+        RAISE=inside,
     )  # fmt: skip
     return functools.reduce(operator.add, list(parts)).astype(x.dtype)
 
@@ -92,19 +106,40 @@ def routed_experts_fp8(
         tile_count, tiles, order = grouped.plan(experts, count, rows=rows, group=8)
     else:
         tile_count, tiles, order = topk, experts, experts  # not read; programs of a block
-    searched = 0 if planned else grouped.power(pairs)
+    facts = {
+        "SIZES": (count, topk, hidden, width, pairs),
+        "PAIRS": 0 if planned else grouped.power(pairs),
+    }
     columns, warps, stages = FEW if rows < 64 else MANY
-    facts = {"SIZES": (count, topk, hidden, width), "PAIRS": searched, "TILE": (rows, columns)}
+    pieces = gate_pieces(topk, width, hidden) if rows < 64 else 1
+    parted = pieces > 1 and not planned
+    gate_columns = columns if planned else GATE_COLUMNS
+    x_in, inside = raised(x, rows)
     h = triton_lib.call(
         kernels.gate_up,
-        raised(x), gate.values, gate.scale, up.values, up.scale, experts, order, tiles, pairs,
-        out=grouped.spec((pairs, width), x.dtype),
-        grid=tile_count * (width // columns),
+        x_in, (gate.values, gate.scale, up.values, up.scale), experts, order, tiles, pairs,
+        out=grouped.spec((pieces, 2, pairs, width), jnp.float32) if parted
+        else grouped.spec((pairs, width), x.dtype),
+        grid=tile_count * (width // gate_columns) * (pieces if parted else 1),
         warps=warps,
         stages=stages,
         LIMIT=limit,
+        TILE=(rows, gate_columns),
+        HOW=(pieces, parted, inside),
         **facts,
     )  # fmt: skip
+    if parted:
+        h = triton_lib.call(
+            kernels.gated,
+            h, pairs * width,
+            out=grouped.spec((pairs, width), x.dtype),
+            grid=cdiv(pairs * width, GATED),
+            warps=4,
+            stages=1,
+            PIECES=pieces,
+            LIMIT=limit,
+            BLOCK=GATED,
+        )  # fmt: skip
     y = triton_lib.call(
         kernels.down,
         h, down.values, down.scale, experts, order, tiles, pairs,
@@ -112,6 +147,19 @@ def routed_experts_fp8(
         grid=tile_count * (hidden // columns),
         warps=warps,
         stages=stages,
+        TILE=(rows, columns),
         **facts,
     )  # fmt: skip
     return grouped.combine(y.reshape(tokens, topk, hidden), weights, experts, count, then)
+
+
+def gate_pieces(topk: int, width: int, hidden: int) -> int:
+    """Pieces of the channels of gate and up; the same for any number of rows.
+
+    One token's programs fill a machine then, where several devices divide the width.
+    """
+    blocks, programs = hidden // SCALE_BLOCK, topk * (width // GATE_COLUMNS)
+    found = 1
+    while programs * found < FILLED and blocks % (2 * found) == 0 and blocks >= 14 * found:
+        found *= 2
+    return found

@@ -1,0 +1,13 @@
+"""Definition of sums over devices, and their path on every device."""
+
+from jax import lax
+
+from mla_jax.pallas.axes import AddNorm, Hidden
+from mla_jax.pallas.grouped_matmul.ref import add_norm
+
+__all__ = ["all_reduce"]
+
+
+def all_reduce(x: Hidden, *, axis: str, then: AddNorm | None) -> Hidden | tuple[Hidden, Hidden]:
+    """The sum of what the devices along ``axis`` have, on each of them; ``add_norm`` of it."""
+    return add_norm(lax.psum(x, axis), then)
