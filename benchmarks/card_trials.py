@@ -15,7 +15,6 @@ import itertools
 import json
 import statistics
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ import numpy as np
 from benchmarks import processes
 from benchmarks.cards import ladder_of
 from benchmarks.compiling import gpu_options
-from benchmarks.peer_sums import by_peers
 from benchmarks.random_model import drawn, of_layers
 from benchmarks.timing import device_events
 from mla_jax.config_v4 import AnyConfig
@@ -40,8 +38,6 @@ from mla_jax.types import cdiv
 PAGE, CHUNK, MOST, STEPS, REPEATS = 64, 2048, 8, 64, 3
 TRACED = 12_000  # events in a file
 
-PEER_SUMS = "peer_sums"
-
 TRIALS: dict[str, dict[str, Any]] = {
     "default": {},
     "beside": {
@@ -49,10 +45,8 @@ TRIALS: dict[str, dict[str, Any]] = {
         "xla_gpu_disable_async_collectives": "",
     },
     "one_graph": {name: f"{kinds},COLLECTIVES" for name, kinds in LOOPS_IN_GRAPHS.items()},
-    PEER_SUMS: {},
 }
-"""Options in place of a step's own: copies and sums begin early; sums are in the graph too; sums
-are a kernel that may be in the graph (``peer_sums.py``)."""
+"""Options in place of a step's own: copies and sums begin early; sums of XLA's are in the graph."""
 
 
 def main() -> None:
@@ -82,9 +76,7 @@ def compare(
         row["processes"] = placement.processes
         try:
             file = None if trace is None else trace / f"{trial}_{jax.process_index()}.json"
-            sums = by_peers() if trial == PEER_SUMS else nullcontext()
-            with sums:
-                found, tokens = _measured(weights, config, placement, TRIALS[trial], context, file)
+            found, tokens = _measured(weights, config, placement, TRIALS[trial], context, file)
             first = first or tokens
             row |= found | {"equal": tokens == first}
         except Exception as error:  # a trial may fail where the next one does not

@@ -168,8 +168,10 @@ AOT = aot.available() or missing("triton")
 
 
 @pytest.mark.skipif(bool(AOT), reason=AOT or "available")
-@pytest.mark.parametrize("tokens", [1, 128, 1024])
-def test_compiles_for_sm90(tokens, monkeypatch):
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "launches"), [(1, 1024, 2), (128, 1024, 3), (1024, 1024, 3), (1, 7168, 3)]
+)
+def test_compiles_for_sm90(tokens, hidden, launches, monkeypatch):
     monkeypatch.setattr(DeviceInfo, "current", lambda: aot.H200)
     s = jax.ShapeDtypeStruct
 
@@ -179,13 +181,13 @@ def test_compiles_for_sm90(tokens, monkeypatch):
 
     compiled, _ = aot.compile_sm90(
         lambda *args: routed_experts_fp8(*args, backend="triton"),
-        s((tokens, 1024), jnp.bfloat16),
-        scaled(16, 512, 1024), scaled(16, 512, 1024), scaled(16, 1024, 512),
+        s((tokens, hidden), jnp.bfloat16),
+        scaled(16, 512, hidden), scaled(16, 512, hidden), scaled(16, hidden, 512),
         s((tokens, 4), jnp.float32),
         s((tokens, 4), jnp.int32),
     )  # fmt: skip
     calls = compiled.as_text().count('custom_call_target="triton_kernel_call_ffi"')
-    assert calls == (2 if tokens == 1 else 3)
+    assert calls == launches
     if tokens == 1:
         aot.compile_sm90(
             lambda *args: matmul_fp8(*args, backend="triton"),

@@ -34,8 +34,8 @@ CHANNELS = 1024
 
 LAYOUT = plgpu.Layout.WG_STRIDED((CHANNELS,), vec_size=CHANNELS // 128)
 
-TOGETHER = 4
-"""A hardware barrier of the block; Mosaic has 0 to 3."""
+TOGETHER = 15
+"""A hardware barrier of the block; Mosaic has one for each of up to eight warpgroups, from 1 on."""
 
 
 def all_reduce(x: Hidden, *, axis: str, then: AddNorm | None) -> Hidden | tuple[Hidden, Hidden]:
@@ -80,7 +80,7 @@ def _sum_norm(mine, residual, gain, h_out, x_out, *, squares, read, eps, **facts
     """A sum, added to the residual and rounded; and the norm of that."""
     row, columns = _place()
     before = _load(residual, row, columns)
-    factor = plgpu.load(gain, (columns,), layout=LAYOUT, optimized=True).astype(jnp.float32)
+    factor = plgpu.load(gain.at[columns], layout=LAYOUT, optimized=True).astype(jnp.float32)
     y = _total(mine, row, columns, facts).astype(h_out.dtype).astype(jnp.float32)
     h = (before + y).astype(h_out.dtype)
     wide = h.astype(jnp.float32)
@@ -99,7 +99,7 @@ def _place():
 
 
 def _load(ref, row, columns) -> jax.Array:
-    return plgpu.load(ref, (row, columns), layout=LAYOUT, optimized=True).astype(jnp.float32)
+    return plgpu.load(ref.at[row, columns], layout=LAYOUT, optimized=True).astype(jnp.float32)
 
 
 def _total(mine, row, columns, facts) -> jax.Array:

@@ -109,7 +109,7 @@ def _gate_up_tile(
         u = _step(part, tl.load(up + at + i * DEPTH), up_scale + s + i, u)
     row = pair.to(tl.int64)[:, None] * WIDTH + column[None, :]
     if PARTED:
-        to = out + piece.to(tl.int64) * (2 * SIZES[4] * WIDTH) + row
+        to = out + piece * (2 * SIZES[4] * WIDTH) + row
         tl.store(to, g, mask=live[:, None])
         tl.store(to + SIZES[4] * WIDTH, u, mask=live[:, None])
     else:
@@ -127,7 +127,7 @@ def _gated(g, u, LIMIT: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @jit
-def gated(parts, out, count, PIECES: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr):
+def gated(parts, count, out, PIECES: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr):
     """Pieces of gate's and up's sums, ``[pieces, 2, count]``, added in order, and SwiGLU."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < count

@@ -37,6 +37,9 @@ FEW, MANY = (64, 4, 4), (64, 8, 3)
 """Columns, warps and stages of the experts' programs, with tiles of 16 or 32 rows and of 64."""
 
 
+NARROW, NARROW_COLUMNS = 256, 128
+"""Width up to which a block of down's columns is larger: each has few channels to add up."""
+
 GATE_COLUMNS, GATED, FILLED = 32, 512, 400
 """Columns of gate and up without a plan; elements of a program of SwiGLU; programs enough."""
 
@@ -111,6 +114,7 @@ def routed_experts_fp8(
         "PAIRS": 0 if planned else grouped.power(pairs),
     }
     columns, warps, stages = FEW if rows < 64 else MANY
+    down_columns = NARROW_COLUMNS if width <= NARROW and rows < 64 else columns
     pieces = gate_pieces(topk, width, hidden) if rows < 64 else 1
     parted = pieces > 1 and not planned
     gate_columns = columns if planned else GATE_COLUMNS
@@ -144,10 +148,10 @@ def routed_experts_fp8(
         kernels.down,
         h, down.values, down.scale, experts, order, tiles, pairs,
         out=grouped.spec((pairs, hidden), x.dtype),
-        grid=tile_count * (hidden // columns),
+        grid=tile_count * (hidden // down_columns),
         warps=warps,
         stages=stages,
-        TILE=(rows, columns),
+        TILE=(rows, down_columns),
         **facts,
     )  # fmt: skip
     return grouped.combine(y.reshape(tokens, topk, hidden), weights, experts, count, then)
