@@ -124,7 +124,7 @@ def test_one_after_the_other(rng, mesh, kind):
 
 
 def test_refusals(mesh):
-    x = jnp.ones((2, 1024), jnp.bfloat16)
+    x = jnp.ones((2 * mesh.size, 1024), jnp.bfloat16)
     with pytest.raises(ArgumentError, match=r"all_reduce: axis.*shard_map"):
         ops.all_reduce(x, axis="d")
     with pytest.raises(ArgumentError, match="residual"):

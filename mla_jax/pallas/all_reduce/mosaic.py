@@ -32,6 +32,9 @@ __all__ = ["CHANNELS", "all_reduce"]
 CHANNELS = 1024
 """Of a warpgroup: 16 bytes for each thread, from each device."""
 
+WARPS = 4
+"""Of a warpgroup."""
+
 LAYOUT = plgpu.Layout.WG_STRIDED((CHANNELS,), vec_size=CHANNELS // 128)
 
 TOGETHER = 15
@@ -57,7 +60,7 @@ def all_reduce(x: Hidden, *, axis: str, then: AddNorm | None) -> Hidden | tuple[
         num_threads=groups,
         thread_name="wg",
         scratch_types={
-            "squares": plgpu.SMEM((groups,), jnp.float32),
+            "squares": plgpu.SMEM((WARPS * groups,), jnp.float32),
             "read": plgpu.SemaphoreType.REGULAR,
         },
         kernel_name="mla_all_reduce",
@@ -84,10 +87,11 @@ def _sum_norm(mine, residual, gain, h_out, x_out, *, squares, read, eps, **facts
     y = _total(mine, row, columns, facts).astype(h_out.dtype).astype(jnp.float32)
     h = (before + y).astype(h_out.dtype)
     wide = h.astype(jnp.float32)
-    squares[lax.axis_index("wg")] = jnp.sum(wide * wide)
+    _sum_of_warps(wide * wide, squares)
     lib.sync(TOGETHER, 128 * facts["groups"])
     _tell(read, facts)
-    square = sum(squares[i] for i in range(facts["groups"])) / (CHANNELS * facts["groups"])
+    parts = [squares[i] for i in range(WARPS * facts["groups"])]
+    square = functools.reduce(jnp.add, parts) / (CHANNELS * facts["groups"])
     h_out[row, columns] = h
     x_out[row, columns] = (factor * (wide * lax.rsqrt(square + eps))).astype(x_out.dtype)
     _await(read, facts)
@@ -125,6 +129,35 @@ def _total(mine, row, columns, facts) -> jax.Array:
         return [inline.channels(words_of[4 * i : 4 * i + 4], dtype) for i in range(devices)]
 
     return functools.reduce(jnp.add, [x.astype(jnp.float32) for x in read(*refs, begin)])
+
+
+def _sum_of_warps(x: jax.Array, sums) -> None:
+    """The sum of each warp's elements of ``x``. Warpgroups that add up at the same time write into
+    the same memory with Mosaic's own sums.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(LAYOUT, plgpu.RefType()))
+    def add_up(_, x, sums):
+        (register,) = x.registers.flat
+        count = register.type.shape[0]
+        each = [inline.vectors.extract(register, [], [i]) for i in range(count)]
+        total = functools.reduce(inline.arith.addf, each)
+        for lanes in (16, 8, 4, 2, 1):
+            total = inline.arith.addf(total, mgpu.utils.shfl_bfly(total, lanes))
+        code = """{
+            .reg .pred p;
+            .reg .b32 at, lane, thread;
+            mov.u32 thread, %tid.x;
+            and.b32 lane, thread, 31;
+            setp.eq.u32 p, lane, 0;
+            cvt.u32.u64 at, $0;
+            shr.u32 thread, thread, 5;
+            mad.lo.u32 at, thread, 4, at;
+            @p st.shared.f32 [at], $1;
+            }"""
+        inline.asm(code, [mgpu.utils.memref_ptr(sums), total], "l,f,~{memory}")
+
+    add_up(x, sums)
 
 
 def _reads(devices: int) -> tuple[str, str]:
