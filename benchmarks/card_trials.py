@@ -6,7 +6,7 @@ with the weights of a model's widths that are drawn once. Each row says how long
 whether its tokens are those of the first trial. With ``--processes`` each card has a process of its
 own: the calls of several cards in one process may wait for each other. ``--trace FOLDER`` writes
 what ran on the cards in the last steps of one request: name, start, microseconds, card and stream,
-a file for each trial and process.
+a file for each trial and process. ``--host FOLDER``: what the host did meanwhile, by JAX's profiler.
 """
 
 import argparse
@@ -15,6 +15,8 @@ import itertools
 import json
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from benchmarks.random_model import drawn, of_layers
 from benchmarks.timing import device_events
 from mla_jax.config_v4 import AnyConfig
 from mla_jax.engine import Engine
+from mla_jax.model import step
 from mla_jax.model.family import family_of
 from mla_jax.model.presets import PRESETS
 from mla_jax.model.sampling import SamplingParams
@@ -38,6 +41,8 @@ from mla_jax.types import cdiv
 PAGE, CHUNK, MOST, STEPS, REPEATS = 64, 2048, 8, 64, 3
 TRACED = 12_000  # events in a file
 
+NCCL = "nccl"
+
 TRIALS: dict[str, dict[str, Any]] = {
     "default": {},
     "beside": {
@@ -45,8 +50,10 @@ TRIALS: dict[str, dict[str, Any]] = {
         "xla_gpu_disable_async_collectives": "",
     },
     "one_graph": {name: f"{kinds},COLLECTIVES" for name, kinds in LOOPS_IN_GRAPHS.items()},
+    NCCL: {},
 }
-"""Options in place of a step's own: copies and sums begin early; sums of XLA's are in the graph."""
+"""Options in place of a step's own: copies and sums begin early; sums of XLA's are in the graph; all
+that the devices exchange goes through NCCL."""
 
 
 def main() -> None:
@@ -56,15 +63,21 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--trials", nargs="*", choices=TRIALS, default=list(TRIALS))
     parser.add_argument("--trace", type=Path, help="a folder")
+    parser.add_argument("--host", type=Path, help="a folder")
     processes.add_options(parser)
     given = parser.parse_args()
     processes.enter(given, "benchmarks.card_trials")
     layers = of_layers(PRESETS[given.model], given.layers)
-    compare(layers, given.trials, context=given.context, trace=given.trace)
+    compare(layers, given.trials, context=given.context, trace=given.trace, host=given.host)
 
 
 def compare(
-    config: AnyConfig, trials: list[str], *, context: int, trace: Path | None = None
+    config: AnyConfig,
+    trials: list[str],
+    *,
+    context: int,
+    trace: Path | None = None,
+    host: Path | None = None,
 ) -> list[dict[str, Any]]:
     """A row for each trial, printed when it is known."""
     placement, module = Placement.of(jax.devices()), family_of(config.family).module
@@ -75,8 +88,10 @@ def compare(
         row: dict[str, Any] = {"trial": trial, "layers": config.layers, "cards": placement.size}
         row["processes"] = placement.processes
         try:
-            file = None if trace is None else trace / f"{trial}_{jax.process_index()}.json"
-            found, tokens = _measured(weights, config, placement, TRIALS[trial], context, file)
+            name = f"{trial}_{jax.process_index()}"
+            files = trace and trace / f"{name}.json", host and host / name
+            with by_nccl() if trial == NCCL else nullcontext():
+                found, tokens = _measured(weights, config, placement, TRIALS[trial], context, files)
             first = first or tokens
             row |= found | {"equal": tokens == first}
         except Exception as error:  # a trial may fail where the next one does not
@@ -94,7 +109,7 @@ def _measured(
     placement: Placement,
     options: dict[str, Any],
     context: int,
-    trace: Path | None,
+    files: tuple[Path | None, Path | None],
 ) -> tuple[dict[str, Any], list[list[int]]]:
     """Microseconds of a step, and the tokens of all requests."""
     longest = context + STEPS + PAGE
@@ -113,9 +128,24 @@ def _measured(
         runs = [_run(engine, prompts) for _ in range(1 + REPEATS)]
         row[f"us_{requests}"] = [round(us) for us, _ in runs[1:]]
         tokens += runs[-1][1]
-        if trace is not None and requests == 1:
-            _traced(engine, prompts, trace)
+        if files[0] is not None and requests == 1:
+            _traced(engine, prompts, files[0])
+        if files[1] is not None and requests == 1:
+            with jax.profiler.trace(files[1]):
+                wish = SamplingParams(max_new_tokens=20, ignore_eos=True)
+                engine.generate(prompts, wish)
     return row, tokens
+
+
+@contextmanager
+def by_nccl() -> Iterator[None]:
+    """Engines that are made inside have no memory that all devices write."""
+    kept = step._has_peers
+    step._has_peers = lambda _: False
+    try:
+        yield
+    finally:
+        step._has_peers = kept
 
 
 def _traced(engine: Engine, prompts: list[list[int]], file: Path) -> None:

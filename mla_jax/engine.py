@@ -672,6 +672,7 @@ class Engine:
         self._history.reset()
         self._history_rows = HistoryRows(self._history.rows)
         self._recoveries += 1
+        self._step.forget_sums()
         self._alloc()
 
     def _batch(self, plan: Plan, host: HostBatch, decision: Any) -> StepBatch:

@@ -40,6 +40,7 @@ from mla_jax.pallas.axes import (
     StreamRows,
 )
 from mla_jax.pallas.registry import Problem
+from mla_jax.peers import Peers
 from mla_jax.sparse_ops import (
     append_window,
     indexer_logits,
@@ -53,6 +54,7 @@ from mla_jax.types import Array, AttnState, BlockScaled, Bool, Float, Int, gathe
 __all__ = [
     "REGISTRY",
     "AddNorm",
+    "all_gather",
     "all_reduce",
     "append_latent",
     "append_window",
@@ -425,30 +427,44 @@ def mix_streams(
     return run(*given, rounds=rounds, eps=float(eps), norm_eps=float(norm_eps))
 
 
-@overload
-def all_reduce(
-    x: Hidden, *, axis: str, then: None = None, backend: str | None = None
-) -> Hidden: ...
+def all_gather(
+    x: Float[Array, "rows columns"], *, axis: str, peers: Peers | None = None,
+    backend: str | None = None,
+) -> Float[Array, "rows all"]:  # fmt: skip
+    """The columns of all devices along a mesh axis beside each other, on each of them.
+
+    Inside of ``jax.shard_map`` with ``check_vma=False``; ``peers`` as for ``all_reduce``.
+    """
+    problem = problems.all_gather(x, axis=axis, peers=peers)
+    return choose(problem, backend)(x, axis=axis, peers=peers)
 
 
 @overload
 def all_reduce(
-    x: Hidden, *, axis: str, then: AddNorm, backend: str | None = None
+    x: Hidden, *, axis: str, peers: Peers | None = None, then: None = None,
+    backend: str | None = None,
+) -> Hidden: ...  # fmt: skip
+
+
+@overload
+def all_reduce(
+    x: Hidden, *, axis: str, peers: Peers | None = None, then: AddNorm, backend: str | None = None
 ) -> tuple[Hidden, Hidden]: ...
 
 
 def all_reduce(
-    x: Hidden, *, axis: str, then: AddNorm | None = None, backend: str | None = None
-) -> Hidden | tuple[Hidden, Hidden]:
+    x: Hidden, *, axis: str, peers: Peers | None = None, then: AddNorm | None = None,
+    backend: str | None = None,
+) -> Hidden | tuple[Hidden, Hidden]:  # fmt: skip
     """``y = sum_d x_d`` over the devices ``d`` along a mesh axis, on each of them.
 
-    Inside of ``jax.shard_map``. ``then=AddNorm(residual, gain, eps)`` returns ``(h, norm(h))``
-    instead, ``h = residual + y``, as ``routed_experts`` does; it is the same on all devices.
-    Kernels add in float32 and round once; XLA's sum may round after each device. In a program that
-    other operations of Mosaic kernels are part of, ``check_vma=False``.
+    Inside of ``jax.shard_map`` with ``check_vma=False``. ``then=AddNorm(residual, gain, eps)``
+    returns ``(h, norm(h))`` instead, ``h = residual + y``, as ``routed_experts`` does; all devices
+    give the same. A kernel needs ``peers``, a device's row of a ``PeerMemory`` of these devices; it
+    adds in float32 and rounds once, in the same order everywhere. XLA's sum may round after each.
     """
-    problem = problems.all_reduce(x, axis=axis, then=then)
-    return choose(problem, backend)(x, axis=axis, then=then)
+    problem = problems.all_reduce(x, axis=axis, peers=peers, then=then)
+    return choose(problem, backend)(x, axis=axis, peers=peers, then=then)
 
 
 @overload

@@ -10,7 +10,7 @@ every process does the same, in the same order, with equal arguments.
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -35,9 +35,11 @@ SHARDS = "shards"
 
 @dataclass(frozen=True)
 class Placement:
-    """Devices of one kind as a mesh ``(shards,)``. Hashable; holds no array."""
+    """Devices of one kind as a mesh ``(shards,)``. Hashable; holds no array but inside a program."""
 
     mesh: Mesh
+    peers: Any = field(default=None, compare=False)
+    """``Peers`` that a program which is traced takes as an argument; None: it has none."""
 
     @classmethod
     def of(cls, devices: Any) -> "Placement":

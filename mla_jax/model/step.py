@@ -11,7 +11,7 @@ the tokens that the step before it drew, on the device, before the host has read
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
+from mla_jax import ops
 from mla_jax.errors import ArgumentError, MetadataError
 from mla_jax.metadata.builder import AttentionMetadataBuilder
 from mla_jax.metadata.common import build_common
@@ -32,7 +33,9 @@ from mla_jax.model.program_store import ProgramStore, source_of
 from mla_jax.model.sampling import Sampled, SamplingBatch, sample
 from mla_jax.model.sharding import derived_sharding, divided, divides, named_leaves, sharding_of
 from mla_jax.model.token_history import Fed, HistoryStore, TokenHistory, history_specs
-from mla_jax.placement import Placement, put
+from mla_jax.pallas.device import DeviceInfo
+from mla_jax.peers import MOST_DEVICES, PeerMemory, Peers
+from mla_jax.placement import SHARDS, Placement, put
 from mla_jax.types import Array, Float, Int
 
 __all__ = [
@@ -201,6 +204,7 @@ class Step:
             self._facts = (*store[1], source_of(type(model)), source_of(type(builder)))
         self._workspaces: dict[Layout, int] = {}  # bytes, of each program
         self._python = threading.Lock()
+        self.memory: PeerMemory | None = None
         self.take(model)
 
     def take(self, model: Any) -> None:
@@ -242,8 +246,22 @@ class Step:
                 derived = jax.tree.map(_placed, derived, homes)
             else:
                 derived = jax.jit(derive, out_shardings=homes)(leaves)
+        if _has_peers(self.placement) and not abstract and self.memory is None:
+            self.memory = PeerMemory.of(self.placement)
         taken = graph, tree, leaves, derived
         self._graph, self._tree, self.leaves, self.derived = taken
+
+    def forget_sums(self) -> None:
+        """After a step that failed: devices may have made more or fewer sums than others."""
+        if self.memory is not None:
+            self.memory = PeerMemory.of(self.placement)
+
+    @property
+    def _peers(self) -> Peers | None:
+        """What programs take of the devices' common memory."""
+        if self.memory is not None:
+            return self.memory.peers
+        return PeerMemory.spec(self.placement) if _has_peers(self.placement) else None
 
     def _merged(self, leaves: Sequence[Array]) -> Any:
         """The module with these leaves."""
@@ -285,7 +303,8 @@ class Step:
             program = self.compile(packed.layout, caches)
         tokens = self.no_tokens() if tokens is None else tokens
         history = self._no_history if history is None else history
-        arguments = self.leaves, self.derived, caches, history.now, tokens
+        given = self.derived, self._peers
+        arguments = self.leaves, given, caches, history.now, tokens
         words = np.asarray(packed.words)
         found = self._staging.run(lambda words: program(*arguments, words), words)
         tokens, (out, new_caches, history.now) = found
@@ -369,7 +388,7 @@ class Step:
         """Shapes and places of what the program of these batches takes."""
         words = jax.ShapeDtypeStruct((layout.size,), np.int32, sharding=self._staging.sharding)
         tokens = jax.ShapeDtypeStruct((self._slots,), np.int32, sharding=self.placement.everywhere)
-        carried = self.leaves, self.derived, dict(caches), self._history_specs()
+        carried = self.leaves, (self.derived, self._peers), dict(caches), self._history_specs()
         return *jax.tree.map(_spec, carried), tokens, words
 
     def trace(self, layout: Layout, caches: Mapping[str, Any]) -> jax.stages.Traced:
@@ -378,14 +397,14 @@ class Step:
 
         def run(
             leaves: Sequence[Array],
-            derived: Any,
+            given: tuple[Any, Peers | None],
             caches: dict[str, Any],
             history: TokenHistory,
             tokens: Array,
             words: Array,
         ) -> tuple[Array, tuple[StepOutput, dict[str, Any], TokenHistory]]:
             batch: StepBatch = Packed(layout=layout, words=received(words)).unpack()
-            return self._body(self._merged(leaves), derived, caches, history, tokens, batch)
+            return self._body(self._merged(leaves), given, caches, history, tokens, batch)
 
         if self._store is not None:
             run.__name__ = self._store.new_name()
@@ -400,7 +419,7 @@ class Step:
     def _body(
         self,
         model: Any,
-        derived: Any,
+        given: tuple[Any, Peers | None],
         caches: dict[str, Any],
         history: TokenHistory,
         tokens: Int[Array, "slots"],
@@ -418,15 +437,17 @@ class Step:
         )
         meta = self.builder.build(common, batch.decision)
         ids = _fed(jnp.asarray(batch.token_ids), tokens)
+        derived, peers = given
         hidden, caches = model(
             ids,
             meta,
             caches,
             derived=derived,
             backend=self._backend,
-            placement=self.placement,
+            placement=replace(self.placement, peers=peers),
         )
-        logits = self._whole(model.logits(hidden[jnp.maximum(query_starts[1:] - 1, 0)]))
+        rows = hidden[jnp.maximum(query_starts[1:] - 1, 0)]
+        logits = self._whole(model.logits(rows), peers)
         fed = Fed(ids=ids, positions=common.positions, requests=common.requests, real=common.real)
         seen = history if self._vocab else None
         found = self._drawn(logits, batch.sampling, seen, fed)
@@ -459,13 +480,26 @@ class Step:
         on_each = divided(sample, self.placement, given=None, returned=None)
         return on_each(logits, batch, history, fed)
 
-    def _whole(self, logits: Float[Array, "requests vocab"]) -> Float[Array, "requests vocab"]:
+    def _whole(
+        self, logits: Float[Array, "requests vocab"], peers: Peers | None
+    ) -> Float[Array, "requests vocab"]:
         """All of them on every device."""
-        if divides(self.placement, logits.shape[1]):
-            # First where they are made, or XLA collects the weights of the output head instead.
-            logits = lax.with_sharding_constraint(logits, self.placement.divided(1))
-            logits = lax.with_sharding_constraint(logits, self.placement.everywhere)
-        return logits
+        if not divides(self.placement, logits.shape[1]):
+            return logits
+        # First where they are made, or XLA collects the weights of the output head instead.
+        logits = lax.with_sharding_constraint(logits, self.placement.divided(1))
+        named = ops.named("all_gather", self._backend)
+        run = partial(ops.all_gather, axis=SHARDS, backend=named)
+        on_all = divided(
+            lambda x, peers: run(x, peers=peers), self.placement, given=(1, 0), returned=None
+        )
+        return on_all(logits, peers)
+
+
+def _has_peers(placement: Placement) -> bool:
+    """Whether the devices may write into each other's memory."""
+    one = placement.processes == 1 and 2 <= placement.size <= MOST_DEVICES
+    return one and placement.on_gpu and DeviceInfo.of(placement.device).sm == 90
 
 
 def _fed(ids: Int[Array, "tokens"], drawn: Int[Array, "slots"]) -> Int[Array, "tokens"]:

@@ -6,6 +6,7 @@ from typing import Any
 from mla_jax import ops
 from mla_jax.model.sharding import divided
 from mla_jax.pallas.axes import AddNorm
+from mla_jax.peers import Peers
 from mla_jax.placement import SHARDS, Placement
 from mla_jax.types import Array
 
@@ -27,14 +28,14 @@ def summed(
     """
     how = ops.named("all_reduce", backend)
 
-    def share(args: tuple[Any, ...], added: tuple[Array, Array] | None) -> Any:
+    def share(args: tuple[Any, ...], added: tuple[Array, Array] | None, peers: Peers | None) -> Any:
         onto = None if added is None or then is None else AddNorm(*added, then.eps)
-        return ops.all_reduce(run(*args), axis=SHARDS, then=onto, backend=how)
+        return ops.all_reduce(run(*args), axis=SHARDS, peers=peers, then=onto, backend=how)
 
     def call(*args: Any) -> Any:
         added = None if then is None else (then.residual, then.gain)
         returned = None if then is None else (None, None)
-        on_all = divided(share, placement, given=(tuple(given), None), returned=returned)
-        return on_all(args, added)
+        axes = tuple(given), None, 0
+        return divided(share, placement, given=axes, returned=returned)(args, added, placement.peers)
 
     return call

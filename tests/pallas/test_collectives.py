@@ -9,9 +9,11 @@ from jax.sharding import PartitionSpec as P
 
 from mla_jax import ops
 from mla_jax.errors import ArgumentError, UnsupportedError
-from mla_jax.pallas.all_reduce import mosaic
+from mla_jax.pallas.collectives import mosaic
 from mla_jax.pallas.axes import AddNorm
 from mla_jax.pallas.device import DeviceInfo
+from mla_jax.peers import PeerMemory, Peers
+from mla_jax.placement import Placement
 from tests import aot
 
 BACKENDS = [pytest.param("mosaic", marks=pytest.mark.gpu), "xla"]
@@ -28,12 +30,26 @@ def mesh():
     return jax.make_mesh((count,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
-def program(mesh, run, outs=1):
-    """``run(x, residual, gain)`` under ``shard_map``, each device's result beside the others'."""
-    out = (P("d"),) * outs if outs > 1 else P("d")
-    specs = P("d"), P(), P()
-    mapped = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
-    return jax.jit(mapped)
+class Program:
+    """``run(x, residual, gain, peers)`` under ``shard_map``; each device's result beside the others'.
+
+    ``peers`` on GPUs alone: memory of its own for each program.
+    """
+
+    def __init__(self, mesh, run, outs=1):
+        out = (P("d"),) * outs if outs > 1 else P("d")
+        specs = P("d"), P(), P(), P("d")
+        mapped = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
+        self.jitted = jax.jit(mapped)
+        placement = Placement.of(mesh)
+        self.memory = PeerMemory.of(placement) if jax.default_backend() == "gpu" else None
+        self.peers = None
+        if self.memory is not None:
+            table = np.asarray(self.memory.peers.table)
+            self.peers = Peers(jax.device_put(table, NamedSharding(mesh, P("d"))))
+
+    def __call__(self, *args):
+        return self.jitted(*args, self.peers)
 
 
 def given(rng, mesh, rows, hidden, dtype="bfloat16"):
@@ -51,8 +67,8 @@ def given(rng, mesh, rows, hidden, dtype="bfloat16"):
 @pytest.mark.parametrize(("rows", "hidden"), [(1, 7168), (8, 7168), (3, 1024), (64, 5120)])
 def test_the_sum(rng, mesh, kind, dtype, rows, hidden):
     args, parts = given(rng, mesh, rows, hidden, dtype)
-    run = lambda x, *_: ops.all_reduce(x, axis="d", backend=kind)  # noqa: E731
-    found = np.asarray(program(mesh, run)(*args), np.float64).reshape(parts.shape)
+    run = lambda x, r, g, p: ops.all_reduce(x, axis="d", peers=p, backend=kind)  # noqa: E731
+    found = np.asarray(Program(mesh, run)(*args), np.float64).reshape(parts.shape)
     roundings = 1 if kind == "mosaic" else mesh.size
     bound = roundings * float(jnp.finfo(dtype).eps) * np.abs(parts).sum(0)
     assert (np.abs(found[0] - parts.sum(0)) <= bound).all()
@@ -65,12 +81,13 @@ def test_the_residual_and_its_norm(rng, mesh, kind, rows, hidden):
     """``h`` is rounded before it is normalised."""
     args, parts = given(rng, mesh, rows, hidden)
 
-    def run(x, residual, gain):
+    def run(x, residual, gain, peers):
         then = AddNorm(residual=residual, gain=gain, eps=EPS)
-        y = ops.all_reduce(x, axis="d", backend=kind)
-        return y, *ops.all_reduce(x, axis="d", then=then, backend=kind)
+        y = ops.all_reduce(x, axis="d", peers=peers, backend=kind)
+        x, y = jax.lax.optimization_barrier((x, y))  # one sum after the other
+        return y, *ops.all_reduce(x, axis="d", peers=peers, then=then, backend=kind)
 
-    y, h, normed = (np.asarray(a, np.float64) for a in program(mesh, run, outs=3)(*args))
+    y, h, normed = (np.asarray(a, np.float64) for a in Program(mesh, run, outs=3)(*args))
     residual, gain = (np.asarray(a, np.float64) for a in args[1:])
     y, h, normed = (a.reshape(parts.shape) for a in (y, h, normed))
     assert (np.abs(h - residual - y) <= 2.0**-8 * np.abs(residual + y)).all()
@@ -81,13 +98,28 @@ def test_the_residual_and_its_norm(rng, mesh, kind, rows, hidden):
 
 
 @pytest.mark.parametrize("kind", BACKENDS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 32320), (8, 1000), (3, 8192)])
+def test_columns_of_all(rng, mesh, kind, dtype, rows, columns):
+    """Bit for bit, NaN too."""
+    (x, *rest), _ = given(rng, mesh, rows, columns, dtype)
+    x = x.at[0, ::7].set(jnp.nan)
+    run = lambda x, r, g, p: ops.all_gather(x, axis="d", peers=p, backend=kind)  # noqa: E731
+    call = Program(mesh, run)
+    want = np.concatenate(np.split(np.asarray(x), mesh.size), axis=1)
+    for _ in range(3):
+        found = np.split(np.asarray(call(x, *rest)), mesh.size)
+        assert all(part.tobytes() == want.tobytes() for part in found)
+
+
+@pytest.mark.parametrize("kind", BACKENDS)
 def test_rows_are_apart(rng, mesh, kind):
     """NaN in one row stays there; a row's bits do not depend on the others, nor on their number."""
     (x, residual, gain), parts = given(rng, mesh, 8, 1024)
-    run = lambda x, r, g: ops.all_reduce(  # noqa: E731
-        x, axis="d", then=AddNorm(residual=r, gain=g, eps=EPS), backend=kind
+    run = lambda x, r, g, p: ops.all_reduce(  # noqa: E731
+        x, axis="d", peers=p, then=AddNorm(residual=r, gain=g, eps=EPS), backend=kind
     )
-    call = program(mesh, run, outs=2)
+    call = Program(mesh, run, outs=2)
     clean = [np.asarray(a, np.float32) for a in call(x, residual, gain)]
     poisoned = np.asarray(x).reshape(parts.shape).copy()
     poisoned[:, 5] = np.nan
@@ -107,16 +139,16 @@ def test_one_after_the_other(rng, mesh, kind):
     """What a device gave may be overwritten as soon as it has its sum: 200 in a row, ten times."""
     args, _ = given(rng, mesh, 8, 2048)
 
-    def run(x, residual, gain):
+    def run(x, residual, gain, peers):
         def turn(_, x):
             then = AddNorm(residual=residual, gain=gain, eps=EPS)
-            h, normed = ops.all_reduce(x, axis="d", then=then, backend=kind)
+            h, normed = ops.all_reduce(x, axis="d", peers=peers, then=then, backend=kind)
             mine = 1 + jax.lax.axis_index("d").astype(x.dtype)
             return normed * mine - h * jnp.asarray(0.25, x.dtype)
 
         return jax.lax.fori_loop(0, 200, turn, x)
 
-    call = program(mesh, run)
+    call = Program(mesh, run)
     first = np.asarray(call(*args), np.float32)
     assert np.isfinite(first).all()
     for _ in range(10):
@@ -129,11 +161,11 @@ def test_refusals(mesh):
         ops.all_reduce(x, axis="d")
     with pytest.raises(ArgumentError, match="residual"):
         then = AddNorm(residual=x, gain=x[0], eps=EPS)
-        program(mesh, lambda x, *_: ops.all_reduce(x, axis="d", then=then))(x, x, x)
+        Program(mesh, lambda x, *_: ops.all_reduce(x, axis="d", then=then))(x, x, x)
     if DeviceInfo.current().sm != 90:
         with pytest.raises(UnsupportedError, match="sm90"):
             run = lambda x, *_: ops.all_reduce(x, axis="d", backend="mosaic")  # noqa: E731
-            program(mesh, run)(x, x, x)
+            Program(mesh, run)(x, x, x)
 
 
 @pytest.mark.skipif(bool(AOT), reason=AOT or "available")
@@ -144,15 +176,16 @@ def test_compiles_for_sm90(devices, hidden, monkeypatch):
     monkeypatch.setattr(DeviceInfo, "current", lambda: aot.H200)
     mesh = jax.sharding.Mesh(np.array(aot.h200s(devices)), ("d",))
 
-    def run(x, residual, gain):
+    def run(x, residual, gain, peers):
         then = AddNorm(residual=residual, gain=gain, eps=EPS)
-        return mosaic.all_reduce(x, axis="d", then=then)
+        return mosaic.all_reduce(x, axis="d", peers=peers, then=then)
 
     def spec(*shape, of=()):
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P(*of)))
 
-    lowered = program(mesh, run, outs=2).lower(
-        spec(8 * devices, hidden, of=("d",)), spec(8, hidden), spec(hidden)
-    )
+    lowered = Program(mesh, run, outs=2).jitted.lower(
+        spec(8 * devices, hidden, of=("d",)), spec(8, hidden), spec(hidden),
+        PeerMemory.spec(Placement.of(list(mesh.devices.flat))),
+    )  # fmt: skip
     text = lowered.compile().as_text()
     assert text.count("mosaic_gpu") and "all-reduce" not in text

@@ -1,0 +1,78 @@
+"""Memory of each device into which the others write: what sums over devices go through.
+
+A device writes its rows into the memory of all others, tells them so, and waits for theirs
+(``pallas.collectives``). XLA knows nothing of it, so a sum is one kernel of a CUDA graph, and the
+host need not bring the devices together for it.
+
+Source: one-shot sums as of vLLM's custom all-reduce, with two sets of slots in turn.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mla_jax.placement import Placement, put
+from mla_jax.types import Array
+
+__all__ = ["FLAGS", "MOST_DEVICES", "ROW_BYTES", "SLOTS", "PeerMemory", "Peers", "rows_of"]
+
+MOST_DEVICES, SLOTTED = 16, 512
+"""Devices that share memory, and rows of all of them in one set of slots."""
+
+ROW_BYTES = 16384
+"""Of a slot: the largest row."""
+
+FLAGS, SLOTS = 4096, 8192
+"""Where flags and slots begin, in bytes. Before them each row has the number of its sums."""
+
+
+def rows_of(devices: int) -> int:
+    """Rows that a device may give to one sum."""
+    return min(SLOTTED // devices, 256)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Peers:
+    """What a program needs of a ``PeerMemory``, one row for each device.
+
+    A row has the device's number, a word that is not used, and the low and high words of the
+    addresses of all devices' memory.
+    """
+
+    table: Array  # uint32 [devices, 2 + 2 devices]
+
+
+@dataclass(frozen=True)
+class PeerMemory:
+    """Memory of the devices of a placement. It must be kept while a program that uses it runs.
+
+    Programs that use the same memory run one after the other on every device, and the sums of a
+    program depend on each other, so that all devices make them in the same order.
+    """
+
+    memory: Array
+    peers: Peers
+
+    @classmethod
+    def of(cls, placement: Placement) -> "PeerMemory":
+        """New memory, in which no sum was made. Devices of one process, one host."""
+        count, home = placement.size, placement.divided(0)
+        words = (SLOTS + 2 * SLOTTED * ROW_BYTES) // 4
+        with placement.working():
+            zeros = jax.jit(lambda: jnp.zeros((count, words), jnp.uint32), out_shardings=home)
+            memory = jax.block_until_ready(zeros())
+        at = {s.device: s.data.unsafe_buffer_pointer() for s in memory.addressable_shards}
+        places = [at[device] for device in placement.mesh.devices.flat]
+        halves = [half for place in places for half in (place & 0xFFFFFFFF, place >> 32)]
+        table = np.array([[number, 0, *halves] for number in range(count)], np.uint32)
+        return cls(memory, Peers(table=put(table, home)))
+
+    @staticmethod
+    def spec(placement: Placement) -> Peers:
+        """``peers`` of a placement, without memory: programs can be compiled for it."""
+        count = placement.size
+        shape = count, 2 + 2 * count
+        return Peers(jax.ShapeDtypeStruct(shape, jnp.uint32, sharding=placement.divided(0)))  # pyright: ignore[reportArgumentType]
