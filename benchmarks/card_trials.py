@@ -6,7 +6,7 @@ with the weights of a model's widths that are drawn once. Each row says how long
 whether its tokens are those of the first trial. With ``--processes`` each card has a process of its
 own: the calls of several cards in one process may wait for each other. ``--trace FOLDER`` writes
 what ran on the cards in the last steps of one request: name, start, microseconds, card and stream,
-a file for each trial and process. ``--host FOLDER``: what the host did meanwhile, by JAX's profiler.
+a file for each trial and process. ``--host FOLDER`` has JAX's profiler write what the host did.
 """
 
 import argparse
@@ -52,8 +52,8 @@ TRIALS: dict[str, dict[str, Any]] = {
     "one_graph": {name: f"{kinds},COLLECTIVES" for name, kinds in LOOPS_IN_GRAPHS.items()},
     NCCL: {},
 }
-"""Options in place of a step's own: copies and sums begin early; sums of XLA's are in the graph; all
-that the devices exchange goes through NCCL."""
+"""Options in place of a step's own: copies and sums begin early; XLA's sums are in the graph; XLA
+adds up all that the devices do."""
 
 
 def main() -> None:

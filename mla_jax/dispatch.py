@@ -14,7 +14,7 @@ import numpy as np
 
 from mla_jax.errors import ArgumentError
 from mla_jax.pallas import (
-    collectives,
+    all_reduce,
     append,
     append_window,
     cache_io,
@@ -59,7 +59,7 @@ REGISTRY = Registry(
         *append.BACKENDS,
         *append_window.BACKENDS,
         *merge.BACKENDS,
-        *collectives.BACKENDS,
+        *all_reduce.BACKENDS,
         *router.BACKENDS,
         *streams.BACKENDS,
         *grouped_matmul.BACKENDS,

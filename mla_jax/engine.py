@@ -13,6 +13,7 @@ in vain changes nothing: its rows lie in pages that their next owner writes befo
 import inspect
 import itertools
 import secrets
+import sys
 import threading
 import time
 from collections import Counter, deque
@@ -22,6 +23,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
+from types import FrameType
 from typing import Any, Unpack
 
 import jax
@@ -282,7 +284,7 @@ class Engine:
         self._unread: list[Event] = []  # for the next ``step``
         self._claimed: dict[str, list[Event]] = {}  # for ``generate`` and ``stream``
         self._abandoned: set[str] = set()  # their readers are gone: to be cancelled
-        self._inside: int | None = None  # the thread that changes host state
+        self._inside: _Call | None = None  # what changes host state
         self._entered = False  # meanwhile something in that thread called the engine
         self._broken = False  # something was interrupted: host state may be half changed
         self._outcomes: Sequence[Outcome] = ()  # of the step that is being concluded
@@ -806,6 +808,35 @@ def _likeliest(plan: Plan, out: StepOutput) -> list[Likeliest] | None:
     ]
 
 
+@dataclass(frozen=True)
+class _Call:
+    """A method of an engine that runs: its thread, and its place on the stack."""
+
+    thread: int
+    frame: FrameType
+
+    @classmethod
+    def now(cls) -> "_Call":
+        """The method that enters a ``_Whole``: the innermost function here that is none of its."""
+        frame = sys._getframe()
+        own = ("now", "__enter__")
+        while frame.f_globals is not globals() or frame.f_code.co_name in own:
+            assert frame.f_back is not None
+            frame = frame.f_back
+        return cls(threading.get_ident(), frame)
+
+    @property
+    def here(self) -> bool:
+        return self.thread == threading.get_ident()
+
+    def runs(self) -> bool:
+        """Whether it has not ended: an interruption may have kept it from saying so."""
+        top = sys._getframe() if self.here else sys._current_frames().get(self.thread)
+        while top is not None and top is not self.frame:
+            top = top.f_back
+        return top is not None
+
+
 class _Whole:
     """``with`` this, host state is changed as a whole, or mended before anybody looks at it."""
 
@@ -813,8 +844,10 @@ class _Whole:
         self._engine = engine
 
     def __enter__(self) -> None:
-        here, inside = threading.get_ident(), self._engine._inside
-        if inside == here:  # a signal handler, or a destructor
+        inside = self._engine._inside
+        if inside is not None and not inside.runs():  # interrupted on its way in or out
+            inside = None
+        if inside is not None and inside.here:  # a signal handler, or a destructor
             self._engine._entered = True
             hint = "Take note of it, and call when that one is done."
             raise EngineError(
@@ -823,7 +856,7 @@ class _Whole:
         if inside is not None:
             given, hint = "while another thread is in one", "Calls may take turns under a lock."
             raise EngineError("a call of the engine", given, "one thread at a time", hint)
-        self._engine._inside, self._engine._entered = here, False
+        self._engine._inside, self._engine._entered = _Call.now(), False
         try:
             self._engine._mend()
         except BaseException:

@@ -54,7 +54,6 @@ from mla_jax.types import Array, AttnState, BlockScaled, Bool, Float, Int, gathe
 __all__ = [
     "REGISTRY",
     "AddNorm",
-    "all_gather",
     "all_reduce",
     "append_latent",
     "append_window",
@@ -425,18 +424,6 @@ def mix_streams(
     run = choose(problems.mix_streams(streams, proj, scale, bias, **facts), backend)
     given = streams, proj, scale, bias
     return run(*given, rounds=rounds, eps=float(eps), norm_eps=float(norm_eps))
-
-
-def all_gather(
-    x: Float[Array, "rows columns"], *, axis: str, peers: Peers | None = None,
-    backend: str | None = None,
-) -> Float[Array, "rows all"]:  # fmt: skip
-    """The columns of all devices along a mesh axis beside each other, on each of them.
-
-    Inside of ``jax.shard_map`` with ``check_vma=False``; ``peers`` as for ``all_reduce``.
-    """
-    problem = problems.all_gather(x, axis=axis, peers=peers)
-    return choose(problem, backend)(x, axis=axis, peers=peers)
 
 
 @overload

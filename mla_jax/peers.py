@@ -1,7 +1,7 @@
 """Memory of each device into which the others write: what sums over devices go through.
 
 A device writes its rows into the memory of all others, tells them so, and waits for theirs
-(``pallas.collectives``). XLA knows nothing of it, so a sum is one kernel of a CUDA graph, and the
+(``pallas.all_reduce``). XLA knows nothing of it, so a sum is one kernel of a CUDA graph, and the
 host need not bring the devices together for it.
 
 Source: one-shot sums as of vLLM's custom all-reduce, with two sets of slots in turn.

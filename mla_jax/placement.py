@@ -35,7 +35,7 @@ SHARDS = "shards"
 
 @dataclass(frozen=True)
 class Placement:
-    """Devices of one kind as a mesh ``(shards,)``. Hashable; holds no array but inside a program."""
+    """Devices of one kind as a mesh ``(shards,)``. Hashable; outside of programs without arrays."""
 
     mesh: Mesh
     peers: Any = field(default=None, compare=False)

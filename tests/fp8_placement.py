@@ -103,7 +103,9 @@ def main() -> dict[str, object]:
     found["experts"] = {
         f"{name} {width8} {bias}": experts(cfg, width8=width8, bias=bias)
         for name, cfg, width8 in (
-            ("wide", wide(), True), ("wide", wide(), False), ("by_width", by_width(), True)
+            ("wide", wide(), True),
+            ("wide", wide(), False),
+            ("by_width", by_width(), True),
         )
         for bias in (True, False)
     }

@@ -7,6 +7,7 @@ import json
 import re
 import tempfile
 from pathlib import Path
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AxisType
 
+from mla_jax import ops
 from mla_jax.engine import Engine
 from mla_jax.errors import ArgumentError
 from mla_jax.metadata.packed import pack
@@ -93,6 +95,10 @@ def main() -> dict[str, object]:
         tally = traffic.run(locked, single, mixes=10, kinds=KINDS, seed=4)
         found["page_locked"] = [tally.wrong, tally.lost_pages, locked.stats().compiles]
         found["staged"] = staged_sums(locked.placement)
+        with patch.object(ops, "in_one_kernel", lambda *_, **__: True):  # as on GPUs
+            fused = traffic.engine(model, devices=jax.devices())
+            tally = traffic.run(fused, single, mixes=3, kinds=KINDS, seed=5)
+        found["appended"] = tally.wrong
         found["collected"] = {
             "wanted": collected(traffic.engine(model, devices=jax.devices(), want_logits=True)),
             "not": collected(locked),

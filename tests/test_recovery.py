@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from mla_jax import engine as engine_module
 from mla_jax.engine import Engine
 from mla_jax.metadata.builder import MLAMetadataBuilder
 from mla_jax.model import step as step_module
@@ -409,6 +410,22 @@ class Alarm:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, self.before)
         return kind is KeyboardInterrupt
+
+
+def test_an_interruption_on_the_way_out(engine, want, monkeypatch):
+    """The call could not say that it had ended; the next one sees that it has."""
+
+    def cut(*_: object) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine_module._Whole, "__exit__", cut)
+    with pytest.raises(KeyboardInterrupt) as kept:  # with the frames of its traceback
+        engine.generate([(1, 2, 3)], LONG)
+    found = engine.generate([(1, 2, 3), (4, 5)], LONG)
+    assert [c.token_ids for c in found] == [want(1, 2, 3), want(4, 5)]
+    assert_settled(engine)
+    del kept
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -93,7 +93,7 @@ class DeepseekV3(Decoder[Block]):
         ``caches`` has one group, ``latent``. ``derived`` is ``self.derive()``; without it the
         step derives it again.
         """
-        h, cache = self.embed(token_ids, placement=placement), caches["latent"]
+        h, cache = self.embed(token_ids), caches["latent"]
         dims, rope = self.config.dims, self.config.rope
         facts = {"dtype": h.dtype, "backend": backend, "placement": placement}
         plan = plan_step(dims, rope, meta, cache, **facts)

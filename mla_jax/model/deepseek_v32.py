@@ -312,7 +312,7 @@ class DeepseekV32(Decoder[SparseBlock]):
         dims, rope = self.config.dims, self.config.rope
         angles = cos_sin(meta.positions, rope)
         number = np.maximum(np.cumsum(self.selecting) - 1, 0).astype(np.int32)
-        h, latent, slots, plan = self.embed(token_ids, placement=placement), caches["latent"], None, None
+        h, latent, slots, plan = self.embed(token_ids), caches["latent"], None, None
         if meta.dense is not None:
             facts = {"backend": backend, "placement": placement}
             plan = plan_step(dims, rope, meta.dense, latent, dtype=h.dtype, **facts)

@@ -620,18 +620,16 @@ class DeepseekV4(nnx.Module):
                 placement=placement,
             )
 
-        carry = self._streams(token_ids, placement), dict(caches)
+        carry = self._streams(token_ids), dict(caches)
         for stack in self.stacks:
             carry = stack.run(carry, layer)
         streams, written = carry
         last = self.stream_head(streams, backend=backend, placement=placement)
         return self.final_norm(last), written
 
-    def _streams(
-        self, token_ids: Int[Array, "*tokens"], placement: Placement | None = None
-    ) -> Float[Array, "*tokens streams hidden"]:
+    def _streams(self, token_ids: Int[Array, "*tokens"]) -> Float[Array, "*tokens streams hidden"]:
         """The embedding, copied into all streams."""
-        x = self.embed(token_ids, placement=placement)[..., None, :]
+        x = self.embed(token_ids)[..., None, :]
         return jnp.broadcast_to(x, (*x.shape[:-2], self.config.streams.count, x.shape[-1]))
 
     def _shared(self, meta: V4Metadata) -> dict[int, _OfRatio]:

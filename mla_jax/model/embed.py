@@ -10,9 +10,6 @@ from jax.core import Tracer
 
 from mla_jax.errors import ArgumentError, described
 from mla_jax.model.linear import precision_of
-from mla_jax.model.sharding import divides
-from mla_jax.model.sums import summed
-from mla_jax.placement import SHARDS, Placement
 from mla_jax.types import Array, Float, Int
 
 __all__ = ["Embed", "Head", "checked_tokens", "project_to_vocab"]
@@ -51,20 +48,8 @@ class Embed(nnx.Module):
         table = jax.random.normal(rngs.params(), (vocab, hidden), jnp.float32)
         self.embedding = nnx.Param(table.astype(dtype))
 
-    def __call__(
-        self, token_ids: Int[Array, "*tokens"], *, placement: Placement | None = None
-    ) -> Float[Array, "*tokens hidden"]:
-        """Rows of a table that devices divide come from the one that has them."""
-        table = self.embedding[...]
-        if placement is None or not divides(placement, len(table)):
-            return table[token_ids]
-
-        def share(table, ids):
-            local = ids - lax.axis_index(SHARDS) * len(table)
-            mine = (local >= 0) & (local < len(table))
-            return jnp.where(mine[:, None], table[jnp.where(mine, local, 0)], 0)
-
-        return summed(share, placement, given=(0, None))(table, token_ids)
+    def __call__(self, token_ids: Int[Array, "*tokens"]) -> Float[Array, "*tokens hidden"]:
+        return self.embedding[...][token_ids]
 
 
 class Head(nnx.Module):

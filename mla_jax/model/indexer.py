@@ -81,7 +81,8 @@ class Indexer(nnx.Module):
     ) -> Float[Array, "tokens heads"]:
         """Of each head, float32, both constant factors of the score in them."""
         c, where = self.config, {"backend": backend, "placement": placement}
-        return product_float32(x, self.head_weights.kernel[...], **where) * (c.heads * c.dim) ** -0.5
+        w = product_float32(x, self.head_weights.kernel[...], **where)
+        return w * (c.heads * c.dim) ** -0.5
 
     def _placed(
         self, x: Float[Array, "tokens *heads dim"], angles: tuple[Array, Array]

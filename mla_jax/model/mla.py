@@ -303,7 +303,7 @@ class MLA(nnx.Module):
         backend: str | None,
     ) -> tuple["_Queries", LatentCache] | None:
         """The queries, and the cache with the new rows, if one kernel makes both here."""
-        given = cache, *raw, meta.slots
+        given = cache, raw.q, raw.kv, raw.gain, raw.angles, meta.slots
         facts: dict[str, Any] = {
             "eps": self.kv_norm.eps,
             "interleaved": self.rope.interleaved,

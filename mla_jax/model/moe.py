@@ -249,9 +249,7 @@ def _shares(
     return None if None in axes else axes
 
 
-def _own(
-    chosen: Int[Array, "tokens topk"], count: int, *, of: int
-) -> Int[Array, "tokens topk"]:
+def _own(chosen: Int[Array, "tokens topk"], count: int, *, of: int) -> Int[Array, "tokens topk"]:
     """Choices as numbers of this device's ``count`` experts; -1 for those of other devices.
 
     As they are if the device has a part ``of`` all.

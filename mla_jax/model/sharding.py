@@ -11,10 +11,10 @@ the tokens choose, all devices read as much. Where their width gives no whole bl
 has some of the experts.
 
 Of block-scaled e4m3 weights the same, but for the key/value up-projection, which is whole; each
-device has whole blocks of 128 of every weight. Norms, latent down-projections and routers are on every device, and
-so are caches. An axis that the devices do not divide evenly stays whole. Attention runs under
-``jax.shard_map`` over heads, experts over width or experts, and so do e4m3 products; XLA divides
-the others.
+device has whole blocks of 128 of every weight. Norms, latent down-projections and routers are on
+every device, and so are caches. An axis that the devices do not divide evenly stays whole.
+Attention runs under ``jax.shard_map`` over heads, experts over width or experts, and so do e4m3
+products; XLA divides the others.
 """
 
 import re
@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec, Sharding
 from jax.typing import DTypeLike
 
 from mla_jax.placement import SHARDS, Placement
-from mla_jax.types import SCALE_BLOCK, Array
+from mla_jax.types import SCALE_BLOCK
 
 __all__ = [
     "derived_axis",
@@ -82,7 +82,7 @@ def named_leaves(state: Any) -> dict[str, Any]:
 
 
 def divisible_axes(path: str, dtype: DTypeLike) -> list[tuple[int, int]]:
-    """Axes of a leaf that may be divided, stacked layers counted, and their units; the best first."""
+    """Axes of a leaf that may be divided, stacks counted, and their units; the best first."""
     blocks = jnp.dtype(dtype) == jnp.float8_e4m3fn or path.endswith("scale")
     return [
         (axis + path.startswith("stacks."), unit)

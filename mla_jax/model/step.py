@@ -11,7 +11,7 @@ the tokens that the step before it drew, on the device, before the host has read
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from mla_jax import ops
 from mla_jax.errors import ArgumentError, MetadataError
 from mla_jax.metadata.builder import AttentionMetadataBuilder
 from mla_jax.metadata.common import build_common
@@ -35,7 +34,7 @@ from mla_jax.model.sharding import derived_sharding, divided, divides, named_lea
 from mla_jax.model.token_history import Fed, HistoryStore, TokenHistory, history_specs
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.peers import MOST_DEVICES, PeerMemory, Peers
-from mla_jax.placement import SHARDS, Placement, put
+from mla_jax.placement import Placement, put
 from mla_jax.types import Array, Float, Int
 
 __all__ = [
@@ -246,7 +245,7 @@ class Step:
                 derived = jax.tree.map(_placed, derived, homes)
             else:
                 derived = jax.jit(derive, out_shardings=homes)(leaves)
-        if _has_peers(self.placement) and not abstract and self.memory is None:
+        if self._shares_memory and not abstract and self.memory is None:
             self.memory = PeerMemory.of(self.placement)
         taken = graph, tree, leaves, derived
         self._graph, self._tree, self.leaves, self.derived = taken
@@ -261,7 +260,16 @@ class Step:
         """What programs take of the devices' common memory."""
         if self.memory is not None:
             return self.memory.peers
-        return PeerMemory.spec(self.placement) if _has_peers(self.placement) else None
+        return PeerMemory.spec(self.placement) if self._shares_memory else None
+
+    @property
+    def _shares_memory(self) -> bool:
+        """Whether the devices add up by memory that all of them write.
+
+        The sum of embeddings, and collecting logits, stay XLA's: before a program's first run it
+        brings all devices together, so none waits inside of a kernel while another is made ready.
+        """
+        return _has_peers(self.placement) and divides(self.placement, self._vocab or 1)
 
     def _merged(self, leaves: Sequence[Array]) -> Any:
         """The module with these leaves."""
@@ -303,8 +311,7 @@ class Step:
             program = self.compile(packed.layout, caches)
         tokens = self.no_tokens() if tokens is None else tokens
         history = self._no_history if history is None else history
-        given = self.derived, self._peers
-        arguments = self.leaves, given, caches, history.now, tokens
+        arguments = self.leaves, (self.derived, self._peers), caches, history.now, tokens
         words = np.asarray(packed.words)
         found = self._staging.run(lambda words: program(*arguments, words), words)
         tokens, (out, new_caches, history.now) = found
@@ -446,8 +453,7 @@ class Step:
             backend=self._backend,
             placement=replace(self.placement, peers=peers),
         )
-        rows = hidden[jnp.maximum(query_starts[1:] - 1, 0)]
-        logits = self._whole(model.logits(rows), peers)
+        logits = self._whole(model.logits(hidden[jnp.maximum(query_starts[1:] - 1, 0)]))
         fed = Fed(ids=ids, positions=common.positions, requests=common.requests, real=common.real)
         seen = history if self._vocab else None
         found = self._drawn(logits, batch.sampling, seen, fed)
@@ -480,20 +486,13 @@ class Step:
         on_each = divided(sample, self.placement, given=None, returned=None)
         return on_each(logits, batch, history, fed)
 
-    def _whole(
-        self, logits: Float[Array, "requests vocab"], peers: Peers | None
-    ) -> Float[Array, "requests vocab"]:
+    def _whole(self, logits: Float[Array, "requests vocab"]) -> Float[Array, "requests vocab"]:
         """All of them on every device."""
-        if not divides(self.placement, logits.shape[1]):
-            return logits
-        # First where they are made, or XLA collects the weights of the output head instead.
-        logits = lax.with_sharding_constraint(logits, self.placement.divided(1))
-        named = ops.named("all_gather", self._backend)
-        run = partial(ops.all_gather, axis=SHARDS, backend=named)
-        on_all = divided(
-            lambda x, peers: run(x, peers=peers), self.placement, given=(1, 0), returned=None
-        )
-        return on_all(logits, peers)
+        if divides(self.placement, logits.shape[1]):
+            # First where they are made, or XLA collects the weights of the output head instead.
+            logits = lax.with_sharding_constraint(logits, self.placement.divided(1))
+            logits = lax.with_sharding_constraint(logits, self.placement.everywhere)
+        return logits
 
 
 def _has_peers(placement: Placement) -> bool:

@@ -36,6 +36,7 @@ def summed(
         added = None if then is None else (then.residual, then.gain)
         returned = None if then is None else (None, None)
         axes = tuple(given), None, 0
-        return divided(share, placement, given=axes, returned=returned)(args, added, placement.peers)
+        on_all = divided(share, placement, given=axes, returned=returned)
+        return on_all(args, added, placement.peers)
 
     return call

@@ -22,8 +22,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 __all__ = [
-    "NUMBER", "SCALAR", "address", "any_lane", "any_of", "arith", "asm", "channels", "constant", "gpu", "ir",
-    "llvm", "memref", "number", "nvvm", "strided", "unpacked", "vectors", "wide", "words",
+    "NUMBER", "SCALAR", "address", "any_lane", "any_of", "arith", "asm", "channels", "constant",
+    "gpu", "ir", "llvm", "memref", "number", "nvvm", "strided", "unpacked", "vectors", "wide",
+    "words",
 ]  # fmt: skip
 
 SCALAR = plgpu.Layout.WGMMA

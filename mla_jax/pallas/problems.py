@@ -31,7 +31,6 @@ from mla_jax.pallas.arguments import (
     is_static_number,
 )
 from mla_jax.pallas.registry import Problem
-from mla_jax.peers import ROW_BYTES
 from mla_jax.types import SCALE_BLOCK, BlockScaled, cdiv
 
 __all__ = ["PROBLEMS", "check_selection"]
@@ -373,33 +372,6 @@ def routed(x, gate, up, down, weights, experts, *, limit=None, then=None) -> Pro
 def all_reduce(x, *, axis, peers=None, then=None) -> Problem:
     op = "all_reduce"
     _bind(op, {}, x=(x, "float", "tokens hidden"))
-    devices = _devices(op, axis, peers)
-    _check_then(op, x, then)
-    return Problem.of(
-        op,
-        dtype=str(x.dtype),
-        hidden=x.shape[1],
-        devices=devices,
-        rows_of_all=devices * max(x.shape[0], 1),
-        peers=peers is not None,
-    )
-
-
-def all_gather(x, *, axis, peers=None) -> Problem:
-    op = "all_gather"
-    _bind(op, {}, x=(x, "float", "rows columns"))
-    devices, row = _devices(op, axis, peers), x.shape[1] * x.dtype.itemsize
-    return Problem.of(
-        op,
-        dtype=str(x.dtype),
-        devices=devices,
-        rows_of_all=devices * max(x.shape[0] * cdiv(row, ROW_BYTES), 1),
-        peers=peers is not None,
-    )
-
-
-def _devices(op: str, axis: Any, peers: Any) -> int:
-    """Devices along an axis; their memory is what ``peers`` says."""
     try:
         devices = lax.axis_size(axis)
     except (NameError, TypeError, ValueError):
@@ -409,7 +381,15 @@ def _devices(op: str, axis: Any, peers: Any) -> int:
         check_fields(f"{op}: peers", peers, "None or the peers of a PeerMemory", "table")
         sizes = {"one": 1, "words": 2 + 2 * devices}
         _bind(f"{op}: peers", sizes, table=(peers.table, "int", "one words"))
-    return devices
+    _check_then(op, x, then)
+    return Problem.of(
+        op,
+        dtype=str(x.dtype),
+        hidden=x.shape[1],
+        devices=devices,
+        rows_of_all=devices * max(x.shape[0], 1),
+        peers=peers is not None,
+    )
 
 
 def _check_then(op: str, x: Any, then: Any) -> None:
@@ -883,7 +863,6 @@ PROBLEMS: dict[str, Callable[..., Problem]] = {
     "route_tokens": route,
     "matmul_float32": matmul_float32,
     "mix_streams": mix_streams,
-    "all_gather": all_gather,
     "all_reduce": all_reduce,
     "routed_experts": routed,
     "routed_experts_fp8": routed_fp8,

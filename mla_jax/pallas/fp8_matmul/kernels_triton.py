@@ -133,7 +133,7 @@ def gated(parts, count, out, PIECES: tl.constexpr, LIMIT: tl.constexpr, BLOCK: t
     inside = i < count
     g = tl.load(parts + i, mask=inside, other=0.0)
     u = tl.load(parts + count + i, mask=inside, other=0.0)
-    for p in tl.static_range(1, PIECES):
+    for p in range(1, PIECES):
         g += tl.load(parts + 2 * p * count + i, mask=inside, other=0.0)
         u += tl.load(parts + (2 * p + 1) * count + i, mask=inside, other=0.0)
     tl.store(out + i, _gated(g, u, LIMIT, out.dtype.element_ty), mask=inside)
@@ -186,9 +186,7 @@ def gate_up(
         for n in range(first + 1, tl.max(turn) + 1, SIZES[1]):
             e, pair, live = _lead(experts, turn, n, pairs, SIZES[0], PAIRS, ROWS)
             if e >= 0:
-                _gate_up_tile(
-                    x, weights, out, e, block, piece, pair, live, SIZES, LIMIT, TILE, HOW
-                )
+                _gate_up_tile(x, weights, out, e, block, piece, pair, live, SIZES, LIMIT, TILE, HOW)
         return
     e, block, first, end = _place(tiles, pid, BLOCKS)
     if e >= 0:

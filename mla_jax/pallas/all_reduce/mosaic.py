@@ -1,7 +1,7 @@
-"""Sums and rows of several devices by kernels that write into the memory of the others.
+"""Sums over devices by a kernel that writes into the memory of the others: Pallas Mosaic GPU.
 
-A step of decodes adds up few rows twice a layer. XLA has NCCL do it, and puts no call of NCCL's into
-a CUDA graph: the host cuts the step at every sum. This kernel is a part of the graph, like any.
+A step of decodes adds up few rows twice a layer. XLA has NCCL do it, and puts no call of NCCL's
+into a CUDA graph: the host cuts the step at every sum. This kernel is a part of the graph.
 
 A thread block has a row, a warpgroup 1024 of its channels. Of each sum a device
 
@@ -28,17 +28,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.typing import DTypeLike
 
 from mla_jax.pallas import mosaic_inline as inline
 from mla_jax.pallas import mosaic_lib as lib
 from mla_jax.pallas.axes import AddNorm, Hidden
 from mla_jax.peers import FLAGS, ROW_BYTES, SLOTS, Peers, rows_of
-from mla_jax.types import Array, Float, cdiv
 
-__all__ = ["CHANNELS", "all_gather", "all_reduce"]
-
-type Rows = Float[Array, "rows columns"]
+__all__ = ["CHANNELS", "all_reduce"]
 
 CHANNELS, WARPS = 1024, 4
 """Of a warpgroup: 16 bytes for each thread."""
@@ -78,50 +74,6 @@ def all_reduce(
     return run(*given)
 
 
-def all_gather(x: Rows, *, axis: str, peers: Peers) -> Rows:
-    """``ref.all_gather``: a row is sent in pieces of a slot's size."""
-    (rows, columns), devices = x.shape, lax.axis_size(axis)
-    if not x.size:
-        return jnp.zeros((rows, columns * devices), x.dtype)
-    each = ROW_BYTES // x.dtype.itemsize
-    pieces = cdiv(columns, each)
-    wide = jnp.pad(x, ((0, 0), (0, pieces * each - columns))).reshape(rows * pieces, each)
-    sent = _halves(wide)
-    groups = sent.shape[1] // CHANNELS
-    run = lib.kernel(
-        functools.partial(_gather, groups=groups, devices=devices),
-        out_type=jax.ShapeDtypeStruct((devices, *sent.shape), sent.dtype),
-        grid=(len(sent),),
-        grid_names=("row",),
-        num_threads=groups,
-        thread_name="wg",
-        kernel_name="mla_all_gather",
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-    )
-    found = _whole(run(sent, peers.table), x.dtype).reshape(devices, rows, pieces * each)
-    return found[..., :columns].transpose(1, 0, 2).reshape(rows, devices * columns)
-
-
-def _halves(x: jax.Array) -> jax.Array:
-    """Rows as bits of 16-bit floats; nothing is computed with them."""
-    if x.dtype.itemsize == 2:
-        return lax.bitcast_convert_type(x, jnp.bfloat16)
-    return lax.bitcast_convert_type(x, jnp.bfloat16).reshape(len(x), -1)
-
-
-def _whole(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """The inverse of ``_halves``, of the last axis."""
-    if jnp.dtype(dtype).itemsize == 2:
-        return lax.bitcast_convert_type(x, dtype)
-    return lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, 2), dtype)
-
-
-def _gather(mine, table, out, **facts) -> None:
-    row, columns = _place()
-    for device, part in enumerate(_exchanged(mine, table, row, columns, **facts)):
-        out[device, row, columns] = part
-
-
 def _sum(mine, table, out, *, squares, **facts) -> None:
     del squares
     row, columns = _place()
@@ -153,14 +105,8 @@ def _load(ref) -> jax.Array:
     return plgpu.load(ref, layout=LAYOUT, optimized=True).astype(jnp.float32)
 
 
-def _total(mine, table, row, columns, **facts) -> jax.Array:
+def _total(mine, table, row, columns, *, groups: int, devices: int) -> jax.Array:
     """What all devices have of it, added up in float32."""
-    parts = _exchanged(mine, table, row, columns, **facts)
-    return functools.reduce(jnp.add, [x.astype(jnp.float32) for x in parts])
-
-
-def _exchanged(mine, table, row, columns, *, groups: int, devices: int) -> list[jax.Array]:
-    """What each device has of it."""
     dtype = mine.dtype
     own = plgpu.load(mine.at[row, columns], layout=LAYOUT, optimized=True)
     code, constraints = _exchange(groups, devices)
@@ -177,7 +123,8 @@ def _exchanged(mine, table, row, columns, *, groups: int, devices: int) -> list[
         words = inline.unpacked(found, 4 * devices)
         return [inline.channels(words[4 * i : 4 * i + 4], dtype) for i in range(devices)]
 
-    return exchange(own, table, row)
+    parts = exchange(own, table, row)
+    return functools.reduce(jnp.add, [x.astype(jnp.float32) for x in parts])
 
 
 def _exchange(groups: int, devices: int) -> tuple[str, str]:
