@@ -50,10 +50,13 @@ TRIALS: dict[str, dict[str, Any]] = {
         "xla_gpu_disable_async_collectives": "",
     },
     "one_graph": {name: f"{kinds},COLLECTIVES" for name, kinds in LOOPS_IN_GRAPHS.items()},
+    "looped": {"xla_gpu_command_buffer_unroll_loops": False},
+    "more_captures": {"xla_cmd_buffer_trace_cache_size": 256},
     NCCL: {},
 }
-"""Options in place of a step's own: copies and sums begin early; XLA's sums are in the graph; XLA
-adds up all that the devices do."""
+"""Options in place of a step's own: copies and sums begin early; XLA's sums are in the graph; the
+graph has a loop over layers; XLA keeps more captured launches than 16 of each place; XLA adds up
+all that the devices do."""
 
 
 def main() -> None:

@@ -91,7 +91,8 @@ IN_PLACE: dict[str, bool | int | str] = {
 XLA puts no sum over the devices into a CUDA graph. By itself it begins copies of small arrays
 before a sum and awaits them behind it, and then leaves the kernels between out of graphs too: the
 host makes 37 calls for a layer of V3. With these options copies and sums are made where the step
-waits for them, and a layer is three graphs and two sums.
+waits for them, and a layer is three graphs and two sums; one graph with all others where the
+devices add up by ``PeerMemory``.
 """
 
 
