@@ -7,7 +7,10 @@ host need not bring the devices together for it.
 Source: one-shot sums as of vLLM's custom all-reduce, with two sets of slots in turn.
 """
 
+import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +19,16 @@ import numpy as np
 from mla_jax.placement import Placement, put
 from mla_jax.types import Array
 
-__all__ = ["FLAGS", "MOST_DEVICES", "ROW_BYTES", "SLOTS", "PeerMemory", "Peers", "rows_of"]
+__all__ = [
+    "FLAGS",
+    "MOST_DEVICES",
+    "ROW_BYTES",
+    "SLOTS",
+    "PeerMemory",
+    "Peers",
+    "reach_each_other",
+    "rows_of",
+]
 
 MOST_DEVICES, SLOTTED = 16, 512
 """Devices that share memory, and rows of all of them in one set of slots."""
@@ -31,6 +43,25 @@ FLAGS, SLOTS = 4096, 8192
 def rows_of(devices: int) -> int:
     """Rows that a device may give to one sum."""
     return min(SLOTTED // devices, 256)
+
+
+def reach_each_other(devices: Sequence[Any]) -> bool:
+    """Whether every GPU can write into the memory of every other one.
+
+    True of devices that are not here, for which programs are only compiled.
+    """
+    numbers = [device.local_hardware_id for device in devices]
+    if None in numbers:
+        return True
+    driver = ctypes.CDLL("libcuda.so.1")
+    return all(_reaches(driver, a, b) for a in numbers for b in numbers if a != b)
+
+
+def _reaches(driver: Any, a: int, b: int) -> bool:
+    found, one, other = ctypes.c_int(0), ctypes.c_int(0), ctypes.c_int(0)
+    failed = driver.cuDeviceGet(ctypes.byref(one), a) or driver.cuDeviceGet(ctypes.byref(other), b)
+    failed = failed or driver.cuDeviceCanAccessPeer(ctypes.byref(found), one, other)
+    return not failed and bool(found.value)
 
 
 @jax.tree_util.register_dataclass

@@ -33,7 +33,7 @@ from mla_jax.model.sampling import Sampled, SamplingBatch, sample
 from mla_jax.model.sharding import derived_sharding, divided, divides, named_leaves, sharding_of
 from mla_jax.model.token_history import Fed, HistoryStore, TokenHistory, history_specs
 from mla_jax.pallas.device import DeviceInfo
-from mla_jax.peers import MOST_DEVICES, PeerMemory, Peers
+from mla_jax.peers import MOST_DEVICES, PeerMemory, Peers, reach_each_other
 from mla_jax.placement import Placement, put
 from mla_jax.types import Array, Float, Int
 
@@ -499,7 +499,9 @@ class Step:
 def _has_peers(placement: Placement) -> bool:
     """Whether the devices may write into each other's memory."""
     one = placement.processes == 1 and 2 <= placement.size <= MOST_DEVICES
-    return one and placement.on_gpu and DeviceInfo.of(placement.device).sm == 90
+    if not (one and placement.on_gpu and DeviceInfo.of(placement.device).sm == 90):
+        return False
+    return reach_each_other([*placement.mesh.devices.flat])
 
 
 def _fed(ids: Int[Array, "tokens"], drawn: Int[Array, "slots"]) -> Int[Array, "tokens"]:

@@ -1,5 +1,7 @@
 """Sums over devices: what each gives added up, the residual and the norm; the same on all."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mla_jax import ops
+from mla_jax import ops, peers
 from mla_jax.errors import ArgumentError, UnsupportedError
 from mla_jax.pallas.all_reduce import mosaic
 from mla_jax.pallas.axes import AddNorm
@@ -138,6 +140,32 @@ def test_one_after_the_other(rng, mesh, kind):
     assert np.isfinite(first).all()
     for _ in range(10):
         assert (np.asarray(call(*args), np.float32) == first).all()
+
+
+@pytest.mark.parametrize(
+    ("peer", "error", "expected"), [(1, 0, True), (0, 0, False), (1, 999, False)]
+)
+def test_devices_that_cannot_reach_each_other(peer, error, expected, monkeypatch):
+    """Then XLA adds up. Devices that are not here have no number: programs are compiled for them."""
+    asked = []
+
+    class Driver:
+        def cuDeviceGet(self, to, number):
+            to._obj.value = 10 + number
+            return 0
+
+        def cuDeviceCanAccessPeer(self, to, one, other):
+            asked.append((one.value, other.value))
+            to._obj.value = peer
+            return error
+
+    devices = [SimpleNamespace(local_hardware_id=i) for i in range(3)]
+    monkeypatch.setattr(peers.ctypes, "CDLL", lambda _: Driver())
+    assert peers.reach_each_other(devices) is expected
+    pairs = {(a, b) for a in (10, 11, 12) for b in (10, 11, 12) if a != b}
+    assert set(asked) == pairs if expected else asked
+
+    assert peers.reach_each_other([SimpleNamespace(local_hardware_id=None)] * 2)
 
 
 def test_refusals(mesh):
