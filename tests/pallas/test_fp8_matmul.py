@@ -121,6 +121,16 @@ def test_experts_against_the_truth(tokens, dtype, backend, rng):
     judge(run(routed_experts_fp8, *args, backend=backend), c)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("hidden", [256, 3584])
+def test_a_plan_changes_no_bit(hidden, rng):
+    """Pieces have programs of their own without a plan, and one after the other with it."""
+    _, args = experts(rng, 45, hidden=hidden)  # tiles of 32 rows
+    few = args[0][:7], *args[1:4], args[4][:7], args[5][:7]
+    many, alone = (run(routed_experts_fp8, *a, backend="triton") for a in (args, few))
+    assert np.asarray(many[:7]).tobytes() == np.asarray(alone).tobytes()
+
+
 def test_the_definition(rng):
     c, args = experts(rng, 9, dtype="float32")
     judge(ref.routed_experts_fp8(*args), c)
