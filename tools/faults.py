@@ -40,6 +40,7 @@ KERNELS = {
     "router": "router",
     "indexer_topk": "indexer and selection (`indexer`, `topk`)",
     "merge": "merge of attention states",
+    "all_reduce": "sums over devices (`all_reduce`)",
 }
 """Families of kernels, and what the documentation calls them."""
 

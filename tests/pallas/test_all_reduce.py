@@ -1,5 +1,6 @@
 """Sums over devices: what each gives added up, the residual and the norm; the same on all."""
 
+import functools
 from types import SimpleNamespace
 
 import jax
@@ -11,9 +12,11 @@ from jax.sharding import PartitionSpec as P
 
 from mla_jax import ops, peers
 from mla_jax.errors import ArgumentError, UnsupportedError
+from mla_jax.model.sums import summed
 from mla_jax.pallas.all_reduce import mosaic
 from mla_jax.pallas.axes import AddNorm
 from mla_jax.pallas.device import DeviceInfo
+from mla_jax.pallas.grouped_matmul.ref import add_norm
 from mla_jax.peers import PeerMemory, Peers
 from mla_jax.placement import Placement
 from tests import aot
@@ -166,6 +169,20 @@ def test_devices_that_cannot_reach_each_other(peer, error, expected, monkeypatch
     assert set(asked) == pairs if expected else asked
 
     assert peers.reach_each_other([SimpleNamespace(local_hardware_id=None)] * 2)
+
+
+def test_layers_add_up(rng, mesh):
+    """A product whose channels the devices divide, onto the residual: as one device has it."""
+    n = mesh.size
+    x, w, residual, gain = (
+        jnp.asarray(rng.standard_normal(shape), jnp.float32)
+        for shape in ((3, 8 * n), (8 * n, 32), (3, 32), (32,))
+    )
+    then = AddNorm(residual=residual, gain=gain, eps=EPS)
+    product = functools.partial(jnp.matmul, precision="highest")
+    on_all = summed(product, Placement.of(mesh), given=(1, 0), then=then)
+    for found, want in zip(jax.jit(on_all)(x, w), add_norm(product(x, w), then), strict=True):
+        np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-5)
 
 
 def test_refusals(mesh):
