@@ -20,6 +20,7 @@ from mla_jax.pallas.grouped_matmul.ref import add_norm
 from mla_jax.peers import PeerMemory, Peers
 from mla_jax.placement import Placement
 from tests import aot
+from tests.pallas.exchange_machine import exchange
 
 BACKENDS = [pytest.param("mosaic", marks=pytest.mark.gpu), "xla"]
 EPS = 1e-6
@@ -169,6 +170,15 @@ def test_devices_that_cannot_reach_each_other(peer, error, expected, monkeypatch
     assert set(asked) == pairs if expected else asked
 
     assert peers.reach_each_other([SimpleNamespace(local_hardware_id=None)] * 2)
+
+
+@pytest.mark.parametrize(("devices", "row"), [(2, 0), (3, 5), (4, 127)])
+def test_the_exchange_in_any_order(rng, devices, row):
+    """Each device gets what all have of each sum, however far the others are ahead or behind."""
+    rows = rng.integers(0, 2**32, (12, devices, 128, 4), dtype=np.uint32)
+    found = exchange(rows, row, rng)
+    for device in range(devices):
+        assert (found[:, device] == rows).all()
 
 
 def test_layers_add_up(rng, mesh):
