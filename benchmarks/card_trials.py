@@ -55,8 +55,8 @@ TRIALS: dict[str, dict[str, Any]] = {
     NCCL: {},
 }
 """Options in place of a step's own: copies and sums begin early; XLA's sums are in the graph; the
-graph has a loop over layers; XLA keeps more captured launches than 16 of each place; XLA adds up
-all that the devices do."""
+graph has a loop over layers; XLA keeps 256 captured launches of each call, not 16; every sum over
+the cards is NCCL's."""
 
 
 def main() -> None:
@@ -92,9 +92,11 @@ def compare(
         row["processes"] = placement.processes
         try:
             name = f"{trial}_{jax.process_index()}"
-            files = trace and trace / f"{name}.json", host and host / name
+            files = {"trace": trace and trace / f"{name}.json", "host": host and host / name}
             with by_nccl() if trial == NCCL else nullcontext():
-                found, tokens = _measured(weights, config, placement, TRIALS[trial], context, files)
+                found, tokens = _measured(
+                    weights, config, placement, TRIALS[trial], context, **files
+                )
             first = first or tokens
             row |= found | {"equal": tokens == first}
         except Exception as error:  # a trial may fail where the next one does not
@@ -112,7 +114,9 @@ def _measured(
     placement: Placement,
     options: dict[str, Any],
     context: int,
-    files: tuple[Path | None, Path | None],
+    *,
+    trace: Path | None,
+    host: Path | None,
 ) -> tuple[dict[str, Any], list[list[int]]]:
     """Microseconds of a step, and the tokens of all requests."""
     longest = context + STEPS + PAGE
@@ -131,10 +135,10 @@ def _measured(
         runs = [_run(engine, prompts) for _ in range(1 + REPEATS)]
         row[f"us_{requests}"] = [round(us) for us, _ in runs[1:]]
         tokens += runs[-1][1]
-        if files[0] is not None and requests == 1:
-            _traced(engine, prompts, files[0])
-        if files[1] is not None and requests == 1:
-            with jax.profiler.trace(files[1]):
+        if trace is not None and requests == 1:
+            _traced(engine, prompts, trace)
+        if host is not None and requests == 1:
+            with jax.profiler.trace(host):
                 wish = SamplingParams(max_new_tokens=20, ignore_eos=True)
                 engine.generate(prompts, wish)
     return row, tokens

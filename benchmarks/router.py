@@ -79,7 +79,7 @@ def main() -> None:
         weights = _weights(sizes, config.moe)
         cases = [*itertools.product(TILES, (False, True))]
         for shared in given.shared:
-            with at_least(shared), ThreadPoolExecutor() as pool:
+            with _at_least(shared), ThreadPoolExecutor() as pool:
                 ready = [*pool.map(partial(_compiled, config.moe, weights), cases)]
             for (tile, beside), program in zip(cases, ready, strict=True):
                 row = {"model": model, "tokens": given.tokens, "cards": given.cards}
@@ -88,7 +88,7 @@ def main() -> None:
 
 
 @contextmanager
-def at_least(shared: int) -> Iterator[None]:
+def _at_least(shared: int) -> Iterator[None]:
     """Kernels that are traced inside ask for so many bytes of shared memory, or more."""
     made = triton_lib.gpu_triton.TritonKernel
 

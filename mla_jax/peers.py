@@ -24,10 +24,12 @@ __all__ = [
     "MOST_DEVICES",
     "ROW_BYTES",
     "SLOTS",
+    "SLOTTED",
     "PeerMemory",
     "Peers",
     "reach_each_other",
     "rows_of",
+    "table_of",
 ]
 
 MOST_DEVICES, SLOTTED = 16, 512
@@ -42,7 +44,7 @@ FLAGS, SLOTS = 4096, 8192
 
 def rows_of(devices: int) -> int:
     """Rows that a device may give to one sum."""
-    return min(SLOTTED // devices, 256)
+    return SLOTTED // devices
 
 
 def reach_each_other(devices: Sequence[Any]) -> bool:
@@ -69,11 +71,17 @@ def _reaches(driver: Any, a: int, b: int) -> bool:
 class Peers:
     """What a program needs of a ``PeerMemory``, one row for each device.
 
-    A row has the device's number, a word that is not used, and the low and high words of the
-    addresses of all devices' memory.
+    A row has the device's number, a word that aligns what follows, and the address of every
+    device's memory: its low word, then its high word.
     """
 
     table: Array  # uint32 [devices, 2 + 2 devices]
+
+
+def table_of(places: Sequence[int]) -> np.ndarray:
+    """The table of devices whose memory has these addresses."""
+    halves = [half for place in places for half in (place & 0xFFFFFFFF, place >> 32)]
+    return np.array([[number, 0, *halves] for number in range(len(places))], np.uint32)
 
 
 @dataclass(frozen=True)
@@ -96,9 +104,7 @@ class PeerMemory:
             zeros = jax.jit(lambda: jnp.zeros((count, words), jnp.uint32), out_shardings=home)
             memory = jax.block_until_ready(zeros())
         at = {s.device: s.data.unsafe_buffer_pointer() for s in memory.addressable_shards}
-        places = [at[device] for device in placement.mesh.devices.flat]
-        halves = [half for place in places for half in (place & 0xFFFFFFFF, place >> 32)]
-        table = np.array([[number, 0, *halves] for number in range(count)], np.uint32)
+        table = table_of([at[device] for device in placement.mesh.devices.flat])
         return cls(memory, Peers(table=put(table, home)))
 
     @staticmethod

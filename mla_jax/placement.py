@@ -35,11 +35,11 @@ SHARDS = "shards"
 
 @dataclass(frozen=True)
 class Placement:
-    """Devices of one kind as a mesh ``(shards,)``. Hashable; outside of programs without arrays."""
+    """Devices of one kind as a mesh ``(shards,)``. Hashable; holds no array but ``peers``."""
 
     mesh: Mesh
     peers: Any = field(default=None, compare=False)
-    """``Peers`` that a program which is traced takes as an argument; None: it has none."""
+    """Inside of a program the ``Peers`` that it takes as an argument; None: it takes none."""
 
     @classmethod
     def of(cls, devices: Any) -> "Placement":

@@ -48,11 +48,11 @@ class Block(DecoderBlock[MLA]):
     ) -> _State:
         """One step of this layer; arguments as ``MLA`` takes them."""
         shared = {"backend": backend, "placement": placement}
-        (h, x), cache = self.attn.onto(
-            self.before_feed(state.h),
+        (h, x), cache = self.attn(
             state.x,
             meta,
             state.cache,
+            then=self.before_feed(state.h),
             layer=layer,
             absorbed=derived.absorbed,
             plan=plan,

@@ -223,54 +223,23 @@ class MLA(nnx.Module):
         meta: MLAMetadata,
         cache: LatentCache,
         *,
+        then: AddNorm | None = None,
         layer: Int[Array, ""] | int | None = None,
         absorbed: Absorbed | None = None,
         backend: str | None = None,
         plan: StepPlan | None = None,
         placement: Placement | None = None,
-    ) -> tuple[Float[Array, "tokens hidden"], LatentCache]:
-        """Write the new rows, attend over pages and new tokens, project back.
+    ) -> tuple[Any, LatentCache]:
+        """Write the new rows, attend over pages and new tokens, project back: ``(y, cache)``.
 
+        ``y`` is [tokens, hidden]; with ``then`` it is the residual plus that, and the sum's norm.
         ``layer`` is this layer's number in a stacked cache. ``absorbed`` is ``self.absorbed()``;
         a server keeps it, without it the step derives it again. ``backend`` names the backend of
         every operation that has one of that name; None takes the best that qualifies. ``plan`` is
         ``plan_step`` of the same step, which serves every layer. Over several devices of a
         ``placement`` each one attends with its own heads.
         """
-        facts = {"backend": backend, "placement": placement}
-        heads, cache = self._attended(x, meta, cache, layer, absorbed, plan, facts)
-        return self.out(heads, **facts), cache
-
-    def onto(
-        self,
-        then: AddNorm,
-        x: Float[Array, "tokens hidden"],
-        meta: MLAMetadata,
-        cache: LatentCache,
-        *,
-        layer: Int[Array, ""] | int | None = None,
-        absorbed: Absorbed | None = None,
-        backend: str | None = None,
-        plan: StepPlan | None = None,
-        placement: Placement | None = None,
-    ) -> tuple[tuple[Float[Array, "tokens hidden"], Float[Array, "tokens hidden"]], LatentCache]:
-        """The residual plus what a call gives, and the norm of that; and the cache."""
-        facts = {"backend": backend, "placement": placement}
-        heads, cache = self._attended(x, meta, cache, layer, absorbed, plan, facts)
-        return self.out.onto(then, heads, **facts), cache
-
-    def _attended(
-        self,
-        x: Array,
-        meta: MLAMetadata,
-        cache: LatentCache,
-        layer: Int[Array, ""] | int | None,
-        absorbed: Absorbed | None,
-        plan: StepPlan | None,
-        facts: dict[str, Any],
-    ) -> tuple[Float[Array, "tokens heads v"], LatentCache]:
-        """What the heads give, before it is projected back."""
-        backend, placement = facts["backend"], facts["placement"]
+        facts: dict[str, Any] = {"backend": backend, "placement": placement}
         plan = StepPlan() if plan is None else plan
         angles = cos_sin(meta.positions, self.rope) if plan.angles is None else plan.angles
         q, kv = self._project_queries(x, backend, placement), self.kv_down(x, **facts)
@@ -291,7 +260,10 @@ class MLA(nnx.Module):
             rows = Rows._make((1, None, None)), 1, 0, None, None, None, None
             given = (_Raw._make((1, None, None, None)), *rows)
             attend = divided(attend, placement, given=given, returned=(1, None))
-        return attend(raw, new, kv_up, absorbed, meta, cache, number, plan)
+        heads, cache = attend(raw, new, kv_up, absorbed, meta, cache, number, plan)
+        if then is not None:
+            return self.out.onto(then, heads, **facts), cache
+        return self.out(heads, **facts), cache
 
     def _appended(
         self,

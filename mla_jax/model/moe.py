@@ -17,7 +17,6 @@ from mla_jax.model.sharding import divided, named_leaves, share_axis
 from mla_jax.model.sums import summed
 from mla_jax.pallas import fp8_matmul
 from mla_jax.pallas.axes import AddNorm
-from mla_jax.pallas.grouped_matmul.ref import add_norm
 from mla_jax.pallas.router.ref import (
     choose_experts,
     router_logits,
@@ -212,13 +211,19 @@ def routed_and_shared(
     norm of that.
 
     Devices that have a share of both add their shares first. Then one sum over the devices is
-    enough: of 16-bit rows each rounds what it adds.
+    enough: of 16-bit rows each rounds what it adds. Elsewhere the residual is added to the shared
+    part first, which XLA does inside of its last product; that sum needs no routed expert, so both
+    parts can run at the same time.
     """
     facts: dict[str, Any] = {"backend": backend, "placement": placement}
     axes = None if shared is None else _shares(experts, shared, placement)
     if shared is None or placement is None or axes is None:
+        more = None if shared is None else shared(x, **facts)
+        if then is not None:
+            then = then if more is None else then._replace(residual=then.residual + more)
+            return experts.onto(then, x, weights, chosen, **facts)
         y = experts(x, weights, chosen, **facts)
-        return add_norm(y if shared is None else shared(x, **facts) + y, then)
+        return y if more is None else more + y
     graph, state = nnx.split({"experts": experts, "shared": shared})
     leaves, tree = jax.tree.flatten(state)
 
@@ -307,16 +312,7 @@ class MoE(nnx.Module):
         backend: str | None = None,
         placement: Placement | None = None,
     ) -> tuple[Float[Array, "tokens hidden"], Float[Array, "tokens hidden"]]:
-        """The residual plus all of that, and its norm.
-
-        The residual is added to the shared part first, which XLA does inside of its last product;
-        that sum needs no routed expert, so both parts can run at the same time. Where several
-        devices add up what they have, both parts are in one sum.
-        """
+        """The residual plus all of that, and its norm."""
         facts: dict[str, Any] = {"backend": backend, "placement": placement}
-        if self.shared is not None and _shares(self.experts, self.shared, placement) is not None:
-            choice = self.router(x, real, **facts)
-            return routed_and_shared(self.experts, self.shared, x, *choice, then=then, **facts)
-        if self.shared is not None:
-            then = then._replace(residual=then.residual + self.shared(x, **facts))
-        return self.experts.onto(then, x, *self.router(x, real, **facts), **facts)
+        choice = self.router(x, real, **facts)
+        return routed_and_shared(self.experts, self.shared, x, *choice, then=then, **facts)

@@ -56,21 +56,15 @@ _AXES = (
 """Leaves, an axis, and what each device has whole units of; the first that can be divided is."""
 
 _BLOCK_AXES = (
-    (r"attn\.(q|q_up)\.kernel", 0, SCALE_BLOCK),
-    (r"attn\.(q|q_up)\.scale", 0, 1),
-    (r"attn\.out\.kernel", 1, SCALE_BLOCK),
-    (r"attn\.out\.scale", 1, 1),
-    (r"(mlp|shared)\.(gate|up)\.kernel", 0, SCALE_BLOCK),
-    (r"(mlp|shared)\.(gate|up)\.scale", 0, 1),
-    (r"(mlp|shared)\.down\.kernel", 1, SCALE_BLOCK),
-    (r"(mlp|shared)\.down\.scale", 1, 1),
-    (r"experts\.(gate|up)", 1, SCALE_BLOCK),
-    (r"experts\.(gate|up)_scale", 1, 1),
-    (r"experts\.down", 2, SCALE_BLOCK),
-    (r"experts\.down_scale", 2, 1),
+    (r"attn\.(q|q_up)\.(kernel|scale)", 0, SCALE_BLOCK),
+    (r"attn\.out\.(kernel|scale)", 1, SCALE_BLOCK),
+    (r"(mlp|shared)\.(gate|up)\.(kernel|scale)", 0, SCALE_BLOCK),
+    (r"(mlp|shared)\.down\.(kernel|scale)", 1, SCALE_BLOCK),
+    (r"experts\.(gate|up)(_scale)?", 1, SCALE_BLOCK),
+    (r"experts\.down(_scale)?", 2, SCALE_BLOCK),
     (r"experts\.(gate|up|down)(_scale)?", 0, 1),
 )
-"""Of e4m3 weights, ``[out, in]``, and of their scales."""
+"""Of e4m3 weights, ``[out, in]``, and of their scales, which have one number for each unit."""
 
 
 def named_leaves(state: Any) -> dict[str, Any]:
@@ -83,9 +77,10 @@ def named_leaves(state: Any) -> dict[str, Any]:
 
 def divisible_axes(path: str, dtype: DTypeLike) -> list[tuple[int, int]]:
     """Axes of a leaf that may be divided, stacks counted, and their units; the best first."""
-    blocks = jnp.dtype(dtype) == jnp.float8_e4m3fn or path.endswith("scale")
+    scale = path.endswith("scale")
+    blocks = scale or jnp.dtype(dtype) == jnp.float8_e4m3fn
     return [
-        (axis + path.startswith("stacks."), unit)
+        (axis + path.startswith("stacks."), 1 if scale else unit)
         for pattern, axis, unit in (_BLOCK_AXES if blocks else _AXES)
         if re.search(rf"(^|\.){pattern}$", path)
     ]

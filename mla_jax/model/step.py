@@ -263,7 +263,7 @@ class Step:
             return self.memory.peers
         return PeerMemory.spec(self.placement) if self._shares_memory else None
 
-    @property
+    @cached_property
     def _shares_memory(self) -> bool:
         """Whether the devices add up by memory that all of them write.
 

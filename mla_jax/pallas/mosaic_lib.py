@@ -235,8 +235,6 @@ def shared_bytes(scratch: dict) -> int:
     """Shared memory of a scratch dictionary: buffers in whole kilobytes, 8 bytes a barrier."""
     total = 0
     for item in scratch.values():
-        if isinstance(item, plgpu.SemaphoreType):
-            continue
         if isinstance(item, plgpu.Barrier | plgpu.ClusterBarrier):
             total += 8 * math.prod(item.num_barriers)
         else:

@@ -4,14 +4,13 @@ Threads of a block are in step. Between two instructions of a device the others 
 random draw says. All see each write at once, so it does not know of writes that come late.
 """
 
-import re
 from collections.abc import Iterator
 
 import numpy as np
 
 from mla_jax.pallas.all_reduce.mosaic import _exchange
-from mla_jax.peers import ROW_BYTES, SLOTS, SLOTTED
-from tests.pallas.ptx_machine import U32, U64, Machine
+from mla_jax.peers import ROW_BYTES, SLOTS, SLOTTED, table_of
+from tests.pallas.ptx_machine import U32, U64, Machine, instructions
 
 __all__ = ["exchange"]
 
@@ -32,9 +31,7 @@ class Block(Machine):
 
     def going(self, text: str) -> Iterator[None]:
         """An instruction at a time, of the threads that are farthest behind."""
-        tokens = re.sub(r"\b([A-Z]+):", r"\1:;", text)
-        lines = [re.sub(r"^[{}\s]+", "", " ".join(line.split())) for line in tokens.split(";")]
-        lines = [line for line in lines if line and not line.startswith(".reg")]
+        lines = instructions(text)
         labels = {line[:-1]: i for i, line in enumerate(lines) if line.endswith(":")}
         while (self.at < len(lines)).any():
             number = self.at.min()
@@ -47,32 +44,13 @@ class Block(Machine):
         if line.endswith(":"):
             return
         self.waits = np.where(here, "", "elsewhere")
-        if line[0] == "@":
-            name, line = line[1:].split(" ", 1)
-            here = here & self.registers[name].astype(bool)
-        op, _, rest = line.partition(" ")
-        arguments = re.findall(r"\[[^\]]*\]|\{[^}]*\}|[^,\s]+", rest)
-        parts = op.split(".")
-        if parts[0] == "barrier":
+        op, arguments, here = self.parsed(line, here)
+        if op[0] == "barrier":
             assert here.all(), "a barrier that not all threads reach"
-        elif parts[0] == "bra":
+        elif op[0] == "bra":
             self.at[here] = labels[arguments[0]]
         elif here.any():
-            getattr(self, f"do_{parts[0]}")(parts, arguments, here)
-
-    def do_ld(self, op, a, active) -> None:
-        at, names = self.places(a[1], False)[active] // 4, re.findall(r"[$\w]+", a[0])
-        for i, name in enumerate(names):
-            value = np.zeros(self.n, U64)
-            value[active] = self.memory[at + i]
-            if op[-1] == "b64":
-                value[active] |= self.memory[at + 1].astype(U64) << U64(32)
-            self.put(name, value, active)
-
-    def do_st(self, op, a, active) -> None:
-        at = self.places(a[0], False)[active] // 4
-        for i, name in enumerate(re.findall(r"[$\w]+", a[1])):
-            self.memory[at + i] = self.get(name)[active]
+            getattr(self, f"do_{op[0]}")(op, arguments, here)
 
 
 def exchange(rows, row: int, rng):
@@ -84,9 +62,8 @@ def exchange(rows, row: int, rng):
     text, _ = _exchange(THREADS // 128, devices)
     tables = devices * OWN + 64 * np.arange(devices)
     memory = np.zeros((devices * OWN + 64 * devices) // 4, U32)
-    for number, table in enumerate(tables):
-        halves = [half for d in range(devices) for half in ((d * OWN) & 0xFFFFFFFF, d * OWN >> 32)]
-        memory[table // 4 : table // 4 + 2 + 2 * devices] = [number, 0, *halves]
+    for table, words in zip(tables, table_of([d * OWN for d in range(devices)]), strict=True):
+        memory[table // 4 : table // 4 + len(words)] = words
     found = np.zeros((sums, devices, devices, THREADS, 4), U32)
 
     def all_of(device: int) -> Iterator[None]:

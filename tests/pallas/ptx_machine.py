@@ -19,6 +19,14 @@ COMPARE = {
 }  # fmt: skip
 
 
+def instructions(text: str) -> list[str]:
+    """Lines of a program; a label ends with a colon."""
+    text = re.sub(r"//[^\n]*", "", text)
+    tokens = re.sub(r"\b(\w+):(?!:)", r"\1:;", text.replace("::", "_"))
+    lines = (re.sub(r"^[{}\s]+", "", " ".join(line.split())) for line in tokens.split(";"))
+    return [line for line in lines if line and not line.startswith(".reg")]
+
+
 class Machine:
     """A cluster of thread blocks; ``memory`` are words, ``operands`` the program's ``$0``, …"""
 
@@ -33,12 +41,7 @@ class Machine:
         self.waits = np.full(n, "", object)
 
     def run(self, text: str) -> None:
-        text = re.sub(r"//[^\n]*", "", text)
-        tokens = re.sub(r"\b(\w+):(?!:)", r"\1:;", text.replace("::", "_"))
-        for line in tokens.split(";"):
-            line = re.sub(r"^[{}\s]+", "", " ".join(line.split()))
-            if not line or line.startswith(".reg"):
-                continue
+        for line in instructions(text):
             if line.endswith(":"):
                 self.waits[self.waits == line[:-1]] = ""
                 continue
@@ -48,12 +51,7 @@ class Machine:
         active = self.waits == ""
         if not active.any():
             return
-        if line[0] == "@":
-            name, line = line[1:].split(" ", 1)
-            active = active & self.registers[name].astype(bool)
-        op, _, rest = line.partition(" ")
-        arguments = re.findall(r"\[[^\]]*\]|\{[^}]*\}|[^,\s]+", rest)
-        op = op.split(".")
+        op, arguments, active = self.parsed(line, active)
         if op[0] == "bra":
             here = active.reshape(self.blocks, -1)
             assert (here.all(1) | ~here.any(1)).all(), "a branch of a part of a block"
@@ -66,6 +64,14 @@ class Machine:
         if not active.any():
             return
         getattr(self, f"do_{op[0]}")(op, arguments, active)
+
+    def parsed(self, line: str, active):
+        """Parts of an instruction's name, its arguments, and which of the threads take it."""
+        if line[0] == "@":
+            name, line = line[1:].split(" ", 1)
+            active = active & self.registers[name].astype(bool)
+        op, _, rest = line.partition(" ")
+        return op.split("."), re.findall(r"\[[^\]]*\]|\{[^}]*\}|[^,\s]+", rest), active
 
     # values ---------------------------------------------------------------------------------
 
@@ -183,7 +189,7 @@ class Machine:
     def do_ld(self, op, a, active) -> None:
         shared = "shared" in op[1]
         at = self.places(a[1], shared)
-        names = re.findall(r"\w+", a[0])
+        names = re.findall(r"[$\w]+", a[0])
         if shared:
             assert (at[active] % (4 * len(names)) == 0).all(), "an address that is not aligned"
         for i, name in enumerate(names):
@@ -192,14 +198,16 @@ class Machine:
                 value = np.zeros(self.n, U32)
                 value[active] = self.shared[block[active], word[active]]
             else:
-                value = np.zeros(self.n, U32)
+                value = np.zeros(self.n, U64)
                 value[active] = self.memory[at[active] // 4 + i]
+                if op[-1] == "b64":
+                    value[active] |= self.memory[at[active] // 4 + 1].astype(U64) << U64(32)
             self.put(name, value, active)
 
     def do_st(self, op, a, active) -> None:
         shared = "shared" in op[1]
         at = self.places(a[0], shared)
-        for i, name in enumerate(re.findall(r"\w+", a[1])):
+        for i, name in enumerate(re.findall(r"[$\w]+", a[1])):
             value = self.get(name)
             if shared:
                 block, word = self.window(op, at + 4 * i, active)

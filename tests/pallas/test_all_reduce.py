@@ -150,7 +150,7 @@ def test_one_after_the_other(rng, mesh, kind):
     ("peer", "error", "expected"), [(1, 0, True), (0, 0, False), (1, 999, False)]
 )
 def test_devices_that_cannot_reach_each_other(peer, error, expected, monkeypatch):
-    """Then XLA adds up. Devices that are elsewhere have no number, and are compiled for."""
+    """Then XLA adds up. Devices that are not here have no number: programs are only compiled."""
     asked = []
 
     class Driver:

@@ -164,6 +164,7 @@ def gate_pieces(topk: int, width: int, hidden: int) -> int:
     """
     blocks, programs = hidden // SCALE_BLOCK, topk * (width // GATE_COLUMNS)
     found = 1
-    while programs * found < FILLED and blocks % (2 * found) == 0 and blocks >= 14 * found:
+    least = 2 * LEAST_BLOCKS  # of what is cut in two
+    while programs * found < FILLED and blocks % (2 * found) == 0 and blocks >= least * found:
         found *= 2
     return found
