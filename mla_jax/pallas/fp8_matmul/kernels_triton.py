@@ -3,8 +3,12 @@
 A step of the loop over channels is one block of scales: e4m3 bytes are widened to the rows' dtype,
 which is exact, multiplied, and the step's sum times its scale is added in float32.
 
-Widening puts the bits of a byte at their places in 16 bits, with two instructions an element where
-Triton's own conversion takes three slower ones. Exponents are then too small, by ``2**-120`` of
+Tiles of fewer than 16 rows multiply the weights with the rows, not the rows with the weights: a
+tensor core's instruction has 16 lines of its first operand and 8 of its second, and such a step is
+bound by instructions. Elements add up the same numbers in the same order either way.
+
+Widening puts the bits of a byte at their places in 16 bits, with three instructions for two
+elements where Triton's own conversion takes six slower ones. Exponents are then too small, by ``2**-120`` of
 bfloat16 and ``2**-8`` of float16: ``BITS`` makes up for both this and what the rows are too large
 (``triton.raised``), so that nothing on the way is below float32's normal numbers. A byte that is
 NaN becomes 480.
@@ -31,34 +35,59 @@ DEPTH = tl.constexpr(128)
 """Channels of a block of scales."""
 
 
-def _widening(shift: int, mask: str) -> str:
-    """Four bytes to four numbers: each on top of 16 bits, its exponent and digits moved down."""
+def _widening(shift: str, mask: str) -> str:
+    """Four bytes to four numbers: each below 16 bits of its sign, moved to its place."""
     pair = """
     prmt.b32 t, $2, 0, {bytes};
-    shr.u32 u, t, {shift};
-    and.b32 u, u, {mask};
-    lop3.b32 ${number}, t, 0x80008000, u, 0xEA;"""
+    {shift}
+    and.b32 ${number}, t, {mask};"""
     pairs = (
         pair.format(bytes=bytes, shift=shift, mask=mask, number=number)
-        for number, bytes in enumerate(("0x1404", "0x3424"))
+        for number, bytes in enumerate(("0x9180", "0xb3a2"))
     )
-    return "{\n    .reg .b32 t, u;" + "".join(pairs) + "\n}"
+    return "{\n    .reg .b32 t;" + "".join(pairs) + "\n}"
 
 
-TO_BFLOAT16 = tl.constexpr(_widening(4, "0x07f007f0"))
-TO_FLOAT16 = tl.constexpr(_widening(1, "0x3f803f80"))
+TO_BFLOAT16 = tl.constexpr(_widening("shl.b32 t, t, 4;", "0x87f087f0"))
+TO_FLOAT16 = tl.constexpr(_widening("shl.b32 t, t, 7;", "0xbf80bf80"))
 
 RAISED = tl.constexpr(2.0**64)
 """How much larger rows of bfloat16 are when they are multiplied."""
 
 
+WHOLE = tl.constexpr(16)
+"""Rows from which on they are the first operand."""
+
+
+@jit
+def _nothing(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The sums of a tile before the first step."""
+    if ROWS < WHOLE:
+        return tl.zeros((COLUMNS, ROWS), tl.float32)
+    else:
+        return tl.zeros((ROWS, COLUMNS), tl.float32)
+
+
+@jit
+def _by_rows(total, ROWS: tl.constexpr):
+    """The sums of a tile, ``[rows, columns]``."""
+    if ROWS < WHOLE:
+        return tl.trans(total)
+    else:
+        return total
+
+
 @jit
 def _step(a, w, scale, total):
-    """``total + scale * (a w^T)``: rows and one block of e4m3 weights."""
+    """``total + scale * (a w^T)``, or its transpose: rows and one block of e4m3 weights."""
     BITS: tl.constexpr = 2.0**56 if a.dtype == tl.bfloat16 else 2.0**8
     WIDEN: tl.constexpr = TO_BFLOAT16 if a.dtype == tl.bfloat16 else TO_FLOAT16
     wide = tl.inline_asm_elementwise(WIDEN, "=r,=r,r", [w], dtype=a.dtype, is_pure=True, pack=4)
-    return total + (tl.load(scale) * BITS) * tl.dot(a, tl.trans(wide))
+    if a.shape[0] < WHOLE:
+        product = tl.dot(wide, tl.trans(a))
+    else:
+        product = tl.dot(a, tl.trans(wide))
+    return total + (tl.load(scale) * BITS) * product
 
 
 @jit
@@ -90,10 +119,8 @@ def _gate_up_tile(
     a = x + (pair // TOPK).to(tl.int64)[:, None] * HIDDEN + k[None, :]
     at = (e.to(tl.int64) * WIDTH + column[:, None]) * HIDDEN + k[None, :]
     s = (e * (WIDTH // DEPTH) + block * COLUMNS // DEPTH) * STEPS
-    g = tl.zeros((ROWS, COLUMNS), tl.float32)
-    u = tl.zeros((ROWS, COLUMNS), tl.float32)
-    g_before = tl.zeros((ROWS, COLUMNS), tl.float32)
-    u_before = tl.zeros((ROWS, COLUMNS), tl.float32)
+    g, u = _nothing(ROWS, COLUMNS), _nothing(ROWS, COLUMNS)
+    g_before, u_before = _nothing(ROWS, COLUMNS), _nothing(ROWS, COLUMNS)
     if PARTED:
         begin, end = piece * EACH, piece * EACH + EACH
     else:
@@ -110,11 +137,11 @@ def _gate_up_tile(
     row = pair.to(tl.int64)[:, None] * WIDTH + column[None, :]
     if PARTED:
         to = out + piece * (2 * SIZES[4] * WIDTH) + row
-        tl.store(to, g, mask=live[:, None])
-        tl.store(to + SIZES[4] * WIDTH, u, mask=live[:, None])
+        tl.store(to, _by_rows(g, ROWS), mask=live[:, None])
+        tl.store(to + SIZES[4] * WIDTH, _by_rows(u, ROWS), mask=live[:, None])
     else:
         h = _gated(g_before + g, u_before + u, LIMIT, out.dtype.element_ty)
-        tl.store(out + row, h, mask=live[:, None])
+        tl.store(out + row, _by_rows(h, ROWS), mask=live[:, None])
 
 
 @jit
@@ -154,12 +181,12 @@ def _down_tile(
     a = h + row * WIDTH + k[None, :]
     at = weight + (e.to(tl.int64) * HIDDEN + column[:, None]) * WIDTH + k[None, :]
     s = scale + (e * (HIDDEN // DEPTH) + block * COLUMNS // DEPTH) * STEPS
-    y = tl.zeros((ROWS, COLUMNS), tl.float32)
+    y = _nothing(ROWS, COLUMNS)
     for i in range(0, STEPS):
         part = _loaded(a + i * DEPTH, live, False)
         y = _step(part, tl.load(at + i * DEPTH), s + i, y)
     to = out + row * HIDDEN + column[None, :]
-    tl.store(to, y.to(out.dtype.element_ty), mask=live[:, None])
+    tl.store(to, _by_rows(y.to(out.dtype.element_ty), ROWS), mask=live[:, None])
 
 
 @jit
@@ -243,9 +270,10 @@ def matmul(
     a = x + row.to(tl.int64)[:, None] * INTO + k[None, :]
     at = weight + column.to(tl.int64)[:, None] * INTO + k[None, :]
     s = scale + block * COLUMNS // DEPTH * STEPS
-    y = tl.zeros((ROWS, COLUMNS), tl.float32)
+    y = _nothing(ROWS, COLUMNS)
     for i in range(piece * EACH, tl.minimum(piece * EACH + EACH, STEPS)):
         part = _loaded(a + i * DEPTH, live, RAISE)
         y = _step(part, tl.load(at + i * DEPTH, mask=there[:, None], other=0.0), s + i, y)
     to = out + (piece * tokens + row).to(tl.int64)[:, None] * OUT + column[None, :]
-    tl.store(to, y.to(out.dtype.element_ty), mask=live[:, None] & there[None, :])
+    result = _by_rows(y.to(out.dtype.element_ty), ROWS)
+    tl.store(to, result, mask=live[:, None] & there[None, :])

@@ -23,25 +23,33 @@ from mla_jax.types import SCALE_BLOCK, Array, BlockScaled, Float, cdiv
 
 __all__ = ["gate_pieces", "matmul_fp8", "piece_blocks", "routed_experts_fp8"]
 
-LEAST_BLOCKS, MOST_PROGRAMS = 7, 1024
-"""Of a product that is cut: blocks of channels of a piece, and pieces of 32 columns together."""
+CUTS = (7, 1024), (4, 500)
+"""Of a product that is cut: blocks of channels of a piece, and pieces of 32 columns together.
 
-FEWEST = 16
-"""Rows of the smallest tile."""
+Pieces may be smaller where there are few.
+"""
+
+TILES = 8, 16, 32, 64
+"""Rows of a tile."""
+
+RAISING = 16
+"""Rows of a tile up to which programs raise what they read."""
 
 UNPLANNED = 128
 """Choices up to which every program looks for its own pairs."""
 
+EACH = {8: 4, 16: 8, 32: 24}
+"""Rows that an expert has on average, up to which tiles are so large."""
 
-FEW, MANY = (64, 4, 4), (64, 8, 3)
-"""Columns, warps and stages of the experts' programs, with tiles of 16 or 32 rows and of 64."""
+GATE = {8: (32, 2, 4), 16: (64, 4, 4), 32: (64, 4, 4), 64: (64, 8, 3)}
+DOWN = GATE | {8: (64, 4, 4)}
+"""Columns, warps and stages of the experts' programs, by the rows of a tile."""
 
-
-NARROW, NARROW_COLUMNS = 256, 128
+NARROW, NARROW_COLUMNS = 512, 128
 """Width up to which a block of down's columns is larger: each has few channels to add up."""
 
-GATE_COLUMNS, GATED, FILLED = 32, 512, 400
-"""Columns of gate and up without a plan; elements of a program of SwiGLU; programs enough."""
+PIECE_COLUMNS, GATED, FILLED = 32, 512, 384
+"""Columns of gate and up in pieces; elements of a program of SwiGLU; programs enough."""
 
 
 def raised(x: Float[Array, "..."], tile: int) -> tuple[Float[Array, "..."], bool]:
@@ -49,7 +57,7 @@ def raised(x: Float[Array, "..."], tile: int) -> tuple[Float[Array, "..."], bool
 
     It does where it reads few: a launch before it would take longer.
     """
-    if x.dtype != jnp.bfloat16 or tile == FEWEST:
+    if x.dtype != jnp.bfloat16 or tile <= RAISING:
         return x, x.dtype == jnp.bfloat16
     return x * jnp.asarray(2.0**64, x.dtype), False
 
@@ -59,19 +67,21 @@ def matmul_fp8(
 ) -> Float[Array, "tokens out"]:
     """``ref.matmul_fp8``; widening is exact, the sum is rounded once.
 
-    A block of scales takes a program 0.3 us, however few bytes it has. So weights with few outputs
-    are cut along their channels, and pieces are added in order: a row's bits depend on no other.
+    Weights with few outputs are cut along their channels, so that programs fill the machine, and
+    pieces are added in order: a row's bits depend on no other.
     """
     (tokens, into), out = x.shape, weight.shape[0]
     if not tokens:
         return jnp.zeros((0, out), x.dtype)
-    rows = next(n for n in (16, 32, 64) if tokens <= n)
+    rows = next(n for n in TILES if tokens <= n)
     each = piece_blocks(out, into)
     pieces = cdiv(into, each * SCALE_BLOCK)
-    if pieces > 1:
-        columns = 32 if rows == 16 else 64
-    else:
-        columns = next((n for n in (64, 32) if out // n >= 128), 16)
+    columns = 64
+    if rows > TILES[0]:
+        if pieces > 1:
+            columns = 32 if rows == 16 else 64
+        else:
+            columns = next((n for n in (64, 32) if out // n >= 128), 16)
     x_in, inside = raised(x, rows)
     parts = triton_lib.call(
         kernels.matmul,
@@ -89,8 +99,9 @@ def matmul_fp8(
 
 def piece_blocks(out: int, into: int) -> int:
     """Blocks of channels of a piece; the same for any number of rows."""
-    blocks = cdiv(into, SCALE_BLOCK)
-    return cdiv(blocks, max(min(blocks // LEAST_BLOCKS, MOST_PROGRAMS // cdiv(out, 32)), 1))
+    blocks, tiles = cdiv(into, SCALE_BLOCK), cdiv(out, 32)
+    pieces = max(min(blocks // least, most // tiles) for least, most in CUTS)
+    return cdiv(blocks, max(pieces, 1))
 
 
 def routed_experts_fp8(
@@ -103,7 +114,7 @@ def routed_experts_fp8(
     pairs = tokens * topk
     if not pairs:
         return add_norm(jnp.zeros_like(x), then)
-    rows = next((n for n, most in ((16, 8), (32, 24)) if pairs <= count * most), 64)
+    rows = next((n for n, most in EACH.items() if pairs <= count * most), TILES[-1])
     planned = pairs > UNPLANNED
     if planned:
         tile_count, tiles, order = grouped.plan(experts, count, rows=rows, group=8)
@@ -113,11 +124,12 @@ def routed_experts_fp8(
         "SIZES": (count, topk, hidden, width, pairs),
         "PAIRS": 0 if planned else grouped.power(pairs),
     }
-    columns, warps, stages = FEW if rows < 64 else MANY
-    down_columns = NARROW_COLUMNS if width <= NARROW and rows < 64 else columns
+    gate_columns, gate_warps, gate_stages = GATE[rows]
+    down_columns, down_warps, down_stages = DOWN[rows]
+    if width <= NARROW and rows < 64:
+        down_columns = NARROW_COLUMNS
     pieces = gate_pieces(topk, width, hidden) if rows < 64 else 1
     parted = pieces > 1 and not planned
-    gate_columns = columns if planned else GATE_COLUMNS
     x_in, inside = raised(x, rows)
     h = triton_lib.call(
         kernels.gate_up,
@@ -125,8 +137,8 @@ def routed_experts_fp8(
         out=grouped.spec((pieces, 2, pairs, width), jnp.float32) if parted
         else grouped.spec((pairs, width), x.dtype),
         grid=tile_count * (width // gate_columns) * (pieces if parted else 1),
-        warps=warps,
-        stages=stages,
+        warps=gate_warps,
+        stages=gate_stages,
         LIMIT=limit,
         TILE=(rows, gate_columns),
         HOW=(pieces, parted, inside),
@@ -149,8 +161,8 @@ def routed_experts_fp8(
         h, down.values, down.scale, experts, order, tiles, pairs,
         out=grouped.spec((pairs, hidden), x.dtype),
         grid=tile_count * (hidden // down_columns),
-        warps=warps,
-        stages=stages,
+        warps=down_warps,
+        stages=down_stages,
         TILE=(rows, down_columns),
         **facts,
     )  # fmt: skip
@@ -162,9 +174,8 @@ def gate_pieces(topk: int, width: int, hidden: int) -> int:
 
     One token's programs fill a machine then, where several devices divide the width.
     """
-    blocks, programs = hidden // SCALE_BLOCK, topk * (width // GATE_COLUMNS)
-    found = 1
-    least = 2 * LEAST_BLOCKS  # of what is cut in two
+    blocks, programs = hidden // SCALE_BLOCK, topk * (width // PIECE_COLUMNS)
+    found, least = 1, 14  # blocks of what is cut in two
     while programs * found < FILLED and blocks % (2 * found) == 0 and blocks >= least * found:
         found *= 2
     return found
