@@ -410,19 +410,19 @@ def matmul_float32(
 
 def mix_streams(
     streams: StreamRows, proj: Float[Array, "streams hidden out"], scale: Float[Array, "3"],
-    bias: Float[Array, "out"], *, rounds: int, eps: float, norm_eps: float,
-    backend: str | None = None,
+    bias: Float[Array, "out"], gain: Float[Array, "hidden"] | None = None, *, rounds: int,
+    eps: float, norm_eps: float, backend: str | None = None,
 ) -> Mixed:  # fmt: skip
     """``(x, post, M)`` of hyper-connections: what a sub-block reads, and how it is given back.
 
     With ``z = W rms(vec(S))``, cut into n, n and n x n entries, ``x = sum_n pre_n S_n`` with ``pre
     = sigmoid(a_0 z_pre + b_pre) + eps``, ``post = 2 sigmoid(a_1 z_post + b_post)``, and ``M`` is
     Sinkhorn's matrix of ``softmax_rows(a_2 z_mix + b_mix) + eps``; all in float32, x rounded once.
-    Source: mHC, arXiv:2512.24880; DeepSeek-V4.
+    With ``gain`` x is normalised then: ``gain x / sqrt(mean(x^2) + norm_eps)``. Source: mHC, arXiv:2512.24880; DeepSeek-V4.
     """
     facts = {"rounds": rounds, "eps": eps, "norm_eps": norm_eps}
-    run = choose(problems.mix_streams(streams, proj, scale, bias, **facts), backend)
-    given = streams, proj, scale, bias
+    given = streams, proj, scale, bias, gain
+    run = choose(problems.mix_streams(*given, **facts), backend)
     return run(*given, rounds=rounds, eps=float(eps), norm_eps=float(norm_eps))
 
 

@@ -65,7 +65,8 @@ def _layer(trace: Trace, at: str, block: Any, streams: Array, ids: Array) -> Arr
     real = jnp.ones((len(ids),), jnp.bool_)
     router = block.moe.router
     hashed = isinstance(router, HashRouter)
-    weights, experts = router(x, ids, real) if hashed else router(x, real, backend="xla")
+    given = (x, ids, real) if hashed else (x, real)
+    weights, experts = router(*given, backend="xla")
     weights, experts = np.asarray(weights), np.asarray(experts)
     trace.put_router(at, weights, experts, router.moe.experts)
     y = block.moe(x, ids, real, backend="xla")

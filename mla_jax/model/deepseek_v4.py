@@ -502,7 +502,7 @@ class V4MoE(nnx.Module):
         """Rows that are not real reach no expert and give the shared part only."""
         facts = {"backend": backend, "placement": placement}
         if isinstance(self.router, HashRouter):
-            weights, experts = self.router(x, token_ids, real)
+            weights, experts = self.router(x, token_ids, real, **facts)
         else:
             weights, experts = self.router(x, real, **facts)
         return routed_and_shared(self.experts, self.shared, x, weights, experts, **facts)
@@ -543,11 +543,11 @@ class V4Block(nnx.Module):
     ) -> tuple[Float[Array, "tokens streams hidden"], dict[str, Cache]]:
         """One step of this layer; ``facts`` as ``V4Attention.step`` takes them."""
         more = {"backend": backend, "placement": placement}
-        x, mixing = self.attn_streams(streams, **more)
-        y, written = self.attn.step(self.attn_norm(x), meta, caches, shared, **facts, **more)
+        x, mixing = self.attn_streams(streams, self.attn_norm.scale[...], **more)
+        y, written = self.attn.step(x, meta, caches, shared, **facts, **more)
         streams = mixing.back(streams, y)
-        x, mixing = self.mlp_streams(streams, **more)
-        y = self.moe(self.mlp_norm(x), token_ids, meta.real, **more)
+        x, mixing = self.mlp_streams(streams, self.mlp_norm.scale[...], **more)
+        y = self.moe(x, token_ids, meta.real, **more)
         return mixing.back(streams, y), written
 
     def whole(

@@ -11,6 +11,7 @@ streams are mixed by a matrix that Sinkhorn's normalisation makes nearly doubly 
 All of it is computed in float32. Source: mHC, arXiv:2512.24880; DeepSeek-V4.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -58,20 +59,22 @@ class Streams(nnx.Module):
     def __call__(
         self,
         streams: Float[Array, "tokens streams hidden"],
+        gain: Float[Array, "hidden"] | None = None,
         *,
         backend: str | None = None,
         placement: Placement | None = None,
     ) -> tuple[Float[Array, "tokens hidden"], Mixing]:
-        """What the sub-block reads, and how its result goes back; the same on every device."""
+        """What the sub-block reads, and how its result goes back; the same on every device.
+
+        With the ``gain`` of the sub-block's norm what it reads is normalised.
+        """
         facts: dict = {"rounds": self.config.rounds, "eps": self.config.eps, "norm_eps": self.eps}
         facts["backend"] = ops.named("mix_streams", backend)
 
-        def mix(streams, proj, scale, bias):
-            return ops.mix_streams(streams, proj, scale, bias, **facts)
-
+        mix = functools.partial(ops.mix_streams, **facts)
         if placement is not None and placement.size > 1:
-            mix = divided(mix, placement, given=(None,) * 4, returned=(None,) * 3)
-        x, *mixing = mix(streams, self.proj[...], self.scale[...], self.bias[...])
+            mix = divided(mix, placement, given=(None,) * 5, returned=(None,) * 3)
+        x, *mixing = mix(streams, self.proj[...], self.scale[...], self.bias[...], gain)
         return x, Mixing(*mixing)
 
 

@@ -11,7 +11,7 @@ from jax import lax
 from mla_jax import ops
 from mla_jax.config import ModelConfig, MoEConfig
 from mla_jax.errors import ConfigError
-from mla_jax.model.linear import scaled_params
+from mla_jax.model.linear import product_float32, scaled_params
 from mla_jax.model.mlp import SwiGLU
 from mla_jax.model.sharding import divided, named_leaves, share_axis
 from mla_jax.model.sums import summed
@@ -19,7 +19,6 @@ from mla_jax.pallas import fp8_matmul
 from mla_jax.pallas.axes import AddNorm
 from mla_jax.pallas.router.ref import (
     choose_experts,
-    router_logits,
     scaled_weights,
     scores_of,
 )
@@ -71,10 +70,14 @@ class HashRouter(nnx.Module):
         x: Float[Array, "tokens hidden"],
         token_ids: Int[Array, "tokens"],
         real: Bool[Array, "tokens"],
+        *,
+        backend: str | None = None,
+        placement: Placement | None = None,
     ) -> tuple[Float[Array, "tokens topk"], Int[Array, "tokens topk"]]:
         """``(weights, experts)``; a token that is not real has experts -1."""
         experts = self.table[...][token_ids]
-        scores = scores_of(router_logits(x, self.kernel[...]), self.moe)
+        logits = product_float32(x, self.kernel[...], backend=backend, placement=placement)
+        scores = scores_of(logits, self.moe)
         weights = scaled_weights(jnp.take_along_axis(scores, experts, axis=-1), self.moe)
         return weights, jnp.where(real[:, None], experts, -1)
 

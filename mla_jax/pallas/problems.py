@@ -476,7 +476,7 @@ def matmul_float32(x, kernel) -> Problem:
     return Problem.of(op, dtype=str(x.dtype), **_sizes(size, "hidden", "out", "tokens"))
 
 
-def mix_streams(streams, proj, scale, bias, *, rounds, eps, norm_eps) -> Problem:
+def mix_streams(streams, proj, scale, bias, gain=None, *, rounds, eps, norm_eps) -> Problem:
     op = "mix_streams"
     checked_count(f"{op}: rounds", rounds, low=1, high=_MOST_ROUNDS)
     check_eps(f"{op}: eps", eps)
@@ -488,6 +488,7 @@ def mix_streams(streams, proj, scale, bias, *, rounds, eps, norm_eps) -> Problem
         proj=(proj, "float", "streams hidden out"),
         scale=(scale, "float", "three"),
         bias=(bias, "float", "out"),
+        **({} if gain is None else {"gain": (gain, "float", "hidden")}),
     )
     n = size["streams"]
     if size["out"] != (2 + n) * n:

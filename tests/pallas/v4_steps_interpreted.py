@@ -19,6 +19,7 @@ from mla_jax.pallas.cache_io.row_layout import layout
 from mla_jax.pallas.pooling import triton as pooling
 from mla_jax.pallas.streams import triton as mixing
 from mla_jax.pallas.triton_lib import jit, tl
+from tests.cases import draw
 from tests.pallas import streams, v4_steps
 from tests.pallas.interpreted import call
 from tests.pallas.streams import NORM_EPS, ROUNDS, arrays, inputs, judge
@@ -166,4 +167,6 @@ def test_a_token_that_completes_nothing_reads_no_ring(rng):
 def test_streams(tokens, n, hidden, rng):
     given = inputs(rng, tokens, n, hidden, dtype="float32")
     facts = {"rounds": ROUNDS, "eps": streams.EPS, "norm_eps": NORM_EPS}
+    judge(mixing.mix_streams(*arrays(given), None, **facts), given, atol=1e-5)
+    given += (draw(rng, hidden, dtype="float32"),)
     judge(mixing.mix_streams(*arrays(given), **facts), given, atol=1e-5)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from mla_jax.pallas.append.ref import rms_norm
 from mla_jax.pallas.axes import Mixed, StreamRows
 from mla_jax.types import Array, Float
 
@@ -12,7 +13,8 @@ __all__ = ["collapsed", "mix_streams", "projected", "sinkhorn"]
 
 def mix_streams(
     streams: StreamRows, proj: Float[Array, "streams hidden out"], scale: Float[Array, "3"],
-    bias: Float[Array, "out"], *, rounds: int, eps: float, norm_eps: float,
+    bias: Float[Array, "out"], gain: Float[Array, "hidden"] | None, *, rounds: int, eps: float,
+    norm_eps: float,
 ) -> Mixed:  # fmt: skip
     """``(x, post, M)`` of ``model/hyper_connections.py``, all in float32 but for x."""
     n = streams.shape[1]
@@ -21,7 +23,8 @@ def mix_streams(
     post = 2 * jax.nn.sigmoid(a[1] * z[:, n : 2 * n] + b[n : 2 * n])
     rows = (a[2] * z[:, 2 * n :] + b[2 * n :]).reshape(-1, n, n)
     matrix = sinkhorn(jax.nn.softmax(rows, axis=-1) + eps, rounds=rounds, eps=eps)
-    return collapsed(pre, streams), post, matrix
+    x = collapsed(pre, streams)
+    return x if gain is None else rms_norm(x, gain, eps=norm_eps), post, matrix
 
 
 def sinkhorn(
