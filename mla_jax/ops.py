@@ -384,16 +384,19 @@ def apply_sinks(
 
 def route_tokens(
     x: Hidden, kernel: Float[Array, "hidden experts"], choice_bias: Float[Array, "experts"] | None,
-    real: Bool[Array, "tokens"], *, moe: MoEConfig, backend: str | None = None,
-) -> tuple[ChoiceWeights, Choices]:  # fmt: skip
+    real: Bool[Array, "tokens"], *, moe: MoEConfig, first: bool = False, backend: str | None = None,
+) -> tuple[ChoiceWeights, Choices] | tuple[ChoiceWeights, Choices, Hidden]:  # fmt: skip
     """``(weights, experts)`` of each token: the best of ``scores(x @ kernel)``, as ``moe`` says.
 
     Logits and weights are float32, whatever the dtype of ``x``; of equal scores the lower index is
     taken. A token that is not real has experts -1. ``choice_bias`` is added to the scores for the
     choice alone (``noaux_tc``). Scores, groups and weights: ``pallas/router/ref.py``.
+
+    ``first`` returns ``(weights, experts, x)``: the same ``x``, but on a GPU what is computed of it
+    begins behind the logits. So shared experts do not hold up the choice of the routed ones.
     """
-    run = choose(problems.route(x, kernel, choice_bias, real, moe=moe), backend)
-    return run(x, kernel, choice_bias, real, moe=moe)
+    run = choose(problems.route(x, kernel, choice_bias, real, moe=moe, first=first), backend)
+    return run(x, kernel, choice_bias, real, moe=moe, first=first)
 
 
 def matmul_float32(
@@ -527,17 +530,18 @@ def routed_experts_fp8(
 
 
 def matmul_fp8(
-    x: Float[Array, "tokens into"], weight: BlockScaled, *, quantise_rows: bool = False,
-    backend: str | None = None,
+    x: Float[Array, "tokens channels"], weight: BlockScaled, *, groups: int = 1,
+    quantise_rows: bool = False, backend: str | None = None,
 ) -> Float[Array, "tokens out"]:  # fmt: skip
     """``x W^T``, accumulated in float32, with e4m3 weights in 128 x 128 blocks [out, in].
 
-    ``quantise_rows`` rounds rows to e4m3 too, with a float32 scale for each 128 channels: as the
+    With ``groups`` outputs are cut into so many, and x has as many times ``in`` channels: ``y_g =
+    x_g W_g^T`` (V4's products of groups of heads). ``quantise_rows`` rounds rows to e4m3 too, with a float32 scale for each 128 channels: as the
     models were trained, less exact, and faster from 512 rows on.
     Source: DeepSeek-V3 (arXiv:2412.19437) 3.3.2.
     """
-    problem = problems.matmul_fp8(x, weight, quantise_rows=quantise_rows)
-    return choose(problem, backend)(x, weight, quantise_rows=quantise_rows)
+    facts: dict[str, Any] = {"groups": groups, "quantise_rows": quantise_rows}
+    return choose(problems.matmul_fp8(x, weight, **facts), backend)(x, weight, **facts)
 
 
 def write_rows(

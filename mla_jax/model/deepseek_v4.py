@@ -33,7 +33,7 @@ from mla_jax.metadata.window import layer_type, ratios_of
 from mla_jax.model.compressor import Pool, StateIndexer
 from mla_jax.model.embed import Embed, Head, checked_tokens, project_to_vocab
 from mla_jax.model.hyper_connections import StreamHead, Streams
-from mla_jax.model.linear import Linear, contract, precision_of
+from mla_jax.model.linear import GroupedLinear, Linear, precision_of
 from mla_jax.model.mlp import SwiGLU
 from mla_jax.model.moe import Experts, HashRouter, Router, routed_and_shared
 from mla_jax.model.norm import RMSNorm
@@ -92,8 +92,7 @@ class V4Attention(nnx.Module):
         self.kv_norm = RMSNorm(config.dim, eps=config.eps, dtype=dtype)
         self.sink = nnx.Param(jnp.zeros((config.heads,), jnp.float32))
         groups, width = config.out_groups, config.heads * config.dim // config.out_groups
-        out = jax.random.normal(rngs.params(), (groups, width, config.out_rank), jnp.float32)
-        self.out_a = nnx.Param((out * width**-0.5).astype(dtype))
+        self.out_a = GroupedLinear(groups, width, config.out_rank, **low)
         self.out_b = Linear((groups, config.out_rank), (config.hidden,), **low)
         self.pool = Pool(config, config.dim, ratio=ratio, **facts) if ratio else None
         selects = ratio == config.overlapping
@@ -242,8 +241,8 @@ class V4Attention(nnx.Module):
         cos, sin = angles
         out = rotate_tail(out, cos, -sin)
         grouped = out.reshape(len(out), self.config.out_groups, -1)
-        low = contract("tgi,gir->tgr", grouped, self.out_a[...])
-        return self.out_b(low, backend=backend, placement=placement)
+        where: dict[str, Any] = {"backend": backend, "placement": placement}
+        return self.out_b(self.out_a(grouped, **where), **where)
 
     def whole(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
         """One whole sequence without a cache: the oracle of ``step``; differentiable."""
@@ -504,7 +503,7 @@ class V4MoE(nnx.Module):
         if isinstance(self.router, HashRouter):
             weights, experts = self.router(x, token_ids, real, **facts)
         else:
-            weights, experts = self.router(x, real, **facts)
+            weights, experts, x = self.router(x, real, first=True, **facts)
         return routed_and_shared(self.experts, self.shared, x, weights, experts, **facts)
 
 

@@ -20,6 +20,7 @@ from mla_jax.placement import Placement
 from mla_jax.types import SCALE_BLOCK, Array, BlockScaled, Float, cdiv
 
 __all__ = [
+    "GroupedLinear",
     "Linear",
     "contract",
     "precision_of",
@@ -172,6 +173,48 @@ class Linear(nnx.Module):
             return self.kernel[...]
         wide = BlockScaled(values=self.kernel[...], scale=self.scale[...]).widened(dtype)
         return wide.T.reshape(*self.in_dims, *self.out_dims)
+
+
+class GroupedLinear(nnx.Module):
+    """``y[t, g] = x[t, g] @ kernel[g]`` with ``kernel [groups, into, out]``.
+
+    With ``fp8`` the weight is block-scaled e4m3 as published: ``kernel [groups out, into]`` and
+    ``scale``. Every device has all of it.
+    """
+
+    def __init__(
+        self,
+        groups: int,
+        into: int,
+        out: int,
+        *,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+        fp8: bool = False,
+    ):
+        if fp8:
+            self.kernel, self.scale = scaled_params((groups * out, into))
+            return
+        kernel = jax.random.normal(rngs.params(), (groups, into, out), jnp.float32)
+        self.kernel = nnx.Param((kernel * into**-0.5).astype(dtype))
+        self.scale = None
+
+    def __call__(
+        self,
+        x: Float[Array, "tokens groups into"],
+        *,
+        backend: str | None = None,
+        placement: Placement | None = None,
+    ) -> Float[Array, "tokens groups out"]:
+        """Accumulated in float32, rounded once; ``backend`` is that of e4m3 weights."""
+        if self.scale is None:
+            return contract("tgi,gio->tgo", x, self.kernel[...])
+        tokens, groups, into = x.shape
+        weight = BlockScaled(values=self.kernel[...], scale=self.scale[...])
+        run = partial(ops.matmul_fp8, groups=groups, backend=ops.named("matmul_fp8", backend))
+        if placement is not None and placement.size > 1:
+            run = divided(run, placement, given=(None, None), returned=None)
+        return run(x.reshape(tokens, groups * into), weight).reshape(tokens, groups, -1)
 
 
 def scaled_params(shape: tuple[int, ...]) -> tuple[nnx.Param, nnx.Param]:

@@ -42,15 +42,20 @@ class Router(nnx.Module):
         x: Float[Array, "tokens hidden"],
         real: Bool[Array, "tokens"] | None = None,
         *,
+        first: bool = False,
         backend: str | None = None,
         placement: Placement | None = None,
-    ) -> tuple[Float[Array, "tokens topk"], Int[Array, "tokens topk"]]:
-        """``ops.route_tokens``, of all tokens if ``real`` is None; every device routes them all."""
+    ) -> Any:
+        """``ops.route_tokens``, of all tokens if ``real`` is None; every device routes them all.
+
+        ``(weights, experts)``; with ``first`` also ``x``.
+        """
         real = jnp.ones(x.shape[:1], jnp.bool_) if real is None else real
         bias = None if self.choice_bias is None else self.choice_bias[...]
-        run = partial(ops.route_tokens, moe=self.moe, backend=ops.named("route_tokens", backend))
+        facts = {"first": first, "backend": ops.named("route_tokens", backend)}
+        run = partial(ops.route_tokens, moe=self.moe, **facts)
         if placement is not None and placement.size > 1:
-            run = divided(run, placement, given=(None,) * 4, returned=(None, None))
+            run = divided(run, placement, given=(None,) * 4, returned=(None,) * (2 + first))
         return run(x, self.kernel[...], bias, real)
 
 
@@ -303,8 +308,8 @@ class MoE(nnx.Module):
         Over several devices of a ``placement`` each one has a share of the experts.
         """
         facts = {"backend": backend, "placement": placement}
-        choice = self.router(x, real, **facts)
-        return routed_and_shared(self.experts, self.shared, x, *choice, **facts)
+        weights, chosen, x = self.router(x, real, first=True, **facts)
+        return routed_and_shared(self.experts, self.shared, x, weights, chosen, **facts)
 
     def onto(
         self,
@@ -317,5 +322,5 @@ class MoE(nnx.Module):
     ) -> tuple[Float[Array, "tokens hidden"], Float[Array, "tokens hidden"]]:
         """The residual plus all of that, and its norm."""
         facts: dict[str, Any] = {"backend": backend, "placement": placement}
-        choice = self.router(x, real, **facts)
-        return routed_and_shared(self.experts, self.shared, x, *choice, then=then, **facts)
+        weights, chosen, x = self.router(x, real, first=True, **facts)
+        return routed_and_shared(self.experts, self.shared, x, weights, chosen, then=then, **facts)

@@ -48,7 +48,7 @@ _ATTENTION = (
     ("wkv.weight", "kv_proj.weight", "kv.kernel", "d D -> D d"),
     ("kv_norm.weight", "kv_norm.weight", "kv_norm.scale", "d -> d"),
     ("attn_sink", "sinks", "sink", "H -> H"),
-    ("wo_a.weight", "o_a_proj.weight", "out_a", "(G ro) i -> G i ro"),
+    ("wo_a.weight", "o_a_proj.weight", "out_a.kernel", "(G ro) i -> G i ro"),
     ("wo_b.weight", "o_b_proj.weight", "out_b.kernel", "D (G ro) -> G ro D"),
 )
 _INDEXER = (
@@ -93,18 +93,15 @@ def weight_table_v4(config: V4Config, *, layout: str = "published") -> tuple[Wei
 
 
 _FP8 = (
-    "q_down.kernel", "q_up.kernel", "attn.kv.kernel", "attn.out_a", "attn.out_b.kernel",
-    "moe.shared.gate.kernel", "moe.shared.up.kernel", "moe.shared.down.kernel",
+    "q_down.kernel", "q_up.kernel", "attn.kv.kernel", "attn.out_a.kernel",
+    "attn.out_b.kernel", "moe.shared.gate.kernel", "moe.shared.up.kernel", "moe.shared.down.kernel",
 )  # fmt: skip
 _BLOCK, _PACKED_BLOCK = 128, 32
 
 
 def stays_e4m3(weight: Weight) -> bool:
-    """Whether a model with e4m3 weights has this one so: what is published in 8 bits and fewer.
-
-    Except ``out_a``, the products of single groups of heads, 1 % of a model, which is widened.
-    """
-    return _stored(weight) in ("I8", "F8_E4M3") and not weight.paths[0].endswith("attn.out_a")
+    """Whether a model with e4m3 weights has this one so: what is published in 8 bits and fewer."""
+    return _stored(weight) in ("I8", "F8_E4M3")
 
 
 def published_tensors(config: V4Config) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -416,11 +416,19 @@ def _check_experts(op: str, weights: Any, limit: Any) -> None:
         raise ArgumentError(f"{op}: limit", limit, "None or a finite Python number above 0", hint)
 
 
-def matmul_fp8(x, weight, *, quantise_rows=False) -> Problem:
+def matmul_fp8(x, weight, *, groups=1, quantise_rows=False) -> Problem:
     op = "matmul_fp8"
-    size = _bind(op, {}, x=(x, "float", "tokens into"), weight=(weight, "e4m3", "out into"))
+    checked_count(f"{op}: groups", groups, low=1)
+    size = _bind(op, {}, x=(x, "float", "tokens channels"), weight=(weight, "e4m3", "out into"))
+    if size["channels"] != groups * size["into"]:
+        wanted = f"{groups * size['into']}: groups={groups} times into={size['into']}"
+        raise ArgumentError(f"{op}: channels of x", size["channels"], wanted)
+    if size["out"] % groups:
+        raise ArgumentError(f"{op}: groups", groups, f"a divisor of out={size['out']}")
     check_flag(f"{op}: quantise_rows", quantise_rows)
-    return Problem.of(op, dtype=str(x.dtype), **size, quantise_rows=quantise_rows)
+    facts = {"groups": groups, "each": size["out"] // groups if groups > 1 else 0}
+    sizes = _sizes(size, "tokens", "into", "out")
+    return Problem.of(op, dtype=str(x.dtype), **sizes, **facts, quantise_rows=quantise_rows)
 
 
 def routed_fp8(
@@ -450,8 +458,9 @@ def _routed(op: str, x: Any, size: dict[str, int], **more: bool) -> Problem:
     return Problem.of(op, dtype=str(x.dtype), **_sizes(size, *names), rows_each=each, **more)
 
 
-def route(x, kernel, choice_bias, real, *, moe) -> Problem:
+def route(x, kernel, choice_bias, real, *, moe, first=False) -> Problem:
     op = "route_tokens"
+    check_flag(f"{op}: first", first)
     check_fields(f"{op}: moe", moe, "a MoEConfig", "experts", "topk", "groups", "method", "biased")
     biased = {} if choice_bias is None else {"choice_bias": (choice_bias, "float", "experts")}
     size = _bind(

@@ -70,13 +70,29 @@ def test_a_product(tokens, shape, dtype, backend, rng):
     within(got, true, honest.astype(x.dtype), floor=1e-5)
 
 
+@DTYPES
+@pytest.mark.parametrize("tokens", [1, 9, 40])
+def test_groups_of_outputs_have_their_own_channels(tokens, dtype, backend, rng):
+    groups, each, into = 3, 192, 256
+    w = weight(rng, groups * each, into, std=into**-0.5)
+    x = draw(rng, tokens, groups * into, dtype=dtype)
+    got = np.asarray(run(matmul_fp8, jnp.asarray(x), w, groups=groups, backend=backend))
+
+    def product(matrix):
+        parts = x.astype(np.float64).reshape(tokens, groups, into), matrix.reshape(groups, each, into)
+        return np.einsum("tgi,goi->tgo", *parts).reshape(tokens, -1)
+
+    honest = product(wide(w).astype(x.dtype).astype(np.float64)).astype(x.dtype)
+    within(got, product(wide(w)), honest, floor=1e-5)
+
+
 @pytest.mark.gpu
 def test_bits_of_a_row_do_not_depend_on_the_others(rng):
     """Nor on how many there are: channels are cut into the same pieces."""
     x = jnp.asarray(draw(rng, 64, 2688, dtype="bfloat16"))
     w = weight(rng, 200, 2688, std=2688**-0.5)
     whole = np.asarray(run(matmul_fp8, x, w, backend="triton"))
-    for rows in (slice(5, 6), slice(0, 17)):
+    for rows in (slice(5, 6), slice(3, 12), slice(0, 17)):
         alone = run(matmul_fp8, x[rows], w, backend="triton")
         np.testing.assert_array_equal(np.asarray(alone), whole[rows])
 
@@ -95,7 +111,7 @@ def test_programs_cover_everything_once(tokens, shape, rng, monkeypatch):
     def call(kernel, x, values, scale, count, *, out, grid, SIZES, TILE, **_):
         launches.append(grid)
         given, weights = np.asarray(x, np.float64), wide(w)
-        (into, columns_out), (rows, columns, each) = SIZES, TILE
+        (into, columns_out, groups), (rows, columns, each) = SIZES, TILE
         blocks, steps = -(-columns_out // columns), into // 128
         pieces, found = -(-steps // each), np.full(out.shape, np.nan)
         assert pieces == out.shape[0] and (pieces - 1) * each < steps
@@ -105,7 +121,8 @@ def test_programs_cover_everything_once(tokens, shape, rng, monkeypatch):
             k = slice(piece * each * 128, min((piece + 1) * each, steps) * 128)
             r, c = slice(row, row + rows), slice(block * columns, (block + 1) * columns)
             assert np.isnan(found[piece, r, c]).all()
-            found[piece, r, c] = given[r, k] @ weights[c, k].T
+            of_group = given[r].reshape(-1, groups, into)[:, block * columns * groups // columns_out]
+            found[piece, r, c] = of_group[:, k] @ weights[c, k].T
         return jnp.asarray(found, out.dtype)
 
     monkeypatch.setattr(triton.triton_lib, "call", call)
@@ -171,6 +188,10 @@ def test_refusals(rng):
         problems.matmul_fp8(x, dataclasses.replace(w, scale=w.scale.astype(jnp.bfloat16)))
     with pytest.raises(ArgumentError, match="into=256"):
         problems.matmul_fp8(x[:, :128], w)
+    with pytest.raises(ArgumentError, match="channels of x: given 256; allowed: 512: groups=2"):
+        problems.matmul_fp8(x, w, groups=2)
+    with pytest.raises(ArgumentError, match="groups: given 3; allowed: a divisor of out=128"):
+        problems.matmul_fp8(jnp.tile(x, 3), w, groups=3)
     assert "xla: accepted" in ops.explain("matmul_fp8", x, w)
 
 

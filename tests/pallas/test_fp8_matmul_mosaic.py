@@ -57,7 +57,7 @@ def error(got, want):
 def test_rows_are_quantised_only_where_asked_for():
     """By the kernel of many rows, from so many on."""
     pytest.importorskip("triton")
-    facts: dict = {"dtype": "bfloat16", "into": 7168, "out": 1536}
+    facts: dict = {"dtype": "bfloat16", "into": 7168, "out": 1536, "groups": 1, "each": 0}
     for tokens, exact, quantised in (
         (64, "triton", "xla"), (65, "xla", "xla"), (511, "xla", "xla"), (512, "xla", "mosaic"),
     ):  # fmt: skip

@@ -12,6 +12,7 @@ FEW_ROWS = Requirement(
     features={
         "dtype": OneOf("bfloat16", "float16"),
         "into": Within(low=SCALE_BLOCK, multiple=SCALE_BLOCK),
+        "each": Within(low=0, multiple=64),
         "tokens": Within(high=64),
         "quantise_rows": OneOf(False),
     },
@@ -26,6 +27,7 @@ MANY_ROWS = Requirement(
         "dtype": OneOf("bfloat16", "float16"),
         "into": Within(low=SCALE_BLOCK, multiple=SCALE_BLOCK),
         "out": Within(low=64, multiple=64),
+        "groups": OneOf(1),
         "tokens": Within(low=MANY),
         "quantise_rows": OneOf(True),
     },

@@ -249,11 +249,12 @@ def matmul(
 ):
     """``out[piece] = x W^T`` over one piece of the channels, for one tile of rows and columns.
 
-    ``SIZES`` are channels in and out; ``TILE`` rows, columns, and the blocks of scales of a piece.
-    ``RAISE``: rows come as they are.
+    ``SIZES`` are channels in and out, and groups of outputs, each of which has channels of its own;
+    ``TILE`` rows, columns, and the blocks of scales of a piece. ``RAISE``: rows come as they are.
     """
     INTO: tl.constexpr = SIZES[0]
     OUT: tl.constexpr = SIZES[1]
+    GROUPS: tl.constexpr = SIZES[2]
     ROWS: tl.constexpr = TILE[0]
     COLUMNS: tl.constexpr = TILE[1]
     EACH: tl.constexpr = TILE[2]
@@ -267,7 +268,8 @@ def matmul(
     column = block * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, DEPTH)
     live, there = row < tokens, column < OUT
-    a = x + row.to(tl.int64)[:, None] * INTO + k[None, :]
+    group = block * COLUMNS // (OUT // GROUPS)
+    a = x + (row.to(tl.int64)[:, None] * GROUPS + group) * INTO + k[None, :]
     at = weight + column.to(tl.int64)[:, None] * INTO + k[None, :]
     s = scale + block * COLUMNS // DEPTH * STEPS
     y = _nothing(ROWS, COLUMNS)

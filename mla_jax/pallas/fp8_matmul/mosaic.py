@@ -38,8 +38,9 @@ EXPERT_STAGES = 4
 
 
 def matmul_fp8(
-    x: Float[Array, "tokens into"], weight: BlockScaled, *, quantise_rows: Literal[True] = True
-) -> Float[Array, "tokens out"]:
+    x: Float[Array, "tokens into"], weight: BlockScaled, *, groups: Literal[1] = 1,
+    quantise_rows: Literal[True] = True,
+) -> Float[Array, "tokens out"]:  # fmt: skip
     """``ref.matmul_fp8`` of quantised rows, accumulated in float32, rounded once."""
     tokens = len(x)
     values, scales = quantise(x, room=round_up(tokens, tiles.EIGHT))

@@ -13,12 +13,15 @@ __all__ = ["matmul_fp8", "rounded_rows", "routed_experts_fp8"]
 
 
 def matmul_fp8(
-    x: Float[Array, "tokens into"], weight: BlockScaled, *, quantise_rows: bool = False
-) -> Float[Array, "tokens out"]:
-    """``x W^T`` in float32, rounded once to x's dtype."""
+    x: Float[Array, "tokens channels"], weight: BlockScaled, *, groups: int = 1,
+    quantise_rows: bool = False,
+) -> Float[Array, "tokens out"]:  # fmt: skip
+    """``x W^T`` in float32, rounded once to x's dtype; of each group of both for itself."""
     rows = rounded_rows(x) if quantise_rows else x.astype(jnp.float32)
-    wide = weight.widened(jnp.float32)
-    return jnp.matmul(rows, wide.T, precision=lax.Precision.HIGHEST).astype(x.dtype)
+    wide = weight.widened(jnp.float32).reshape(groups, -1, weight.shape[1])
+    rows = rows.reshape(len(x), groups, -1)
+    y = jnp.einsum("tgi,goi->tgo", rows, wide, precision=lax.Precision.HIGHEST)
+    return y.reshape(len(x), -1).astype(x.dtype)
 
 
 def routed_experts_fp8(

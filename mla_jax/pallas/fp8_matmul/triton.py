@@ -35,6 +35,9 @@ TILES = 8, 16, 32, 64
 RAISING = 16
 """Rows of a tile up to which programs raise what they read."""
 
+GROUP_COLUMNS = 64
+"""Columns of a program with few rows; outputs of a group are a multiple of it."""
+
 UNPLANNED = 128
 """Choices up to which every program looks for its own pairs."""
 
@@ -63,21 +66,22 @@ def raised(x: Float[Array, "..."], tile: int) -> tuple[Float[Array, "..."], bool
 
 
 def matmul_fp8(
-    x: Float[Array, "tokens into"], weight: BlockScaled, *, quantise_rows: Literal[False] = False
-) -> Float[Array, "tokens out"]:
+    x: Float[Array, "tokens channels"], weight: BlockScaled, *, groups: int = 1,
+    quantise_rows: Literal[False] = False,
+) -> Float[Array, "tokens out"]:  # fmt: skip
     """``ref.matmul_fp8``; widening is exact, the sum is rounded once.
 
     Weights with few outputs are cut along their channels, so that programs fill the machine, and
     pieces are added in order: a row's bits depend on no other.
     """
-    (tokens, into), out = x.shape, weight.shape[0]
+    tokens, (out, into) = len(x), weight.shape
     if not tokens:
         return jnp.zeros((0, out), x.dtype)
     rows = next(n for n in TILES if tokens <= n)
     each = piece_blocks(out, into)
     pieces = cdiv(into, each * SCALE_BLOCK)
-    columns = 64
-    if rows > TILES[0]:
+    columns = GROUP_COLUMNS
+    if rows > TILES[0] and groups == 1:
         if pieces > 1:
             columns = 32 if rows == 16 else 64
         else:
@@ -90,7 +94,7 @@ def matmul_fp8(
         grid=cdiv(out, columns) * pieces * cdiv(tokens, rows),
         warps=4,
         stages=4,
-        SIZES=(into, out),
+        SIZES=(into, out, groups),
         TILE=(rows, columns, each),
         RAISE=inside,
     )  # fmt: skip

@@ -1,5 +1,7 @@
 """Products with block-scaled e4m3 weights on any device: widened to x's dtype first."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import lax
 
@@ -12,20 +14,26 @@ __all__ = ["matmul_fp8", "routed_experts_fp8"]
 
 
 def matmul_fp8(
-    x: Float[Array, "tokens into"], weight: BlockScaled, *, quantise_rows: bool
-) -> Float[Array, "tokens out"]:
+    x: Float[Array, "tokens channels"], weight: BlockScaled, *, groups: int = 1,
+    quantise_rows: bool,
+) -> Float[Array, "tokens out"]:  # fmt: skip
     """``ref.matmul_fp8`` with weights, and quantised rows, rounded to x's dtype.
 
     The sum is in float32 and is rounded while it is stored: no float32 result is in memory.
     """
     exact = x.dtype == jnp.float32
-    return lax.dot_general(
-        rounded_rows(x).astype(x.dtype) if quantise_rows else x,
-        weight.widened(x.dtype),
-        (((1,), (1,)), ((), ())),
-        precision=lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT,
-        preferred_element_type=x.dtype,
-    )
+    facts: dict[str, Any] = {
+        "precision": lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT,
+        "preferred_element_type": x.dtype,
+    }
+    rows = rounded_rows(x).astype(x.dtype) if quantise_rows else x
+    wide = weight.widened(x.dtype)
+    if groups == 1:
+        return lax.dot_general(rows, wide, (((1,), (1,)), ((), ())), **facts)
+    rows = rows.reshape(len(x), groups, wide.shape[1])
+    wide = wide.reshape(groups, len(wide) // groups, wide.shape[1])
+    y = lax.dot_general(rows, wide, (((2,), (2,)), ((1,), (0,))), **facts)  # [groups, tokens, out]
+    return y.swapaxes(0, 1).reshape(len(x), -1)
 
 
 def routed_experts_fp8(

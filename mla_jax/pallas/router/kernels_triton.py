@@ -16,7 +16,7 @@ Imported only where Triton is there: by ``triton.py``.
 
 from mla_jax.pallas.triton_lib import jit, tl
 
-__all__ = ["choose", "logits"]
+__all__ = ["choose", "logits", "logits_first"]
 
 
 @jit
@@ -78,6 +78,16 @@ def logits(
 
 
 @jit
+def logits_first(
+    x, kernel, tokens, out, same,
+    SIZES: tl.constexpr, PIECE: tl.constexpr, COUNT: tl.constexpr, TILE: tl.constexpr,
+    PARTED: tl.constexpr,
+):  # fmt: skip
+    """``logits``; ``same`` is the memory of ``x``: who reads it waits for this launch."""
+    logits(x, kernel, tokens, out, SIZES, PIECE, COUNT, TILE, PARTED)
+
+
+@jit
 def _best(values, index, NONE: tl.constexpr):
     """The largest value and the lowest of its indices; NaN is larger than all."""
     values = tl.where(values != values, float("inf"), values)
@@ -109,6 +119,8 @@ def choose(
     group, inner = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     exists = (group < GROUPS)[:, None] & (inner < EACH)[None, :]
     number = group[:, None] * EACH + inner[None, :]
+    is_real = tl.load(real + token)  # early, like the bias: at their end these would be waited for
+    offset = tl.load(bias + number, mask=exists, other=0.0) if BIASED else 0.0
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for piece in range(PIECES):
         row = logits + (piece * tokens + token).to(tl.int64) * (GROUPS * EACH)
@@ -119,9 +131,7 @@ def choose(
             scores = tl.sigmoid(total)
         else:  # sqrtsoftplus
             scores = tl.sqrt(tl.maximum(total, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(total))))
-        choice = scores
-        if BIASED:
-            choice += tl.load(bias + number, mask=exists, other=0.0)
+        choice = scores + offset
     else:
         powers = tl.exp(total - tl.max(tl.where(exists, total, -INFINITY)))
         scores = tl.where(exists, powers, 0.0)
@@ -155,7 +165,7 @@ def choose(
         left = tl.where(left == e, NONE, left)
     if NORMALISE:
         share = share / (tl.sum(share) + 1e-20)
-    found = tl.where(tl.load(real + token), found, -1)
+    found = tl.where(is_real, found, -1)
     at = token.to(tl.int64) * TOPK + lane
     tl.store(weights + at, share * SCALE, mask=lane < TOPK)
     tl.store(chosen + at, found, mask=lane < TOPK)

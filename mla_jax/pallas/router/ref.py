@@ -19,11 +19,12 @@ __all__ = [
 
 def route_tokens(
     x: Hidden, kernel: Float[Array, "hidden experts"], choice_bias: Float[Array, "experts"] | None,
-    real: Bool[Array, "tokens"], *, moe: MoEConfig,
-) -> tuple[ChoiceWeights, Choices]:  # fmt: skip
+    real: Bool[Array, "tokens"], *, moe: MoEConfig, first: bool,
+) -> tuple[ChoiceWeights, Choices] | tuple[ChoiceWeights, Choices, Hidden]:  # fmt: skip
     """``choose_experts(x @ kernel)`` in float32; a token that is not real has experts -1."""
     weights, experts = choose_experts(router_logits(x, kernel), choice_bias, moe)
-    return weights, jnp.where(real[:, None], experts, -1)
+    found = weights, jnp.where(real[:, None], experts, -1)
+    return (*found, x) if first else found
 
 
 def router_logits(

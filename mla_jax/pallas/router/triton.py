@@ -10,6 +10,8 @@ its neighbours. With many tokens one program adds all pieces of its own, and XLA
 into the 16-bit numbers of the product beforehand.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -50,18 +52,22 @@ LEAST = 16
 
 def route_tokens(
     x: Hidden, kernel: Float[Array, "hidden experts"], choice_bias: Float[Array, "experts"] | None,
-    real: Bool[Array, "tokens"], *, moe: MoEConfig,
-) -> tuple[ChoiceWeights, Choices]:  # fmt: skip
+    real: Bool[Array, "tokens"], *, moe: MoEConfig, first: bool,
+) -> tuple[ChoiceWeights, Choices] | tuple[ChoiceWeights, Choices, Hidden]:  # fmt: skip
     """``ref.route_tokens``."""
     tokens = x.shape[0]
     weights = jax.ShapeDtypeStruct((tokens, moe.topk), jnp.float32)
     chosen = jax.ShapeDtypeStruct((tokens, moe.topk), jnp.int32)
     if not tokens:
-        return jnp.zeros(weights.shape, weights.dtype), jnp.zeros(chosen.shape, chosen.dtype)
-    logits = product_pieces(x, kernel)
+        none = jnp.zeros(weights.shape, weights.dtype), jnp.zeros(chosen.shape, chosen.dtype)
+        return (*none, x) if first else none
+    if first:
+        logits, x = product_pieces(x, kernel, first=True)
+    else:
+        logits = product_pieces(x, kernel)
     each = moe.experts // moe.groups
     biased = choice_bias is not None
-    return triton_lib.call(
+    found = triton_lib.call(
         kernels.choose,
         logits,
         choice_bias.astype(jnp.float32) if biased else logits,  # not read
@@ -79,6 +85,7 @@ def route_tokens(
         NORMALISE=moe.normalise,
         SCALE=float(moe.scale),
     )
+    return (*found, x) if first else found
 
 
 def matmul_float32(x: Hidden, kernel: Float[Array, "hidden out"]) -> Float[Array, "tokens out"]:
@@ -89,9 +96,12 @@ def matmul_float32(x: Hidden, kernel: Float[Array, "hidden out"]) -> Float[Array
 
 
 def product_pieces(
-    x: Hidden, kernel: Float[Array, "hidden out"], *, most: int = MOST_PIECES
-) -> Float[Array, "pieces tokens out"]:
-    """``x @ kernel`` in float32, cut along hidden; of many tokens one piece has all of it."""
+    x: Hidden, kernel: Float[Array, "hidden out"], *, most: int = MOST_PIECES, first: bool = False
+) -> Any:
+    """``x @ kernel`` in float32 ``[pieces, tokens, out]``, cut along hidden.
+
+    Of many tokens one piece has all of it. ``first``: also x, as a result of the same launch.
+    """
     (tokens, hidden), out = x.shape, kernel.shape[1]
     depth = piece_depth(hidden, most)
     pieces, columns = cdiv(hidden, depth), min(max(power_of_two(out), LEAST), COLUMNS)
@@ -99,12 +109,15 @@ def product_pieces(
     programs = 1 if many else pieces
     rows = _rows(tokens, tiles * programs)
     parted = many and x.dtype == jnp.bfloat16
+    result = jax.ShapeDtypeStruct((programs, tokens, out), jnp.float32)
+    same = jax.ShapeDtypeStruct(x.shape, x.dtype)
     return triton_lib.call(
-        kernels.logits,
+        kernels.logits_first if first else kernels.logits,
         x,
         _parts(kernel) if parted else kernel.astype(jnp.float32),
         tokens,
-        out=jax.ShapeDtypeStruct((programs, tokens, out), jnp.float32),
+        out=(result, same) if first else result,
+        aliases={0: 1} if first else None,
         grid=cdiv(tokens, rows) * programs * tiles,
         warps=4,
         stages=3,
