@@ -103,7 +103,12 @@ def _select_decodes(
     given = q[at], weights[at], cache, int32(meta.page_table), int32(lens)
     problem = problems.select_decode(*given, k=k, layer=layer)
     chosen = choose(problem, backend)(*given, k=k, layer=number(layer))
-    return found.at[jnp.where(there, at, found.shape[0])].set(chosen, mode="drop")
+    # Which row each token has: the same in all layers. XLA fuses what reads a gather, not a scatter.
+    tokens, rows = len(found), at.size
+    row = jnp.full((tokens,), rows, jnp.int32)
+    row = row.at[jnp.where(there, at, tokens)].set(jnp.arange(rows).reshape(at.shape), mode="drop")
+    own = chosen.reshape(rows, -1)[jnp.minimum(row, rows - 1)]
+    return jnp.where((row < rows)[:, None], own, found)
 
 
 def _select_prefills(

@@ -5,7 +5,7 @@ a list at the head of ``WorkPlan.merges``; a fixed number of thread blocks walk 
 
     top = max_p lse_p         out = sum_p 2^(lse_p - top) part_p / sum_p 2^(lse_p - top)
 
-A step is up to four rows of a token, or a quarter of the columns of one row where rows are few.
+A step is four rows of a token, one where rows are few, or a quarter of the columns of one row.
 Up to eight pieces are summed column by column. More are laid out as tiles of eight pieces by
 columns, so that a warp has two pieces of each: eight chains, which are joined in the end. Every
 order of summation depends on the number of pieces alone.
@@ -37,6 +37,7 @@ __all__ = ["CHAINS", "combine"]
 
 SHAPES = (  # rows of a multiprocessor at most, thread blocks of a row, rows of a step of each
     (2, 4, 1),
+    (8, 1, 1),
     (2**31 - 1, 1, 4),
 )
 RESIDENT = 4

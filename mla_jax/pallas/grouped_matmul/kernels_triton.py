@@ -276,6 +276,9 @@ def add_norm(
     HIDDEN: tl.constexpr = SIZES[2]
     column = tl.arange(0, COLUMNS)
     there = column < HIDDEN
+    at = token * HIDDEN + column
+    h = tl.load(residual + at, mask=there, other=0.0).to(tl.float32)
+    factor = tl.load(gain + column, mask=there, other=0.0).to(tl.float32)
     total = tl.zeros((COLUMNS,), tl.float32)
     for k in tl.static_range(TOPK):
         e = tl.load(experts + token * TOPK + k)
@@ -286,11 +289,8 @@ def add_norm(
         read = column < tl.where(chosen, HIDDEN, 0)
         total += weight * tl.load(row, mask=read, other=0.0).to(tl.float32)
     like = out.dtype.element_ty
-    at = token * HIDDEN + column
-    h = tl.load(residual + at, mask=there, other=0.0).to(tl.float32)
     h = (h + total.to(like).to(tl.float32)).to(like)
     tl.store(out + at, h, mask=there)
     wide = h.to(tl.float32)
     wide *= tl.rsqrt(tl.sum(wide * wide, 0) / HIDDEN + EPS)
-    scaled = tl.load(gain + column, mask=there, other=0.0).to(tl.float32) * wide
-    tl.store(normed + at, scaled.to(like), mask=there)
+    tl.store(normed + at, (factor * wide).to(like), mask=there)
