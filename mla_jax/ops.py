@@ -421,7 +421,8 @@ def mix_streams(
     With ``z = W rms(vec(S))``, cut into n, n and n x n entries, ``x = sum_n pre_n S_n`` with ``pre
     = sigmoid(a_0 z_pre + b_pre) + eps``, ``post = 2 sigmoid(a_1 z_post + b_post)``, and ``M`` is
     Sinkhorn's matrix of ``softmax_rows(a_2 z_mix + b_mix) + eps``; all in float32, x rounded once.
-    With ``gain`` x is normalised then: ``gain x / sqrt(mean(x^2) + norm_eps)``. Source: mHC, arXiv:2512.24880; DeepSeek-V4.
+    With ``gain`` x is normalised then: ``gain x / sqrt(mean(x^2) + norm_eps)``.
+    Source: mHC, arXiv:2512.24880; DeepSeek-V4.
     """
     facts = {"rounds": rounds, "eps": eps, "norm_eps": norm_eps}
     given = streams, proj, scale, bias, gain
@@ -536,9 +537,9 @@ def matmul_fp8(
     """``x W^T``, accumulated in float32, with e4m3 weights in 128 x 128 blocks [out, in].
 
     With ``groups`` outputs are cut into so many, and x has as many times ``in`` channels: ``y_g =
-    x_g W_g^T`` (V4's products of groups of heads). ``quantise_rows`` rounds rows to e4m3 too, with a float32 scale for each 128 channels: as the
-    models were trained, less exact, and faster from 512 rows on.
-    Source: DeepSeek-V3 (arXiv:2412.19437) 3.3.2.
+    x_g W_g^T`` (V4's products of groups of heads). ``quantise_rows`` rounds rows to e4m3 too, with
+    a float32 scale for each 128 channels: as the models were trained, less exact, and faster from
+    512 rows on. Source: DeepSeek-V3 (arXiv:2412.19437) 3.3.2.
     """
     facts: dict[str, Any] = {"groups": groups, "quantise_rows": quantise_rows}
     return choose(problems.matmul_fp8(x, weight, **facts), backend)(x, weight, **facts)

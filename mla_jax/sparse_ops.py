@@ -103,7 +103,7 @@ def _select_decodes(
     given = q[at], weights[at], cache, int32(meta.page_table), int32(lens)
     problem = problems.select_decode(*given, k=k, layer=layer)
     chosen = choose(problem, backend)(*given, k=k, layer=number(layer))
-    # Which row each token has: the same in all layers. XLA fuses what reads a gather, not a scatter.
+    # Which row a token has, the same in all layers: XLA fuses what reads a gather, not a scatter.
     tokens, rows = len(found), at.size
     row = jnp.full((tokens,), rows, jnp.int32)
     row = row.at[jnp.where(there, at, tokens)].set(jnp.arange(rows).reshape(at.shape), mode="drop")

@@ -503,7 +503,7 @@ class V4MoE(nnx.Module):
         if isinstance(self.router, HashRouter):
             weights, experts = self.router(x, token_ids, real, **facts)
         else:
-            weights, experts, x = self.router(x, real, first=True, **facts)
+            weights, experts, x = self.router.before(x, real, **facts)
         return routed_and_shared(self.experts, self.shared, x, weights, experts, **facts)
 
 

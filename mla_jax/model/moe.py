@@ -28,6 +28,10 @@ from mla_jax.types import Array, BlockScaled, Bool, Float, Int
 __all__ = ["Experts", "HashRouter", "MoE", "Router", "choose_experts", "routed_and_shared"]
 
 
+FEWEST = 8
+"""Tokens of the smallest step: it often has one request."""
+
+
 class Router(nnx.Module):
     """Scores every expert in float32, whatever the dtype of the model."""
 
@@ -42,14 +46,39 @@ class Router(nnx.Module):
         x: Float[Array, "tokens hidden"],
         real: Bool[Array, "tokens"] | None = None,
         *,
-        first: bool = False,
         backend: str | None = None,
         placement: Placement | None = None,
-    ) -> Any:
-        """``ops.route_tokens``, of all tokens if ``real`` is None; every device routes them all.
+    ) -> tuple[Float[Array, "tokens topk"], Int[Array, "tokens topk"]]:
+        """``ops.route_tokens``, of all tokens if ``real`` is None; every device routes them all."""
+        return self._run(x, real, False, backend, placement)
 
-        ``(weights, experts)``; with ``first`` also ``x``.
+    def before(
+        self,
+        x: Float[Array, "tokens hidden"],
+        real: Bool[Array, "tokens"],
+        *,
+        backend: str | None = None,
+        placement: Placement | None = None,
+    ) -> tuple[
+        Float[Array, "tokens topk"], Int[Array, "tokens topk"], Float[Array, "tokens hidden"]
+    ]:
+        """The same, and ``x`` for what is computed beside it.
+
+        Of few tokens that begins behind the logits: with one request a layer of V3.2 takes 7 us
+        less (of 230), with eight it takes 4 more (of 400).
         """
+        if len(x) <= FEWEST:
+            return self._run(x, real, True, backend, placement)
+        return *self._run(x, real, False, backend, placement), x
+
+    def _run(
+        self,
+        x: Float[Array, "tokens hidden"],
+        real: Bool[Array, "tokens"] | None,
+        first: bool,
+        backend: str | None,
+        placement: Placement | None,
+    ) -> Any:
         real = jnp.ones(x.shape[:1], jnp.bool_) if real is None else real
         bias = None if self.choice_bias is None else self.choice_bias[...]
         facts = {"first": first, "backend": ops.named("route_tokens", backend)}
@@ -308,7 +337,7 @@ class MoE(nnx.Module):
         Over several devices of a ``placement`` each one has a share of the experts.
         """
         facts = {"backend": backend, "placement": placement}
-        weights, chosen, x = self.router(x, real, first=True, **facts)
+        weights, chosen, x = self.router.before(x, real, **facts)
         return routed_and_shared(self.experts, self.shared, x, weights, chosen, **facts)
 
     def onto(
@@ -322,5 +351,5 @@ class MoE(nnx.Module):
     ) -> tuple[Float[Array, "tokens hidden"], Float[Array, "tokens hidden"]]:
         """The residual plus all of that, and its norm."""
         facts: dict[str, Any] = {"backend": backend, "placement": placement}
-        weights, chosen, x = self.router(x, real, first=True, **facts)
+        weights, chosen, x = self.router.before(x, real, **facts)
         return routed_and_shared(self.experts, self.shared, x, weights, chosen, then=then, **facts)

@@ -79,8 +79,9 @@ def test_groups_of_outputs_have_their_own_channels(tokens, dtype, backend, rng):
     got = np.asarray(run(matmul_fp8, jnp.asarray(x), w, groups=groups, backend=backend))
 
     def product(matrix):
-        parts = x.astype(np.float64).reshape(tokens, groups, into), matrix.reshape(groups, each, into)
-        return np.einsum("tgi,goi->tgo", *parts).reshape(tokens, -1)
+        rows = x.astype(np.float64).reshape(tokens, groups, into)
+        matrices = matrix.reshape(groups, each, into)
+        return np.einsum("tgi,goi->tgo", rows, matrices).reshape(tokens, -1)
 
     honest = product(wide(w).astype(x.dtype).astype(np.float64)).astype(x.dtype)
     within(got, product(wide(w)), honest, floor=1e-5)
@@ -121,8 +122,9 @@ def test_programs_cover_everything_once(tokens, shape, rng, monkeypatch):
             k = slice(piece * each * 128, min((piece + 1) * each, steps) * 128)
             r, c = slice(row, row + rows), slice(block * columns, (block + 1) * columns)
             assert np.isnan(found[piece, r, c]).all()
-            of_group = given[r].reshape(-1, groups, into)[:, block * columns * groups // columns_out]
-            found[piece, r, c] = of_group[:, k] @ weights[c, k].T
+            group = block * columns * groups // columns_out
+            rows_of_it = given[r].reshape(-1, groups, into)[:, group]
+            found[piece, r, c] = rows_of_it[:, k] @ weights[c, k].T
         return jnp.asarray(found, out.dtype)
 
     monkeypatch.setattr(triton.triton_lib, "call", call)

@@ -1,5 +1,7 @@
 """The router: every backend against one token at a time in float64."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,6 +28,16 @@ METHODS = pytest.mark.parametrize("moe", MOES.values(), ids=MOES)
 def test_against_the_truth(tokens, moe, dtype, backend, rng):
     c = case(rng, tokens, moe, dtype=dtype)
     judge(run(route_tokens, *c.args, moe=moe, backend=backend), c)
+
+
+@pytest.mark.parametrize("tokens", [0, 3, 9])
+def test_what_comes_behind_the_logits_is_the_same(tokens, backend, rng):
+    moe = MOES["v3"]
+    c = case(rng, tokens, moe, dtype="bfloat16") if tokens else case(rng, 1, moe).take(slice(0))
+    want = run(route_tokens, *c.args, moe=moe, backend=backend)
+    *found, x = run(route_tokens, *c.args, moe=moe, first=True, backend=backend)
+    for a, b in zip((*found, x), (*want, c.x), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
 @METHODS
@@ -144,6 +156,27 @@ def test_compiles_for_sm90_with_two_launches(tokens, moe, monkeypatch):
     text = compiled.as_text()
     entry = text[text.index("\nENTRY") :]
     assert entry.count('custom_call_target="triton_kernel_call_ffi"') == 2, entry
+
+
+@pytest.mark.skipif(bool(AOT), reason=AOT or "available")
+def test_compiles_for_sm90_without_a_copy_of_what_comes_behind(monkeypatch):
+    """What reads x reads the memory that the first launch was given, and waits for it."""
+    monkeypatch.setattr(DeviceInfo, "current", lambda: aot.H200)
+    spec, moe = jax.ShapeDtypeStruct, MOES["v3"]
+
+    def layer(h, kernel, real, bias):
+        facts = {"moe": moe, "first": True, "backend": "triton"}
+        weights, chosen, x = route_tokens(2 * h, kernel, bias, real, **facts)
+        return weights, chosen, x + 1
+
+    shapes = (8, 7168), (7168, moe.experts), (8,), (moe.experts,)
+    dtypes = jnp.bfloat16, jnp.float32, jnp.bool_, jnp.float32
+    compiled, _ = aot.compile_sm90(layer, *map(spec, shapes, dtypes))
+    text = compiled.as_text()
+    entry = text[text.index("\nENTRY") :]
+    assert " copy(" not in entry, entry
+    (same,) = re.findall(r"(%\S+) = bf16\[8,7168\]\S* get-tuple-element", entry)
+    assert f"fusion({same})" in entry, entry
 
 
 @pytest.mark.skipif(triton is None, reason=missing("triton") or "installed")

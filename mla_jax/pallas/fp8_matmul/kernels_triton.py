@@ -8,10 +8,10 @@ tensor core's instruction has 16 lines of its first operand and 8 of its second,
 bound by instructions. Elements add up the same numbers in the same order either way.
 
 Widening puts the bits of a byte at their places in 16 bits, with three instructions for two
-elements where Triton's own conversion takes six slower ones. Exponents are then too small, by ``2**-120`` of
-bfloat16 and ``2**-8`` of float16: ``BITS`` makes up for both this and what the rows are too large
-(``triton.raised``), so that nothing on the way is below float32's normal numbers. A byte that is
-NaN becomes 480.
+elements where Triton's own conversion takes six slower ones. Exponents are then too small, by
+``2**-120`` of bfloat16 and ``2**-8`` of float16: ``BITS`` makes up for both this and what the rows
+are too large (``triton.raised``), so that nothing on the way is below float32's normal numbers. A
+byte that is NaN becomes 480.
 
 Imported only where Triton is there: by ``triton.py``.
 """
@@ -83,10 +83,7 @@ def _step(a, w, scale, total):
     BITS: tl.constexpr = 2.0**56 if a.dtype == tl.bfloat16 else 2.0**8
     WIDEN: tl.constexpr = TO_BFLOAT16 if a.dtype == tl.bfloat16 else TO_FLOAT16
     wide = tl.inline_asm_elementwise(WIDEN, "=r,=r,r", [w], dtype=a.dtype, is_pure=True, pack=4)
-    if a.shape[0] < WHOLE:
-        product = tl.dot(wide, tl.trans(a))
-    else:
-        product = tl.dot(a, tl.trans(wide))
+    product = tl.dot(wide, tl.trans(a)) if a.shape[0] < WHOLE else tl.dot(a, tl.trans(wide))
     return total + (tl.load(scale) * BITS) * product
 
 

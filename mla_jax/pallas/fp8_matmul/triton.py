@@ -32,11 +32,11 @@ Pieces may be smaller where there are few.
 TILES = 8, 16, 32, 64
 """Rows of a tile."""
 
-RAISING = 16
+RAISING, EXPERTS_RAISING = 32, 16
 """Rows of a tile up to which programs raise what they read."""
 
-GROUP_COLUMNS = 64
-"""Columns of a program with few rows; outputs of a group are a multiple of it."""
+COLUMNS = 64
+"""Of a program, or half of them; outputs of a group are a multiple of it."""
 
 UNPLANNED = 128
 """Choices up to which every program looks for its own pairs."""
@@ -55,12 +55,12 @@ PIECE_COLUMNS, GATED, FILLED = 32, 512, 384
 """Columns of gate and up in pieces; elements of a program of SwiGLU; programs enough."""
 
 
-def raised(x: Float[Array, "..."], tile: int) -> tuple[Float[Array, "..."], bool]:
-    """Rows for tiles of so many, and whether the kernel raises them (``kernels.RAISED``).
+def raised(x: Float[Array, "..."], inside: bool) -> tuple[Float[Array, "..."], bool]:
+    """Rows for a kernel, and whether it raises them itself (``kernels.RAISED``), ``inside``.
 
     It does where it reads few: a launch before it would take longer.
     """
-    if x.dtype != jnp.bfloat16 or tile <= RAISING:
+    if x.dtype != jnp.bfloat16 or inside:
         return x, x.dtype == jnp.bfloat16
     return x * jnp.asarray(2.0**64, x.dtype), False
 
@@ -80,19 +80,14 @@ def matmul_fp8(
     rows = next(n for n in TILES if tokens <= n)
     each = piece_blocks(out, into)
     pieces = cdiv(into, each * SCALE_BLOCK)
-    columns = GROUP_COLUMNS
-    if rows > TILES[0] and groups == 1:
-        if pieces > 1:
-            columns = 32 if rows == 16 else 64
-        else:
-            columns = next((n for n in (64, 32) if out // n >= 128), 16)
-    x_in, inside = raised(x, rows)
+    columns = 2 * COLUMNS if pieces > 1 and rows >= 32 and groups == 1 else COLUMNS
+    x_in, inside = raised(x, rows <= RAISING)
     parts = triton_lib.call(
         kernels.matmul,
         x_in, weight.values, weight.scale, tokens,
         out=jax.ShapeDtypeStruct((pieces, tokens, out), jnp.float32 if pieces > 1 else x.dtype),
         grid=cdiv(out, columns) * pieces * cdiv(tokens, rows),
-        warps=4,
+        warps=8 if rows == 64 and columns > COLUMNS else 4,
         stages=4,
         SIZES=(into, out, groups),
         TILE=(rows, columns, each),
@@ -134,7 +129,7 @@ def routed_experts_fp8(
         down_columns = NARROW_COLUMNS
     pieces = gate_pieces(topk, width, hidden) if rows < 64 else 1
     parted = pieces > 1 and not planned
-    x_in, inside = raised(x, rows)
+    x_in, inside = raised(x, rows <= EXPERTS_RAISING)
     h = triton_lib.call(
         kernels.gate_up,
         x_in, (gate.values, gate.scale, up.values, up.scale), experts, order, tiles, pairs,

@@ -34,10 +34,9 @@ def mix_streams(
     tokens, n, hidden = streams.shape
     spec = jax.ShapeDtypeStruct
     shapes = (tokens, n), (tokens, n, n)
-    post, matrix = (spec(shape, jnp.float32) for shape in shapes)
     if not tokens:
-        x = jnp.zeros((tokens, hidden), streams.dtype)
-        return x, *(jnp.zeros(shape, jnp.float32) for shape in shapes)
+        post, matrix = (jnp.zeros(shape, jnp.float32) for shape in shapes)
+        return jnp.zeros((tokens, hidden), streams.dtype), post, matrix
     rows = streams.reshape(tokens, n * hidden)
     kernel = proj.reshape(n * hidden, -1)
     pieces = router.product_pieces(rows, kernel, most=router.NARROW_PIECES)
@@ -61,7 +60,7 @@ def mix_streams(
     post, matrix = triton_lib.call(
         kernels.mix,
         pieces, norm, scale, bias, tokens,
-        out=(post, matrix),
+        out=tuple(spec(shape, jnp.float32) for shape in shapes),
         grid=tokens,
         warps=1,
         stages=1,
