@@ -31,7 +31,7 @@ from mla_jax.errors import ArgumentError
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.types import Array
 
-__all__ = ["call", "compiled", "jit", "scatter", "tl"]
+__all__ = ["INTERPRETED", "call", "compiled", "jit", "scatter", "tl"]
 
 TARGET = "triton_kernel_call_ffi"
 """Where jaxlib's CUDA plugin takes Triton kernels; typed."""
@@ -41,6 +41,9 @@ NAMES = {
     "int32": "i32", "int8": "i8", "uint8": "u8", "bool": "i1",
 }  # fmt: skip
 """Element types by their names in Triton."""
+
+INTERPRETED = triton.knobs.runtime.interpret
+"""Whether programs run in Triton's interpreter, which knows no assembly."""
 
 ALIGNMENT = 16
 """Bytes: what a kernel may assume of every array, and the launch checks."""
@@ -54,7 +57,7 @@ def jit(fn: Callable) -> Any:
     return triton.jit(inspect.unwrap(fn))
 
 
-if triton.knobs.runtime.interpret:
+if INTERPRETED:
 
     @jit
     def scatter(pointers, values, mask):

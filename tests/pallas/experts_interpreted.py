@@ -17,9 +17,13 @@ from mla_jax.pallas import triton_lib
 from mla_jax.pallas.axes import AddNorm
 from mla_jax.pallas.fp8_matmul import mosaic as fp8
 from mla_jax.pallas.fp8_matmul import rows_triton as fp8_rows
+from mla_jax.pallas.fp8_matmul import triton as few
 from mla_jax.pallas.grouped_matmul import kernels_triton, mosaic, rows_triton, tiles, triton
+from tests.cases import draw
 from tests.pallas.experts import case, following, judge, judge_added
 from tests.pallas.interpreted import call
+from tests.pallas.test_fp8_matmul import experts as experts_fp8
+from tests.pallas.test_fp8_matmul import weight, wide
 
 SMALL = triton.Tuning(
     rows=16, tail=16, planned=True, group=2,
@@ -210,3 +214,25 @@ def test_rows_in_e4m3_have_a_scale_for_every_span(rng):
         p = places[t, k]
         assert np.asarray(spread)[p].tobytes() == np.asarray(values)[t].tobytes()
         np.testing.assert_array_equal(np.asarray(spread_scales)[:, p], scales[:, t])
+
+
+@pytest.mark.parametrize(("tokens", "groups"), [(1, 1), (8, 2), (9, 1), (40, 2)])
+@pytest.mark.parametrize(("out", "into"), [(192, 256), (64, 1152)])
+def test_products_of_e4m3_weights(tokens, groups, out, into, rng):
+    """Tiles of all sizes; channels whole and in pieces."""
+    w = weight(rng, groups * out, into, std=into**-0.5)
+    x = draw(rng, tokens, groups * into, dtype="float16")
+    got = np.asarray(few.matmul_fp8(jnp.asarray(x), w, groups=groups))
+    assert got.dtype == np.float16
+    rows, matrices = x.reshape(tokens, groups, into), wide(w).reshape(groups, out, into)
+    want = np.einsum("tgi,goi->tgo", rows.astype(np.float64), matrices).reshape(tokens, -1)
+    np.testing.assert_allclose(got, want, rtol=1e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "width"), [(1, 1792, 128), (7, 256, 128), (40, 256, 128), (7, 128, 640)]
+)
+def test_experts_of_e4m3_weights(tokens, hidden, width, rng):
+    """With a plan and without, in pieces and whole, with tiles of 8 and 16 rows."""
+    c, args = experts_fp8(rng, tokens, hidden=hidden, width=width, dtype="float16")
+    judge(few.routed_experts_fp8(*args, limit=None), c)
