@@ -47,13 +47,14 @@ def by_width() -> ModelConfig:
 
 
 def wide_v4() -> V4Config:
-    """The same of V4, but for the indexer's and the output's products, which are whole."""
+    """The same of V4, but for the indexer's products, which are whole."""
     return v4.config(
         hidden=128,
         heads=8,
         dim=128,
         q_rank=128,
-        out_rank=64,
+        out_groups=8,
+        out_rank=1024,
         moe=MoEConfig(
             experts=8, topk=2, width=128, shared=8, method="sqrtsoftplus", normalise=True, scale=1.5
         ),

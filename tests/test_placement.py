@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -130,5 +131,6 @@ def test_e4m3_weights_stay_so_over_eight_devices():
         narrow = 1 / 8 if "experts" in path else 1
         assert found["narrow"]["shares"][path] == narrow, path
     for path in found["v4"]["e4m3"]:
-        divided = "experts" in path or "shared" in path or path.endswith("attn.q_up.kernel")
-        assert found["v4"]["shares"][path] == (1 / 8 if divided else 1), path
+        divided = re.search(r"experts|shared|attn\.(q_up|out_a|out_b)\.kernel", path)
+        inside = "indexer" not in path
+        assert found["v4"]["shares"][path] == (1 / 8 if divided and inside else 1), path

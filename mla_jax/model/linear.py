@@ -11,7 +11,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from mla_jax import ops
-from mla_jax.model.sharding import divided, divides
+from mla_jax.model.sharding import GROUP, divided, divides
 from mla_jax.model.sums import summed
 from mla_jax.pallas import fp8_matmul
 from mla_jax.pallas.axes import AddNorm
@@ -179,7 +179,7 @@ class GroupedLinear(nnx.Module):
     """``y[t, g] = x[t, g] @ kernel[g]`` with ``kernel [groups, into, out]``.
 
     With ``fp8`` the weight is block-scaled e4m3 as published: ``kernel [groups out, into]`` and
-    ``scale``. Every device has all of it.
+    ``scale``. Several devices divide the groups.
     """
 
     def __init__(
@@ -209,12 +209,23 @@ class GroupedLinear(nnx.Module):
         """Accumulated in float32, rounded once; ``backend`` is that of e4m3 weights."""
         if self.scale is None:
             return contract("tgi,gio->tgo", x, self.kernel[...])
-        tokens, groups, into = x.shape
+        how = ops.named("matmul_fp8", backend)
+
+        def run(x: Array, weight: BlockScaled) -> Array:
+            tokens, groups, into = x.shape
+            rows = x.reshape(tokens, groups * into)
+            return ops.matmul_fp8(rows, weight, groups=groups, backend=how).reshape(
+                tokens, groups, weight.shape[0] // groups
+            )
+
         weight = BlockScaled(values=self.kernel[...], scale=self.scale[...])
-        run = partial(ops.matmul_fp8, groups=groups, backend=ops.named("matmul_fp8", backend))
         if placement is not None and placement.size > 1:
-            run = divided(run, placement, given=(None, None), returned=None)
-        return run(x.reshape(tokens, groups * into), weight).reshape(tokens, groups, -1)
+            shares = divides(placement, x.shape[1]) and divides(
+                placement, weight.shape[0], unit=GROUP
+            )
+            given, returned = ((1, 0), 1) if shares else ((None, None), None)
+            run = divided(run, placement, given=given, returned=returned)
+        return run(x, weight)
 
 
 def scaled_params(shape: tuple[int, ...]) -> tuple[nnx.Param, nnx.Param]:

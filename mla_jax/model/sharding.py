@@ -4,6 +4,7 @@
 |---|---|
 | embedding and output head | vocabulary |
 | query and key/value up-projections, output projection, absorbed weights | heads |
+| V4's output projections | groups of heads |
 | dense and shared feed-forward, routed experts | width |
 
 Every device has some of each routed expert's width, whole blocks of 128 of it: whichever experts
@@ -31,6 +32,7 @@ from mla_jax.placement import SHARDS, Placement
 from mla_jax.types import SCALE_BLOCK
 
 __all__ = [
+    "GROUP",
     "derived_axis",
     "derived_sharding",
     "divided",
@@ -41,11 +43,14 @@ __all__ = [
     "sharding_of",
 ]
 
+GROUP = 1024
+"""Outputs of a group of heads in every published V4: a device has whole groups."""
+
 _AXES = (
     (r"embed\.embedding", 0, 1),
     (r"lm_head\.kernel", 1, 1),
     (r"attn\.(q|q_up|kv_up)\.kernel", 1, 1),
-    (r"attn\.out\.kernel", 0, 1),
+    (r"attn\.(out|out_a|out_b)\.kernel", 0, 1),
     (r"(mlp|shared)\.(gate|up)\.kernel", 1, 1),
     (r"(mlp|shared)\.(gate|up)\.bias", 0, 1),
     (r"(mlp|shared)\.down\.kernel", 0, 1),
@@ -57,7 +62,8 @@ _AXES = (
 
 _BLOCK_AXES = (
     (r"attn\.(q|q_up)\.(kernel|scale)", 0, SCALE_BLOCK),
-    (r"attn\.out\.(kernel|scale)", 1, SCALE_BLOCK),
+    (r"attn\.out_a\.(kernel|scale)", 0, GROUP),
+    (r"attn\.(out|out_b)\.(kernel|scale)", 1, SCALE_BLOCK),
     (r"(mlp|shared)\.(gate|up)\.(kernel|scale)", 0, SCALE_BLOCK),
     (r"(mlp|shared)\.down\.(kernel|scale)", 1, SCALE_BLOCK),
     (r"experts\.(gate|up)(_scale)?", 1, SCALE_BLOCK),
@@ -80,7 +86,7 @@ def divisible_axes(path: str, dtype: DTypeLike) -> list[tuple[int, int]]:
     scale = path.endswith("scale")
     blocks = scale or jnp.dtype(dtype) == jnp.float8_e4m3fn
     return [
-        (axis + path.startswith("stacks."), 1 if scale else unit)
+        (axis + path.startswith("stacks."), max(unit // SCALE_BLOCK, 1) if scale else unit)
         for pattern, axis, unit in (_BLOCK_AXES if blocks else _AXES)
         if re.search(rf"(^|\.){pattern}$", path)
     ]
