@@ -80,24 +80,24 @@ def _by_rows(total, ROWS: tl.constexpr):
 if INTERPRETED:
 
     @jit
-    def _widened(w, DTYPE: tl.constexpr):
+    def _widened(w, a):
         """What the assembly makes of bytes."""
-        return (w.to(tl.float32) * (2.0**-120 if DTYPE == tl.bfloat16 else 2.0**-8)).to(DTYPE)
+        return (w.to(tl.float32) * (2.0**-120 if a.dtype == tl.bfloat16 else 2.0**-8)).to(a.dtype)
 
 else:
 
     @jit
-    def _widened(w, DTYPE: tl.constexpr):
-        """Bytes as numbers of 16 bits with the same digits and too small exponents."""
-        WIDEN: tl.constexpr = TO_BFLOAT16 if DTYPE == tl.bfloat16 else TO_FLOAT16
-        return tl.inline_asm_elementwise(WIDEN, "=r,=r,r", [w], dtype=DTYPE, is_pure=True, pack=4)
+    def _widened(w, a):
+        """Bytes as numbers of a's dtype with the same digits and too small exponents."""
+        WIDEN: tl.constexpr = TO_BFLOAT16 if a.dtype == tl.bfloat16 else TO_FLOAT16
+        return tl.inline_asm_elementwise(WIDEN, "=r,=r,r", [w], dtype=a.dtype, is_pure=True, pack=4)
 
 
 @jit
 def _step(a, w, scale, total):
     """``total + scale * (a w^T)``, or its transpose: rows and one block of e4m3 weights."""
     BITS: tl.constexpr = 2.0**56 if a.dtype == tl.bfloat16 else 2.0**8
-    wide = _widened(w, a.dtype)
+    wide = _widened(w, a)
     product = tl.dot(wide, tl.trans(a)) if a.shape[0] < WHOLE else tl.dot(a, tl.trans(wide))
     return total + (tl.load(scale) * BITS) * product
 
