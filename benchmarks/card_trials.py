@@ -30,7 +30,7 @@ from benchmarks.random_model import drawn, of_layers
 from benchmarks.timing import device_events
 from mla_jax.config_v4 import AnyConfig
 from mla_jax.engine import Engine
-from mla_jax.model import step
+from mla_jax.model import moe, step
 from mla_jax.model.family import family_of
 from mla_jax.model.presets import PRESETS
 from mla_jax.model.sampling import SamplingParams
@@ -41,7 +41,7 @@ from mla_jax.types import cdiv
 PAGE, CHUNK, MOST, STEPS, REPEATS = 64, 2048, 8, 64, 3
 TRACED = 12_000  # events in a file
 
-NCCL = "nccl"
+NCCL, SHARED_BESIDE = "nccl", "shared_beside"
 
 TRIALS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -53,10 +53,11 @@ TRIALS: dict[str, dict[str, Any]] = {
     "looped": {"xla_gpu_command_buffer_unroll_loops": False},
     "more_captures": {"xla_cmd_buffer_trace_cache_size": 256},
     NCCL: {},
+    SHARED_BESIDE: {},
 }
 """Options in place of a step's own: copies and sums begin early; XLA's sums are in the graph; the
 graph has a loop over layers; XLA keeps 256 captured launches of each call, not 16; every sum over
-the cards is NCCL's."""
+the cards is NCCL's; shared experts do not wait for the router's logits."""
 
 
 def main() -> None:
@@ -93,7 +94,7 @@ def compare(
         try:
             name = f"{trial}_{jax.process_index()}"
             files = {"trace": trace and trace / f"{name}.json", "host": host and host / name}
-            with by_nccl() if trial == NCCL else nullcontext():
+            with BY.get(trial, nullcontext)():
                 found, tokens = _measured(
                     weights, config, placement, TRIALS[trial], context, **files
                 )
@@ -153,6 +154,20 @@ def by_nccl() -> Iterator[None]:
         yield
     finally:
         step._has_peers = kept
+
+
+@contextmanager
+def shared_beside() -> Iterator[None]:
+    """Programs that are traced inside begin shared experts and the router's logits together."""
+    kept = moe.FEWEST
+    moe.FEWEST = 0
+    try:
+        yield
+    finally:
+        moe.FEWEST = kept
+
+
+BY = {NCCL: by_nccl, SHARED_BESIDE: shared_beside}
 
 
 def _traced(engine: Engine, prompts: list[list[int]], file: Path) -> None:

@@ -17,7 +17,6 @@ import numpy as np
 from benchmarks.compiling import gpu_options
 from benchmarks.random_model import of_layers
 from mla_jax.commands import fit
-from mla_jax.config import ModelConfig
 from mla_jax.model.presets import PRESETS
 from mla_jax.placement import Placement
 from tests import aot
@@ -27,13 +26,12 @@ DECODES, CONTEXT = 8, 8192
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="tools.host_calls", description=__doc__)
-    parser.add_argument("model", choices=[n for n, c in PRESETS.items() if type(c) is ModelConfig])
+    parser.add_argument("model", choices=PRESETS)
     parser.add_argument("--layers", type=int, default=9)
     parser.add_argument("--cards", type=int, default=1)
     parser.add_argument("--option", action="append", default=[], help="NAME=VALUE, of XLA")
     given = parser.parse_args()
     config = PRESETS[given.model]
-    assert isinstance(config, ModelConfig)
     options = dict(option.split("=", 1) for option in given.option)
     settings = fit.Settings(
         config=of_layers(config, given.layers), cards=given.cards, fp8=config.fp8_block is not None

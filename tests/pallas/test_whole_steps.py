@@ -79,7 +79,7 @@ def test_a_step_of_decodes_compiles_to_one_graph(name, layers):
     assert calls["the step"].total() < 16 and not calls["the step"]["Conditional"], calls
 
 
-@pytest.mark.parametrize(("name", "layers"), [("V3", 5), ("V3_2", 5)])
+@pytest.mark.parametrize(("name", "layers"), [("V3", 5), ("V3_2", 5), ("V4_FLASH", 7)])
 def test_a_step_over_four_devices_compiles_to_few_calls(name, layers):
     """All layers are in one graph; embeddings are added up before it, logits collected behind."""
     settings = fit.Settings(config=of_layers(PRESETS[name], layers), cards=4, fp8=True)
