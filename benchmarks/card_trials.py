@@ -159,12 +159,12 @@ def by_nccl() -> Iterator[None]:
 @contextmanager
 def shared_beside() -> Iterator[None]:
     """Programs that are traced inside begin shared experts and the router's logits together."""
-    kept = moe.FEWEST
-    moe.FEWEST = 0
+    kept = moe.FEWEST_ROWS
+    moe.FEWEST_ROWS = 0
     try:
         yield
     finally:
-        moe.FEWEST = kept
+        moe.FEWEST_ROWS = kept
 
 
 BY = {NCCL: by_nccl, SHARED_BESIDE: shared_beside}

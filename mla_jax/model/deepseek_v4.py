@@ -27,7 +27,8 @@ from mla_jax.metadata.sparse import (
     C128ATopkMetadata,
     build_c128a_topk_metadata,
     combine_topk_swa_indices,
-    compute_global_topk_indices_and_lens,
+    compressed_lens,
+    convert_req_index_to_global_index,
 )
 from mla_jax.metadata.window import layer_type, ratios_of
 from mla_jax.model.compressor import Pool, StateIndexer
@@ -35,7 +36,7 @@ from mla_jax.model.embed import Embed, Head, checked_tokens, project_to_vocab
 from mla_jax.model.hyper_connections import StreamHead, Streams
 from mla_jax.model.linear import GroupedLinear, Linear, precision_of
 from mla_jax.model.mlp import SwiGLU
-from mla_jax.model.moe import Experts, HashRouter, Router, routed_and_shared
+from mla_jax.model.moe import Experts, HashRouter, Router, routed, routed_and_shared
 from mla_jax.model.norm import RMSNorm
 from mla_jax.model.rope import cos_sin
 from mla_jax.model.sharding import divided, divides
@@ -335,14 +336,14 @@ class _Scopes(NamedTuple):
             slots, lengths = self.shared.every.decode_global_indices, self.shared.every.decode_lens
         else:
             assert self.chosen is not None, "selected, or every one"
-            name, common = f"states_{self.attention.ratio}", self.meta.common
-            slots, lengths = compute_global_topk_indices_and_lens(
-                common.page_tables[name],
-                common.requests[:rows],
-                self.chosen[:rows],
-                self.meta.windows.decode_lens > 0,
-                page=self.states.page,
-            )
+            ratio, common = self.attention.ratio, self.meta.common
+            chosen = self.chosen[:rows]
+            table, request = common.page_tables[f"states_{ratio}"], common.requests[:rows]
+            slots = convert_req_index_to_global_index(table, request, chosen, page=self.states.page)
+            # How many were chosen is known before: no launch has to count them.
+            real = self.meta.windows.decode_lens > 0
+            facts = {"ratio": ratio, "width": chosen.shape[1]}
+            lengths = compressed_lens(common.positions[:rows], real, **facts)
         return SparseScope(cache=self.states, slots=slots, lengths=lengths, layer=self.number)
 
     def prefills(
@@ -504,7 +505,7 @@ class V4MoE(nnx.Module):
         if isinstance(self.router, HashRouter):
             weights, experts = self.router(x, token_ids, real, **facts)
         else:
-            weights, experts, x = self.router.before(x, real, **facts)
+            weights, experts, x = routed(self.router, x, real, **facts)
         return routed_and_shared(self.experts, self.shared, x, weights, experts, **facts)
 
 

@@ -19,7 +19,7 @@ __all__ = [
 
 def route_tokens(
     x: Hidden, kernel: Float[Array, "hidden experts"], choice_bias: Float[Array, "experts"] | None,
-    real: Bool[Array, "tokens"], *, moe: MoEConfig, first: bool,
+    real: Bool[Array, "tokens"], *, moe: MoEConfig, first: bool = False,
 ) -> tuple[ChoiceWeights, Choices] | tuple[ChoiceWeights, Choices, Hidden]:  # fmt: skip
     """``choose_experts(x @ kernel)`` in float32; a token that is not real has experts -1."""
     weights, experts = choose_experts(router_logits(x, kernel), choice_bias, moe)

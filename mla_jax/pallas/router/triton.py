@@ -52,7 +52,7 @@ LEAST = 16
 
 def route_tokens(
     x: Hidden, kernel: Float[Array, "hidden experts"], choice_bias: Float[Array, "experts"] | None,
-    real: Bool[Array, "tokens"], *, moe: MoEConfig, first: bool,
+    real: Bool[Array, "tokens"], *, moe: MoEConfig, first: bool = False,
 ) -> tuple[ChoiceWeights, Choices] | tuple[ChoiceWeights, Choices, Hidden]:  # fmt: skip
     """``ref.route_tokens``."""
     tokens = x.shape[0]
