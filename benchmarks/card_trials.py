@@ -15,10 +15,10 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -41,8 +41,6 @@ from mla_jax.types import cdiv
 PAGE, CHUNK, MOST, STEPS, REPEATS = 64, 2048, 8, 64, 3
 TRACED = 12_000  # events in a file
 
-NCCL, SHARED_BESIDE = "nccl", "shared_beside"
-
 TRIALS: dict[str, dict[str, Any]] = {
     "default": {},
     "beside": {
@@ -52,12 +50,18 @@ TRIALS: dict[str, dict[str, Any]] = {
     "one_graph": {name: f"{kinds},COLLECTIVES" for name, kinds in LOOPS_IN_GRAPHS.items()},
     "looped": {"xla_gpu_command_buffer_unroll_loops": False},
     "more_captures": {"xla_cmd_buffer_trace_cache_size": 256},
-    NCCL: {},
-    SHARED_BESIDE: {},
+    "nccl": {},
+    "shared_beside": {},
 }
 """Options in place of a step's own: copies and sums begin early; XLA's sums are in the graph; the
 graph has a loop over layers; XLA keeps 256 captured launches of each call, not 16; every sum over
 the cards is NCCL's; shared experts do not wait for the router's logits."""
+
+PATCHES: dict[str, tuple[Any, str, Any]] = {
+    "nccl": (step, "_has_peers", lambda _: False),
+    "shared_beside": (moe, "FEWEST_ROWS", 0),
+}
+"""What a trial changes in the library: a module, a name, another value."""
 
 
 def main() -> None:
@@ -94,7 +98,8 @@ def compare(
         try:
             name = f"{trial}_{jax.process_index()}"
             files = {"trace": trace and trace / f"{name}.json", "host": host and host / name}
-            with BY.get(trial, nullcontext)():
+            patched = mock.patch.object(*PATCHES[trial]) if trial in PATCHES else nullcontext()
+            with patched:
                 found, tokens = _measured(
                     weights, config, placement, TRIALS[trial], context, **files
                 )
@@ -143,31 +148,6 @@ def _measured(
                 wish = SamplingParams(max_new_tokens=20, ignore_eos=True)
                 engine.generate(prompts, wish)
     return row, tokens
-
-
-@contextmanager
-def by_nccl() -> Iterator[None]:
-    """Engines that are made inside have no memory that all devices write."""
-    kept = step._has_peers
-    step._has_peers = lambda _: False
-    try:
-        yield
-    finally:
-        step._has_peers = kept
-
-
-@contextmanager
-def shared_beside() -> Iterator[None]:
-    """Programs that are traced inside begin shared experts and the router's logits together."""
-    kept = moe.FEWEST_ROWS
-    moe.FEWEST_ROWS = 0
-    try:
-        yield
-    finally:
-        moe.FEWEST_ROWS = kept
-
-
-BY = {NCCL: by_nccl, SHARED_BESIDE: shared_beside}
 
 
 def _traced(engine: Engine, prompts: list[list[int]], file: Path) -> None:

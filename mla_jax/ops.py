@@ -392,8 +392,8 @@ def route_tokens(
     taken. A token that is not real has experts -1. ``choice_bias`` is added to the scores for the
     choice alone (``noaux_tc``). Scores, groups and weights: ``pallas/router/ref.py``.
 
-    ``first`` returns ``(weights, experts, x)``: the same ``x``, but on a GPU what is computed of it
-    begins behind the logits. So shared experts do not hold up the choice of the routed ones.
+    With ``first`` the result is ``(weights, experts, x)``. ``x`` has not changed, but on a GPU what
+    is computed from it starts after the logits: shared experts then do not delay the choice.
     """
     run = choose(problems.route(x, kernel, choice_bias, real, moe=moe, first=first), backend)
     return run(x, kernel, choice_bias, real, moe=moe, first=first)

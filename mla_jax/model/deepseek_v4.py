@@ -94,8 +94,8 @@ class V4Attention(nnx.Module):
         self.sink = nnx.Param(jnp.zeros((config.heads,), jnp.float32))
         groups, width = config.out_groups, config.heads * config.dim // config.out_groups
         self.out_a = GroupedLinear(groups, width, config.out_rank, **low)
-        given = groups, config.out_rank
-        self.out_b = Linear(given, (config.hidden,), **low, parallel="row")
+        ranks = groups, config.out_rank
+        self.out_b = Linear(ranks, (config.hidden,), **low, parallel="row")
         self.pool = Pool(config, config.dim, ratio=ratio, **facts) if ratio else None
         selects = ratio == config.overlapping
         self.indexer = StateIndexer(config, **low) if selects else None

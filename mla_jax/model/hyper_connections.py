@@ -66,7 +66,7 @@ class Streams(nnx.Module):
     ) -> tuple[Float[Array, "tokens hidden"], Mixing]:
         """What the sub-block reads, and how its result goes back; the same on every device.
 
-        With the ``gain`` of the sub-block's norm what it reads is normalised.
+        With the ``gain`` of the sub-block's norm what it reads is normalised, by the same ``eps``.
         """
         facts: dict = {"rounds": self.config.rounds, "eps": self.config.eps, "norm_eps": self.eps}
         facts["backend"] = ops.named("mix_streams", backend)

@@ -11,7 +11,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from mla_jax import ops
-from mla_jax.model.sharding import GROUP, divided, divides
+from mla_jax.model.sharding import GROUP_OUTPUTS, divided, divides
 from mla_jax.model.sums import summed
 from mla_jax.pallas import fp8_matmul
 from mla_jax.pallas.axes import AddNorm
@@ -220,9 +220,9 @@ class GroupedLinear(nnx.Module):
 
         weight = BlockScaled(values=self.kernel[...], scale=self.scale[...])
         if placement is not None and placement.size > 1:
-            shares = divides(placement, x.shape[1]) and divides(
-                placement, weight.shape[0], unit=GROUP
-            )
+            outputs = weight.shape[0]
+            shares = divides(placement, x.shape[1])  # whole groups, and the weight is divided
+            shares = shares and divides(placement, outputs, unit=GROUP_OUTPUTS)
             given, returned = ((1, 0), 1) if shares else ((None, None), None)
             run = divided(run, placement, given=given, returned=returned)
         return run(x, weight)

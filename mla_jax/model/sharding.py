@@ -32,7 +32,7 @@ from mla_jax.placement import SHARDS, Placement
 from mla_jax.types import SCALE_BLOCK
 
 __all__ = [
-    "GROUP",
+    "GROUP_OUTPUTS",
     "derived_axis",
     "derived_sharding",
     "divided",
@@ -43,7 +43,7 @@ __all__ = [
     "sharding_of",
 ]
 
-GROUP = 1024
+GROUP_OUTPUTS = 1024
 """Outputs of a group of heads in every published V4: a device has whole groups."""
 
 _AXES = (
@@ -62,7 +62,7 @@ _AXES = (
 
 _BLOCK_AXES = (
     (r"attn\.(q|q_up)\.(kernel|scale)", 0, SCALE_BLOCK),
-    (r"attn\.out_a\.(kernel|scale)", 0, GROUP),
+    (r"attn\.out_a\.(kernel|scale)", 0, GROUP_OUTPUTS),
     (r"attn\.(out|out_b)\.(kernel|scale)", 1, SCALE_BLOCK),
     (r"(mlp|shared)\.(gate|up)\.(kernel|scale)", 0, SCALE_BLOCK),
     (r"(mlp|shared)\.down\.(kernel|scale)", 1, SCALE_BLOCK),

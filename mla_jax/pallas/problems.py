@@ -426,7 +426,7 @@ def matmul_fp8(x, weight, *, groups=1, quantise_rows=False) -> Problem:
     if size["out"] % groups:
         raise ArgumentError(f"{op}: groups", groups, f"a divisor of out={size['out']}")
     check_flag(f"{op}: quantise_rows", quantise_rows)
-    facts = {"groups": groups, "each": size["out"] // groups if groups > 1 else 0}
+    facts = {"groups": groups, "group_outputs": size["out"] // groups if groups > 1 else 0}
     sizes = _sizes(size, "tokens", "into", "out")
     return Problem.of(op, dtype=str(x.dtype), **sizes, **facts, quantise_rows=quantise_rows)
 

@@ -5,7 +5,7 @@ a list at the head of ``WorkPlan.merges``; a fixed number of thread blocks walk 
 
     top = max_p lse_p         out = sum_p 2^(lse_p - top) part_p / sum_p 2^(lse_p - top)
 
-A step is four rows of a token, one where rows are few, or a quarter of the columns of one row.
+A step is four rows of a token; one row where rows are few, a quarter of its columns where fewest.
 Up to eight pieces are summed column by column. More are laid out as tiles of eight pieces by
 columns, so that a warp has two pieces of each: eight chains, which are joined in the end. Every
 order of summation depends on the number of pieces alone.

@@ -12,7 +12,7 @@ FEW_ROWS = Requirement(
     features={
         "dtype": OneOf("bfloat16", "float16"),
         "into": Within(low=SCALE_BLOCK, multiple=SCALE_BLOCK),
-        "each": Within(low=0, multiple=64),
+        "group_outputs": Within(low=0, multiple=64),
         "tokens": Within(high=64),
         "quantise_rows": OneOf(False),
     },

@@ -35,11 +35,11 @@ DEPTH = tl.constexpr(128)
 """Channels of a block of scales."""
 
 
-def _widening(shift: str, mask: str) -> str:
-    """Four bytes to four numbers: each below 16 bits of its sign, moved to its place."""
+def _widening(shift: int, mask: str) -> str:
+    """Assembly for four bytes: sign-extend each to 16 bits, shift it, clear the extra signs."""
     pair = """
     prmt.b32 t, $2, 0, {bytes};
-    {shift}
+    shl.b32 t, t, {shift};
     and.b32 ${number}, t, {mask};"""
     pairs = (
         pair.format(bytes=bytes, shift=shift, mask=mask, number=number)
@@ -48,8 +48,8 @@ def _widening(shift: str, mask: str) -> str:
     return "{\n    .reg .b32 t;" + "".join(pairs) + "\n}"
 
 
-TO_BFLOAT16 = tl.constexpr(_widening("shl.b32 t, t, 4;", "0x87f087f0"))
-TO_FLOAT16 = tl.constexpr(_widening("shl.b32 t, t, 7;", "0xbf80bf80"))
+TO_BFLOAT16 = tl.constexpr(_widening(4, "0x87f087f0"))
+TO_FLOAT16 = tl.constexpr(_widening(7, "0xbf80bf80"))
 
 RAISED = tl.constexpr(2.0**64)
 """How much larger rows of bfloat16 are when they are multiplied."""

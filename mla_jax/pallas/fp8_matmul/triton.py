@@ -24,9 +24,9 @@ from mla_jax.types import SCALE_BLOCK, Array, BlockScaled, Float, cdiv
 __all__ = ["gate_pieces", "matmul_fp8", "piece_blocks", "routed_experts_fp8"]
 
 CUTS = (7, 1024), (4, 500)
-"""Of a product that is cut: blocks of channels of a piece, and pieces of 32 columns together.
+"""Rules for cutting a product's channels into pieces; the one that gives more pieces holds.
 
-Pieces may be smaller where there are few.
+Least blocks of a piece; most programs, counted as pieces of 32 columns.
 """
 
 TILES = 8, 16, 32, 64
@@ -36,13 +36,13 @@ RAISING, EXPERTS_RAISING = 32, 16
 """Rows of a tile up to which programs raise what they read."""
 
 COLUMNS = 64
-"""Of a program, or half of them; outputs of a group are a multiple of it."""
+"""Columns of a program, half of them with many rows in pieces; divide the outputs of a group."""
 
 UNPLANNED = 128
 """Choices up to which every program looks for its own pairs."""
 
 EACH = {8: 4, 16: 8, 32: 24}
-"""Rows that an expert has on average, up to which tiles are so large."""
+"""For each size of a tile, the most rows that an expert may have on average."""
 
 GATE = {8: (32, 2, 4), 16: (64, 4, 4), 32: (64, 4, 4), 64: (64, 8, 3)}
 DOWN = GATE | {8: (64, 4, 4)}

@@ -83,7 +83,7 @@ def logits_first(
     SIZES: tl.constexpr, PIECE: tl.constexpr, COUNT: tl.constexpr, TILE: tl.constexpr,
     PARTED: tl.constexpr,
 ):  # fmt: skip
-    """``logits``; ``same`` is the memory of ``x``: who reads it waits for this launch."""
+    """``logits``; ``same`` has the memory of ``x``, so that its readers wait for this launch."""
     logits(x, kernel, tokens, out, SIZES, PIECE, COUNT, TILE, PARTED)
 
 

@@ -34,7 +34,7 @@ def collapse(
     SIZES: tl.constexpr, PIECES: tl.constexpr, COLUMNS: tl.constexpr, EPS: tl.constexpr,
     NORMED: tl.constexpr,
 ):  # fmt: skip
-    """What one token's sub-block reads, and what its projections are multiplied with: their norm.
+    """One token's weighted sum of the streams, and the factor that normalises ``pieces``.
 
     ``SIZES`` are streams, hidden and columns of ``pieces``, ``PIECES`` how many there are and a
     power of two from that on, as ``COLUMNS`` is from hidden on; ``EPS`` those of the mixing and of
@@ -52,6 +52,8 @@ def collapse(
     z = pieces + (p * tokens + token).to(tl.int64)[:, None] * OUT + i[None, :]
     parts = tl.load(z, mask=(p < PIECES[0])[:, None] & (i < COUNT)[None, :], other=0.0)
     slope, offset = tl.load(scale), tl.load(bias + i)
+    if NORMED:
+        gains = tl.load(gain + c, mask=there, other=0.0).to(tl.float32)
     s = s.to(tl.float32)
     total = tl.sum(tl.sum(s * s, 0), 0)
     factor = tl.rsqrt(total / (COUNT * HIDDEN) + EPS[1])
@@ -60,7 +62,7 @@ def collapse(
     if NORMED:
         wide = y.to(tl.float32)
         wide *= tl.rsqrt(tl.sum(wide * wide, 0) / HIDDEN + EPS[1])
-        y = (tl.load(gain + c, mask=there, other=0.0).to(tl.float32) * wide).to(y.dtype)
+        y = (gains * wide).to(y.dtype)
     tl.store(x + token.to(tl.int64) * HIDDEN + c, y, mask=there)
     tl.store(norm + token, factor)
 
