@@ -214,6 +214,7 @@ def timed(case: Case, engine: Engine, batch: StepBatch, *, traced: bool = True) 
             out, engine._caches = engine._step.run(
                 engine._caches, packed, engine._tokens, engine._history
             )
+            engine._tokens = out.tokens
         out.read()
 
     steps(3)

@@ -47,6 +47,14 @@ __all__ = [
     "empty_batch",
 ]
 
+DONATED = (2, 3, 4)
+"""Arguments of a program whose memory its results take: caches, history and tokens.
+
+Then what a step writes is where it was in the step before. XLA also keeps early numbers of a step,
+such as lengths, in the memory of a result that comes late. If that is elsewhere in each step, XLA
+changes every kernel of a CUDA graph that reads them, and in a loop all that read weights.
+"""
+
 LOOPS_IN_GRAPHS = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,"
     "DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
@@ -139,7 +147,7 @@ class StepOutput:
     """One sampled token per request; rows of unfinished prompts and padding mean nothing."""
 
     drawn: Int[Array, "rows requests"]  # ids; bits of log-probabilities; the same of the likeliest
-    tokens: Int[Array, "slots"] | None  # the same ids on the device, for the next step
+    tokens: Int[Array, "slots"]  # the same ids on the device; the next step takes them
     logits: Float[Array, "requests vocab"] | None  # only when asked for
 
     def read(self) -> tuple[Int[np.ndarray, "requests"], Float[np.ndarray, "requests"]]:
@@ -299,7 +307,7 @@ class Step:
         tokens: Int[Array, "slots"] | None = None,
         history: HistoryStore | None = None,
     ) -> tuple[StepOutput, dict[str, Any]]:
-        """One step; ``caches`` are donated. ``given`` is of the host, packed or not.
+        """One step; ``caches`` and ``tokens`` are donated. ``given`` is of the host, packed or not.
 
         ``tokens`` are those of the step before, of which a batch takes what it has as ``drawn_by``.
         ``history`` is changed in place; it is needed where a request has a penalty or a bias.
@@ -315,8 +323,8 @@ class Step:
         arguments = self.leaves, (self.derived, self._peers), caches, history.now, tokens
         words = np.asarray(packed.words)
         found = self._staging.run(lambda words: program(*arguments, words), words)
-        tokens, (out, new_caches, history.now) = found
-        return replace(out, tokens=tokens), new_caches
+        drawn, (tokens, logits, new_caches, history.now) = found
+        return StepOutput(drawn=drawn, tokens=tokens, logits=logits), new_caches
 
     def compile(self, layout: Layout, caches: Mapping[str, Any]) -> Callable[..., Any]:
         """The program of batches laid out so, from the folder if it is there.
@@ -370,12 +378,8 @@ class Step:
     def _trees(self, layout: Layout, arguments: Any) -> tuple[Any, Any]:
         """Structure of a program's arguments and results, without tracing it."""
         _, _, caches, history, *_ = arguments
-        out = 0, (self._output(0), caches, history)
+        out = 0, (0, 0 if self.want_logits else None, caches, history)
         return jax.tree.structure((arguments, {})), jax.tree.structure(out)
-
-    def _output(self, drawn: Any, logits: Any = 0) -> StepOutput:
-        """A program's second result, of whatever stands for its leaves; its first are tokens."""
-        return StepOutput(drawn=drawn, tokens=None, logits=logits if self.want_logits else None)
 
     def _compiled(self, layout: Layout, caches: Mapping[str, Any]) -> jax.stages.Compiled:
         """The program; a loop around another one is not unrolled, for XLA fails at that.
@@ -410,7 +414,7 @@ class Step:
             history: TokenHistory,
             tokens: Array,
             words: Array,
-        ) -> tuple[Array, tuple[StepOutput, dict[str, Any], TokenHistory]]:
+        ) -> tuple[Array, tuple[Array, Array | None, dict[str, Any], TokenHistory]]:
             batch: StepBatch = Packed(layout=layout, words=received(words)).unpack()
             return self._body(self._merged(leaves), given, caches, history, tokens, batch)
 
@@ -418,9 +422,9 @@ class Step:
             run.__name__ = self._store.new_name()
         everywhere = self.placement.everywhere
         drawn = self.placement.page_locked if self._staging.page_locked else everywhere
-        results = self._output(drawn, everywhere)
         kept = jax.tree.map(lambda leaf: leaf.sharding, arguments[2:4])
-        jitted = jax.jit(run, donate_argnums=(2, 3), out_shardings=(everywhere, (results, *kept)))
+        results = drawn, (everywhere, everywhere, *kept)
+        jitted = jax.jit(run, donate_argnums=DONATED, out_shardings=results)
         with self.placement.working():
             return jitted.trace(*arguments)
 
@@ -432,7 +436,15 @@ class Step:
         history: TokenHistory,
         tokens: Int[Array, "slots"],
         batch: StepBatch,
-    ) -> tuple[Int[Array, "slots"], tuple[StepOutput, dict[str, Any], TokenHistory]]:
+    ) -> tuple[
+        Int[Array, "rows requests"],
+        tuple[
+            Int[Array, "slots"],
+            Float[Array, "requests vocab"] | None,
+            dict[str, Any],
+            TokenHistory,
+        ],
+    ]:
         """One step inside a program: metadata, layers, logits, draws."""
         query_starts = jnp.asarray(batch.query_starts)
         common = build_common(
@@ -468,7 +480,7 @@ class Step:
             raise MetadataError("Step: requests", len(token_ids), f"at most {self._slots}")
         tokens = jnp.pad(token_ids, (0, self._slots - len(token_ids)))
         history = history if found.history is None else found.history
-        return tokens, (self._output(drawn, logits), caches, history)
+        return drawn, (tokens, logits if self.want_logits else None, caches, history)
 
     def _drawn(
         self,

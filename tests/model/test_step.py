@@ -156,13 +156,13 @@ def test_one_program_per_bucket_whatever_the_batch(small):
     assert step.compiled == 1
 
 
-def test_caches_are_updated_in_place(small):
+def test_what_the_next_step_takes_is_updated_in_place(small):
     cfg, step, _ = small
     caches = tiny.caches(cfg, num_pages=40, page=PAGE)
     packed = pack(tiny.batch(DECODE, [([1], 0, [1])], []))
     text = step.compile(packed.layout, caches).as_text().splitlines()[0]
-    assert text.count("may-alias") + text.count("must-alias") == 2 + 3
-    # Pages and their scales; counts, bias and logits of the token history.
+    assert text.count("may-alias") + text.count("must-alias") == 2 + 3 + 1
+    # Pages and their scales; counts, bias and logits of the token history; tokens.
 
 
 @pytest.mark.slow
