@@ -14,6 +14,7 @@ from mla_jax.pallas.dense_decode.combine_sm90 import combine
 HEADS, RANK, MOST = 2, 512, 150
 SLOTS = MOST + 1 + combine_sm90.CHAINS
 UNTOUCHED = 7.0
+NO_SINKS = [-np.inf] * HEADS
 SHAPES = [(1, 2), (4, 1)]
 """Thread blocks of a row, rows of a step of each of them."""
 
@@ -24,13 +25,14 @@ def merged(request):
     params = plgpu.InterpretGPUParams(num_tma_threads_per_device=4)
 
     @jax.jit
-    def solve(part, lse, merges):
+    def solve(part, lse, merges, sinks):
         return combine(
             jnp.full((2 * HEADS, RANK), UNTOUCHED, jnp.bfloat16),
             jnp.full((2 * HEADS,), UNTOUCHED),
             part,
             lse,
             merges,
+            sinks,
             heads=HEADS,
             multiprocessors=1,
             early_launch=False,
@@ -41,9 +43,13 @@ def merged(request):
         patch.setattr(combine_sm90, "SHAPES", ((64, *request.param),))
         part, lse = (jnp.zeros((SLOTS, 1, 64, *more)) for more in ((RANK,), ()))
         compiled = solve.lower(
-            part.astype(jnp.bfloat16), lse, jnp.zeros((3, 8), jnp.int32)
+            part.astype(jnp.bfloat16), lse, jnp.zeros((3, 8), jnp.int32), jnp.zeros(HEADS)
         ).compile()
-    return lambda *args: [np.asarray(x, np.float64) for x in compiled(*args)]
+
+    def run(*args, sinks=NO_SINKS):
+        return [np.asarray(x, np.float64) for x in compiled(*args, np.float32(sinks))]
+
+    return run
 
 
 @functools.cache
@@ -84,3 +90,19 @@ def test_merge_of_pieces(count, merged):
     bits = first_bits(count)
     for name, x in (("out", out), ("lse", got)):
         np.testing.assert_array_equal(x, bits.setdefault(name, x))
+
+
+@pytest.mark.parametrize("count", [2, 11])
+@pytest.mark.parametrize("sinks", [(0.5, np.inf), (-np.inf, -3.0), (1e9, np.nan)])
+def test_sinks_are_one_more_key_of_each_head(count, sinks, merged, rng):
+    part, lse = np.zeros((SLOTS, 1, 64, RANK), np.float32), np.zeros((SLOTS, 1, 64), np.float32)
+    part[1 : count + 1] = rng.normal(size=(count, 1, 64, RANK))
+    lse[1 : count + 1] = rng.normal(size=(count, 1, 64))
+    merges = np.zeros((3, 8), np.int32)
+    merges[0, 0], merges[1, :4] = 1, (1, count, 0, 0)
+    given = np.asarray(jnp.asarray(part, jnp.bfloat16)), lse, merges
+    (plain, lses), (out, same) = merged(*given), merged(*given, sinks=sinks)
+    np.testing.assert_array_equal(same, lses)
+    with np.errstate(over="ignore"):
+        share = 1 / (1 + np.exp(np.array(sinks) - lses[:HEADS]))
+    np.testing.assert_allclose(out[:HEADS], share[:, None] * plain[:HEADS], rtol=2**-7, atol=1e-6)

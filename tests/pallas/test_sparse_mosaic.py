@@ -80,11 +80,11 @@ def test_two_scopes_interpreted(form, dims, workers, rng):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [2, 9])
-def test_sinks_interpreted(workers, rng):
-    """In the kernel where a token is in one piece, behind the merge where it is in several."""
-    d = drawn(rng, dims=V4, heads=9, tokens=2, keys=70, pages=20)
-    d.slots[1] = -1
+@pytest.mark.parametrize(("workers", "tokens", "keys"), [(2, 2, 70), (9, 2, 70), (2, 3, 420)])
+def test_sinks_interpreted(workers, tokens, keys, rng):
+    """Of tokens in one piece, of tokens in several, and of both in one call."""
+    d = drawn(rng, dims=V4, heads=9, tokens=tokens, keys=keys, pages=20)
+    d.slots[-1] = -1
     sinks = (
         jnp.asarray(rng.normal(size=9), jnp.float32).at[:2].set(jnp.asarray([-jnp.inf, jnp.inf]))
     )
@@ -93,7 +93,8 @@ def test_sinks_interpreted(workers, rng):
     np.testing.assert_array_equal(got.lse, want.lse)
     got, want = (np.asarray(x.out, np.float32) for x in (got, want))
     np.testing.assert_allclose(got, want, rtol=2**-7, atol=1e-6)
-    assert not got[1].any()
+    np.testing.assert_array_equal(got[:, 0], want[:, 0])
+    assert not got[-1].any()
     assert not got[:, 1].any()
 
 

@@ -5,6 +5,7 @@ a list at the head of ``WorkPlan.merges``; a fixed number of thread blocks walk 
 
     top = max_p lse_p         out = sum_p 2^(lse_p - top) part_p / sum_p 2^(lse_p - top)
 
+A head may have a sink, one more key of value zero: it adds ``2^(sink - top)`` to the divisor.
 A step is four rows of a token; one row where rows are few, a quarter of its columns where fewest.
 Up to eight pieces are summed column by column. More are laid out as tiles of eight pieces by
 columns, so that a warp has two pieces of each: eight chains, which are joined in the end. Every
@@ -70,12 +71,13 @@ OF_CHAIN = TILE.reduce(1)
 def combine(
     out: Float[Array, "rows rank"], lse: Float[Array, "rows"],
     part: Float[Array, "slots tiles 64 rank"], part_lse: Float[Array, "slots tiles 64"],
-    merges: Int[Array, "list columns"], *, heads: int, multiprocessors: int, early_launch: bool,
-    interpret: object = None,
+    merges: Int[Array, "list columns"], sinks: Float[Array, "at_least_heads"] | None = None, *,
+    heads: int, multiprocessors: int, early_launch: bool, interpret: object = None,
 ) -> tuple[Float[Array, "rows rank"], Float[Array, "rows"]]:  # fmt: skip
     """``out`` and natural-log ``lse`` with the rows of split and of padding tokens filled in.
 
-    Rows are ``token * heads + head``; all others are left alone. ``early_launch`` starts the
+    Rows are ``token * heads + head``; all others are left alone. ``sinks`` are natural logits, as
+    in ``merge.ref.apply_sinks``, of the rows that are filled in. ``early_launch`` starts the
     kernel while its predecessor runs; it waits for its end before it reads the parts. Slots are
     read, not used, up to ``CHAINS - 1`` behind the last piece.
     """
@@ -113,14 +115,16 @@ def combine(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
     )
-    out, lse = lib.in_place(kernel, (part, part_lse, merges), (out, lse))
+    of_heads = () if sinks is None else (sinks,)
+    out, lse = lib.in_place(kernel, (part, part_lse, merges, *of_heads), (out, lse))
     return out, lse
 
 
 def _body(
-    part_g, part_lse_g, merges_g, out_g, lse_g,
-    *, heads, blocks, columns, step, early_launch, sums, states,
+    part_g, part_lse_g, merges_g, *rest,
+    heads, blocks, columns, step, early_launch, sums, states,
 ):  # fmt: skip
+    *sinks_g, out_g, lse_g = rest
     block = lax.axis_index("block")
     wide = out_g.shape[1] // columns
     last = merges_g.shape[0] - 1
@@ -142,6 +146,7 @@ def _body(
             part=part_g, part_lse=part_lse_g, out=out_g, lse=lse_g, sums=sums, states=states,
             columns=columns, rows=step, at=at, writes_lse=lambda: quarter == 0,
             base=base, n=n, tile=tile, row=row, to=lambda r: token * heads + head + r,
+            sinks=lambda r: [sink_g[head + r] * math.log2(math.e) for sink_g in sinks_g],
         ).run()  # fmt: skip
 
     first = fields(block)
@@ -176,6 +181,7 @@ class _Unit:
     tile: Any  # of the first row, in a slot
     row: Any
     to: Callable  # row of the result
+    sinks: Callable  # base 2: none, or that of a row's head
 
     @property
     def layout(self):
@@ -186,7 +192,7 @@ class _Unit:
         @pl.when(self.n == 0)
         def _():
             for r in range(self.rows):
-                self.store(self.empty(), jnp.float32(0.0), jnp.float32(-jnp.inf), r)
+                self.store(self.empty(), jnp.float32(0.0), jnp.float32(-jnp.inf), [], r)
 
         for fewer, count in zip((0, *FEW), FEW, strict=False):
 
@@ -203,8 +209,9 @@ class _Unit:
     def empty(self):
         return plgpu.layout_cast(jnp.zeros((self.columns,), jnp.float32), self.layout)
 
-    def store(self, acc, weight, top, r) -> None:
-        inverse = jnp.where(weight > 0.0, 1.0 / weight, 0.0)
+    def store(self, acc, weight, top, sinks, r) -> None:
+        total = functools.reduce(lambda w, sink: w + jnp.exp2(sink - _finite(top)), sinks, weight)
+        inverse = jnp.where(weight > 0.0, 1.0 / total, 0.0)
         to = self.to(r)
         self.out[to, self.at] = (acc * inverse).astype(self.out.dtype)
         lse = (top + jnp.log2(weight)) * math.log(2.0)
@@ -224,17 +231,19 @@ class _Unit:
             for r in rows
         ]
         lses = [[self.part_lse[s, self.tile, self.row + r] for s in slots] for r in rows]
-        for r, loaded, found in zip(rows, values, lses, strict=True):
+        sinks = [self.sinks(r) for r in rows]
+        for r, loaded, found, more in zip(rows, values, lses, sinks, strict=True):
             found = [jnp.where(p < self.n, x, -jnp.inf) for p, x in enumerate(found)]
             top = functools.reduce(jnp.maximum, found)
             acc, weight = self.empty(), jnp.float32(0.0)
             for value, lse in zip(loaded, found, strict=True):
                 w = jnp.exp2(lse - _finite(top))
                 acc, weight = acc + value.astype(jnp.float32) * w, weight + w
-            self.store(acc, weight, top, r)
+            self.store(acc, weight, top, more, r)
 
     def many(self, r) -> None:
         """Eight chains of pieces: the maximum of each, its sum, and then all of them."""
+        sinks = self.sinks(r)
         acc, weight, top = self.chains(r)
         plgpu.commit_smem()  # the row before was read
         self.sums[...], self.states[0], self.states[1] = acc, top, weight
@@ -246,7 +255,7 @@ class _Unit:
             w = jnp.exp2(tops[c] - _finite(top))
             acc = acc + plgpu.load(self.sums.at[c], layout=self.layout) * w
             weight = weight + self.states[1, c] * w
-        self.store(acc, weight, top, r)
+        self.store(acc, weight, top, sinks, r)
 
     def chains(self, r):
         """Sums, weights and maxima of the chains of a row."""

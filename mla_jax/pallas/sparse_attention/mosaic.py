@@ -13,7 +13,6 @@ from mla_jax.pallas.dense_decode import combine_sm90
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.registry import Problem, Tuned
 from mla_jax.pallas.sparse_attention import line_plan, mosaic_sm90, rows_sm90
-from mla_jax.pallas.sparse_attention.xla import with_sinks
 from mla_jax.types import Array, AttnState, Float, Int, cdiv, round_up
 
 __all__ = ["Tuning", "sparse_decode", "sparse_prefill", "tune"]
@@ -134,10 +133,9 @@ def _attend(
     blocks = sum(scope.blocks for scope in scopes)
     line = line_plan.divide(tokens, blocks, workers=workers, heads=padded)
     early_launch = tuning.early_launch and interpret is None and line.split
-    of_heads, behind = (), sinks
-    if sinks is not None and not line.split:  # each token is finished by one thread block
+    if sinks is not None:
         more = round_up(padded, mosaic_sm90.ROWS) - heads
-        of_heads, behind = (jnp.pad(sinks.astype(jnp.float32), (0, more)),), None
+        sinks = jnp.pad(sinks.astype(jnp.float32), (0, more))
     ends = (0, mosaic_sm90.VALUE, width)[: 2 + (width > mosaic_sm90.VALUE)]
     queries = tuple(  # as they were before ``ops`` joined them: slices first, and XLA sees that
         jnp.pad(q[..., a:b], ((0, 0), (0, padded - heads), (0, 0))).reshape(tokens * padded, b - a)
@@ -149,7 +147,7 @@ def _attend(
         (jnp.asarray(line.first_slots()),) if line.split else (),
         lists,
         pages,
-        of_heads,
+        () if sinks is None else (sinks,),
         scopes=scopes,
         line=line,
         heads=padded,
@@ -164,12 +162,12 @@ def _attend(
             part.reshape(*part_lse.shape, mosaic_sm90.VALUE),
             part_lse,
             jnp.asarray(line.merges()),
+            sinks,
             heads=padded,
             multiprocessors=tuning.workers,
             early_launch=early_launch,
             interpret=interpret,
         )
-    state = AttnState(
+    return AttnState(
         out=out.reshape(tokens, padded, -1)[:, :heads], lse=lse.reshape(tokens, padded)[:, :heads]
     )
-    return with_sinks(state, behind)

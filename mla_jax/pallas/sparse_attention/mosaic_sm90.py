@@ -71,7 +71,7 @@ def attend(
     64]``; ``heads`` is a multiple of 8. ``layers`` are numbers, ``[1]`` of each stack among the
     caches; ``first_slots`` is that of the line, if anything is split. ``pages`` are the caches, all
     layers of each, ``[pages, bytes]`` of records and ``[rows, width]`` of elements. ``sinks`` are
-    none, or one array of as many as there are rows of tiles, if no token has several pieces. Rows
+    none, or one array of as many as there are rows of tiles; they are for tokens in one piece. Rows
     of tokens in several pieces are left as they were allocated.
     """
     count, width, dtype = queries[0].shape[0], sum(q.shape[1] for q in queries), queries[0].dtype

@@ -79,7 +79,7 @@ class Scores:
         total = total.sum(axis=1)
         i = of.parity(token)
         lse2 = jnp.where(total > 0.0, top + jnp.log2(total), -jnp.inf)
-        share = self._with_sinks(1.0 / total, lse2)
+        share = self._with_sinks(1.0 / total, lse2, part)
         b.stats[shared.INVERSE + i] = jnp.where(total > 0.0, share, 0.0)
         plgpu.barrier_arrive(b.inverse_ready.at[i])
         pl.when(part < 0)(lambda: self._store(lse2, row, count))
@@ -107,12 +107,16 @@ class Scores:
         there = lax.broadcast_in_dim(there, (ROWS, BLOCK), [1])
         return jnp.where(there > 0.0, x, -jnp.inf)
 
-    def _with_sinks(self, share, lse2) -> jax.Array:
-        """``1 / sum``, with one more key of value zero for each head that has a sink."""
+    def _with_sinks(self, share, lse2, part) -> jax.Array:
+        """``1 / sum``, with one more key of value zero for each head that has a sink.
+
+        A part of a token has none: the kernel that merges the parts adds it.
+        """
         for sinks_g in self.stream.sinks:
             these = sinks_g.at[pl.ds(pl.multiple_of(self.stream.tile * ROWS, ROWS), ROWS)]
             sink = plgpu.load(these, layout=ROW, optimized=False) * math.log2(math.e)
-            share = share / (1.0 + jnp.exp2(sink - lse2))
+            absent = jnp.where(part < 0, jnp.float32(0.0), jnp.float32(-LOWEST))
+            share = share / (1.0 + jnp.exp2(sink - lse2 - absent))
         return share
 
     def _store(self, lse2, row, count) -> None:
