@@ -323,8 +323,8 @@ class Step:
         arguments = self.leaves, (self.derived, self._peers), caches, history.now, tokens
         words = np.asarray(packed.words)
         found = self._staging.run(lambda words: program(*arguments, words), words)
-        drawn, (tokens, logits, new_caches, history.now) = found
-        return StepOutput(drawn=drawn, tokens=tokens, logits=logits), new_caches
+        drawn, (drawn_here, logits, new_caches, history.now) = found
+        return StepOutput(drawn=drawn, tokens=drawn_here, logits=logits), new_caches
 
     def compile(self, layout: Layout, caches: Mapping[str, Any]) -> Callable[..., Any]:
         """The program of batches laid out so, from the folder if it is there.
