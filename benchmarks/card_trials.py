@@ -10,6 +10,7 @@ a file for each trial and process. ``--host FOLDER`` has JAX's profiler write wh
 """
 
 import argparse
+import functools
 import gc
 import itertools
 import json
@@ -22,6 +23,7 @@ from unittest import mock
 
 import jax
 import numpy as np
+from jax import lax
 
 from benchmarks import processes
 from benchmarks.cards import ladder_of
@@ -54,16 +56,18 @@ TRIALS: dict[str, dict[str, Any]] = {
     "shared_beside": {},
     "plain_order": {"xla_gpu_enable_latency_hiding_scheduler": False},
     "tokens_apart": {},
+    "unlooped": {},
 }
 """Options in place of a step's own: copies and sums begin early; XLA's sums are in the graph; the
 graph has a loop over layers; XLA keeps 256 captured launches of each call, not 16; every sum over
 the cards is NCCL's; shared experts do not wait for the router's logits; kernels in the order of a
-plain schedule; tokens are elsewhere in each step."""
+plain schedule; tokens are elsewhere in each step; layers one after the other in the program."""
 
 PATCHES: dict[str, tuple[Any, str, Any]] = {
     "nccl": (step, "_has_peers", lambda _: False),
     "shared_beside": (moe, "FEWEST_ROWS", 0),
     "tokens_apart": (step, "DONATED", step.DONATED[:2]),
+    "unlooped": (lax, "scan", functools.partial(lax.scan, unroll=True)),
 }
 """What a trial changes in the library: a module, a name, another value."""
 
