@@ -54,18 +54,21 @@ TRIALS: dict[str, dict[str, Any]] = {
     "more_captures": {"xla_cmd_buffer_trace_cache_size": 256},
     "nccl": {},
     "shared_beside": {},
+    "choice_anywhere": {},
     "plain_order": {"xla_gpu_enable_latency_hiding_scheduler": False},
     "tokens_apart": {},
     "unlooped": {},
 }
 """Options in place of a step's own: copies and sums begin early; XLA's sums are in the graph; the
 graph has a loop over layers; XLA keeps 256 captured launches of each call, not 16; every sum over
-the cards is NCCL's; shared experts do not wait for the router's logits; kernels in the order of a
-plain schedule; tokens are elsewhere in each step; layers one after the other in the program."""
+the cards is NCCL's; shared experts do not wait for the router's logits; the choice of experts is
+launched where XLA puts it; kernels in the order of a plain schedule; tokens are elsewhere in each
+step; layers one after the other in the program."""
 
 PATCHES: dict[str, tuple[Any, str, Any]] = {
     "nccl": (step, "_has_peers", lambda _: False),
     "shared_beside": (moe, "FEWEST_ROWS", 0),
+    "choice_anywhere": (moe, "_ahead", lambda *found: found),
     "tokens_apart": (step, "DONATED", step.DONATED[:2]),
     "unlooped": (lax, "scan", functools.partial(lax.scan, unroll=True)),
 }

@@ -505,7 +505,7 @@ class V4MoE(nnx.Module):
         if isinstance(self.router, HashRouter):
             weights, experts = self.router(x, token_ids, real, **facts)
         else:
-            weights, experts, x = routed(self.router, x, real, **facts)
+            weights, experts, x = routed(self.router, x, real, fp8=self.experts.fp8, **facts)
         return routed_and_shared(self.experts, self.shared, x, weights, experts, **facts)
 
 

@@ -4,6 +4,7 @@ What a kernel cannot take (shared memory, a size that nobody tried) fails here, 
 """
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -77,6 +78,35 @@ def test_a_step_of_decodes_compiles_to_one_graph(name, layers):
     assert set(calls) == {"the step"}
     assert calls["the step"]["CommandBuffer"] == 1
     assert calls["the step"].total() < 16 and not calls["the step"]["Conditional"], calls
+
+
+@pytest.mark.parametrize(("name", "layers"), [("V3_2", 7), ("V4_FLASH", 7)])
+def test_the_choice_of_experts_is_launched_before_what_runs_beside_it(name, layers):
+    """In each layer it comes before the shared experts' products, of which it needs nothing."""
+    config = of_layers(PRESETS[name], layers)
+    settings = fit.Settings(config=config, fp8=True, cache_format="fp8_e4m3")
+    new = np.array(BATCHES["decodes"], np.int32)
+    text = fit.program(settings, Placement.of(aot.h200()), new, context=8192).as_text()
+    moe = config.moe
+    results = {
+        "choice": rf"\(f32\[8,{moe.topk}\]\S* s32\[8,{moe.topk}\]",
+        "product": rf"f32\[\d+,8,{moe.shared * moe.width}\]",
+    }
+    calls = dict(re.findall(r"^%(\S+) \([^\n]*\{\n(.*?)^\}", text, re.DOTALL | re.MULTILINE))
+    kinds = {
+        call: kind
+        for call, body in calls.items()
+        for kind, result in results.items()
+        if re.search(rf"ROOT \S+ = {result}.*custom-call", body)
+    }
+    layers = [
+        [kinds[call] for call in re.findall(r"calls=%([^,\s]+)", body) if call in kinds]
+        for body in calls.values()
+    ]
+    layers = [order for order in layers if "choice" in order]
+    assert layers
+    for order in layers:
+        assert order == ["choice", "product", "product"] * (len(order) // 3), layers
 
 
 @pytest.mark.parametrize(("name", "layers"), [("V3", 5), ("V3_2", 5), ("V4_FLASH", 7)])
