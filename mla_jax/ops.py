@@ -8,7 +8,7 @@ raise an ``ArgumentError``.
 """
 
 import dataclasses
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -380,6 +380,22 @@ def apply_sinks(
 ) -> AttnState:
     """One extra key per head with logit ``sink`` and value zero; ``lse`` is unchanged."""
     return choose(problems.sinks(state, sinks), backend)(state, sinks)
+
+
+@overload
+def route_tokens(
+    x: Hidden, kernel: Float[Array, "hidden experts"], choice_bias: Float[Array, "experts"] | None,
+    real: Bool[Array, "tokens"], *, moe: MoEConfig, first: Literal[False] = False,
+    backend: str | None = None,
+) -> tuple[ChoiceWeights, Choices]: ...  # fmt: skip
+
+
+@overload
+def route_tokens(
+    x: Hidden, kernel: Float[Array, "hidden experts"], choice_bias: Float[Array, "experts"] | None,
+    real: Bool[Array, "tokens"], *, moe: MoEConfig, first: Literal[True],
+    backend: str | None = None,
+) -> tuple[ChoiceWeights, Choices, Hidden]: ...  # fmt: skip
 
 
 def route_tokens(
