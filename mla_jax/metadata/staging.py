@@ -68,7 +68,10 @@ class Staging:
     def run[T](
         self, program: Callable[[Array], tuple[Array, T]], words: np.ndarray
     ) -> tuple[Array, T]:
-        """``program(words)``, of which the first result is ready once it has read them."""
+        """``program(words)``, of which the first result is ready once it has read them.
+
+        It is waited for before the words' memory is written again, so it must not be donated.
+        """
         if not self.page_locked or not words.size:
             return program(put(words, self.sharding))
         if words.size not in self._slots:

@@ -50,9 +50,9 @@ __all__ = [
 DONATED = (2, 3, 4)
 """Arguments of a program whose memory its results take: caches, history and tokens.
 
-Then what a step writes is where it was in the step before. XLA also keeps early numbers of a step,
-such as lengths, in the memory of a result that comes late. If that is elsewhere in each step, XLA
-changes every kernel of a CUDA graph that reads them, and in a loop all that read weights.
+So a step writes them where the step before did. Until a result is written, XLA may keep numbers in
+its memory that it computes early, such as lengths. If that memory were new in each step, XLA would
+change every kernel of the CUDA graph that reads them; in a loop over layers, all that read weights.
 """
 
 LOOPS_IN_GRAPHS = {
@@ -323,8 +323,8 @@ class Step:
         arguments = self.leaves, (self.derived, self._peers), caches, history.now, tokens
         words = np.asarray(packed.words)
         found = self._staging.run(lambda words: program(*arguments, words), words)
-        drawn, (drawn_here, logits, new_caches, history.now) = found
-        return StepOutput(drawn=drawn, tokens=drawn_here, logits=logits), new_caches
+        drawn, (new_tokens, logits, new_caches, history.now) = found
+        return StepOutput(drawn=drawn, tokens=new_tokens, logits=logits), new_caches
 
     def compile(self, layout: Layout, caches: Mapping[str, Any]) -> Callable[..., Any]:
         """The program of batches laid out so, from the folder if it is there.

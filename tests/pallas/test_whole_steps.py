@@ -99,14 +99,14 @@ def test_the_choice_of_experts_is_launched_before_what_runs_beside_it(name, laye
         for kind, result in results.items()
         if re.search(rf"ROOT \S+ = {result}.*custom-call", body)
     }
-    layers = [
+    orders = [
         [kinds[call] for call in re.findall(r"calls=%([^,\s]+)", body) if call in kinds]
         for body in calls.values()
     ]
-    layers = [order for order in layers if "choice" in order]
-    assert layers
-    for order in layers:
-        assert order == ["choice", "product", "product"] * (len(order) // 3), layers
+    orders = [order for order in orders if "choice" in order]
+    assert orders
+    for order in orders:
+        assert order == ["choice", "product", "product"] * (len(order) // 3), orders
 
 
 @pytest.mark.parametrize(("name", "layers"), [("V3", 5), ("V3_2", 5), ("V4_FLASH", 7)])

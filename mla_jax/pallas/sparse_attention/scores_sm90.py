@@ -115,6 +115,7 @@ class Scores:
         for sinks_g in self.stream.sinks:
             these = sinks_g.at[pl.ds(pl.multiple_of(self.stream.tile * ROWS, ROWS), ROWS)]
             sink = plgpu.load(these, layout=ROW, optimized=False) * math.log2(math.e)
+            # Finite: an infinite sink minus infinity would be NaN.
             absent = jnp.where(part < 0, jnp.float32(0.0), jnp.float32(-LOWEST))
             share = share / (1.0 + jnp.exp2(sink - lse2 - absent))
         return share
