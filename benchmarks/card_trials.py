@@ -58,12 +58,32 @@ TRIALS: dict[str, dict[str, Any]] = {
     "plain_order": {"xla_gpu_enable_latency_hiding_scheduler": False},
     "tokens_apart": {},
     "unlooped": {},
+    "twins": {},
 }
 """Options in place of a step's own: copies and sums begin early; XLA's sums are in the graph; the
 graph has a loop over layers; XLA keeps 256 captured launches of each call, not 16; every sum over
 the cards is NCCL's; shared experts do not wait for the router's logits; the choice of experts is
 launched where XLA puts it; kernels in the order of a plain schedule; tokens are elsewhere in each
-step; layers one after the other in the program."""
+step; layers one after the other in the program; every other step runs a second copy of its program,
+with CUDA graphs of its own."""
+
+
+class _Twins:
+    """A program compiled twice; calls take turns."""
+
+    def __init__(self, *programs: jax.stages.Compiled):
+        self._turns, self.memory_analysis = itertools.cycle(programs), programs[0].memory_analysis
+
+    def __call__(self, *args: Any) -> Any:
+        return next(self._turns)(*args)
+
+
+_COMPILED = step.Step._compiled
+
+
+def _compiled_twice(self: Any, *args: Any) -> Any:
+    return _Twins(*(_COMPILED(self, *args) for _ in range(2)))
+
 
 PATCHES: dict[str, tuple[Any, str, Any]] = {
     "nccl": (step, "_has_peers", lambda _: False),
@@ -71,6 +91,7 @@ PATCHES: dict[str, tuple[Any, str, Any]] = {
     "choice_anywhere": (moe, "_ahead", lambda *found: found),
     "tokens_apart": (step, "DONATED", step.DONATED[:2]),
     "unlooped": (lax, "scan", functools.partial(lax.scan, unroll=True)),
+    "twins": (step.Step, "_compiled", _compiled_twice),
 }
 """What a trial changes in the library: a module, a name, another value."""
 

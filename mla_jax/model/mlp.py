@@ -28,8 +28,7 @@ class SwiGLU(nnx.Module):
         fp8: bool = False,
         limit: float | None = None,
     ):
-        self.limit = limit
-
+        self.limit, self.biased, self.fp8 = limit, bias, fp8
         facts = {"bias": bias, "dtype": dtype, "rngs": rngs, "fp8": fp8}
         self.gate = Linear((hidden,), (width,), **facts, parallel="column")
         self.up = Linear((hidden,), (width,), **facts, parallel="column")

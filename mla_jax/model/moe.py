@@ -262,7 +262,7 @@ def routed_and_shared(
     facts: dict[str, Any] = {"backend": backend, "placement": placement}
     axes = None if shared is None else _shares(experts, shared, placement)
     if shared is None or placement is None or axes is None:
-        more = None if shared is None else shared(x, **facts)
+        more = None if shared is None else _beside(shared, x, **facts)
         if then is not None:
             then = then if more is None else then._replace(residual=then.residual + more)
             return experts.onto(then, x, weights, chosen, **facts)
@@ -281,6 +281,24 @@ def routed_and_shared(
     return summed(share, placement, given=given, then=then, backend=backend)(
         leaves, x, weights, chosen
     )
+
+
+def _beside(shared: SwiGLU, x: Float[Array, "tokens hidden"], **facts: Any) -> Array:
+    """``shared(x)``, by kernels that leave room for those of the routed experts.
+
+    In the smallest steps 16-bit shared experts are one expert that every token chooses: cuBLAS's
+    thread blocks take all the shared memory of a multiprocessor, and keep the choice of experts and
+    their first product out.
+    """
+    placement: Placement | None = facts["placement"]
+    many = placement is not None and placement.size > 1
+    if many or len(x) > FEWEST_ROWS or shared.fp8 or shared.biased:
+        return shared(x, **facts)
+    every = jnp.zeros((len(x), 1), jnp.int32)
+    weights = [w.kernel[...][None] for w in (shared.gate, shared.up, shared.down)]
+    named = ops.named("routed_experts", facts["backend"])
+    ones = jnp.ones(every.shape, jnp.float32)
+    return ops.routed_experts(x, *weights, ones, every, limit=shared.limit, backend=named)
 
 
 def _shares(

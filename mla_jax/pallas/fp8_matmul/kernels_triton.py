@@ -26,7 +26,16 @@ Imported only where Triton is there: by ``triton.py``.
 # pyright: reportPossiblyUnboundVariable=false
 # pyright: reportAssignmentType=false
 
-from mla_jax.pallas.grouped_matmul.kernels_triton import _chosen, _lead, _place, _rows, _swiglu
+from mla_jax.pallas.grouped_matmul.kernels_triton import (
+    _chosen,
+    _last,
+    _lead,
+    _own,
+    _place,
+    _rows,
+    _sole,
+    _swiglu,
+)
 from mla_jax.pallas.triton_lib import INTERPRETED, jit, tl
 
 __all__ = ["down", "gate_up", "matmul"]
@@ -112,12 +121,12 @@ def _loaded(at, live, RAISE: tl.constexpr):
 
 
 @jit
-def _gate_up_tile(
-    x, weights, out, e, block, piece, pair, live,
-    SIZES: tl.constexpr, LIMIT: tl.constexpr, TILE: tl.constexpr, HOW: tl.constexpr,
+def _gate_up_sums(
+    x, weights, e, block, piece, token, read,
+    SIZES: tl.constexpr, TILE: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
+    """Both products of an expert's rows and a block of columns; ``read``: rows that there are."""
     gate, gate_scale, up, up_scale = weights
-    TOPK: tl.constexpr = SIZES[1]
     HIDDEN: tl.constexpr = SIZES[2]
     WIDTH: tl.constexpr = SIZES[3]
     ROWS: tl.constexpr = TILE[0]
@@ -128,7 +137,7 @@ def _gate_up_tile(
     EACH: tl.constexpr = STEPS // PIECES
     column = block * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, DEPTH)
-    a = x + (pair // TOPK).to(tl.int64)[:, None] * HIDDEN + k[None, :]
+    a = x + token.to(tl.int64)[:, None] * HIDDEN + k[None, :]
     at = (e.to(tl.int64) * WIDTH + column[:, None]) * HIDDEN + k[None, :]
     s = (e * (WIDTH // DEPTH) + block * COLUMNS // DEPTH) * STEPS
     g, u = _nothing(ROWS, COLUMNS), _nothing(ROWS, COLUMNS)
@@ -143,17 +152,39 @@ def _gate_up_tile(
             g_before += tl.where(new, g, 0.0)
             u_before += tl.where(new, u, 0.0)
             g, u = tl.where(new, 0.0, g), tl.where(new, 0.0, u)
-        part = _loaded(a + i * DEPTH, live, HOW[2])
+        part = _loaded(a + i * DEPTH, read, HOW[2])
         g = _step(part, tl.load(gate + at + i * DEPTH), gate_scale + s + i, g)
         u = _step(part, tl.load(up + at + i * DEPTH), up_scale + s + i, u)
+    return g_before + g, u_before + u
+
+
+@jit
+def _put_gated(
+    out, g, u, block, piece, pair, live,
+    SIZES: tl.constexpr, LIMIT: tl.constexpr, TILE: tl.constexpr, HOW: tl.constexpr,
+):  # fmt: skip
+    """SwiGLU of both products to the pairs' rows; or the products, where they are of a piece."""
+    WIDTH: tl.constexpr = SIZES[3]
+    ROWS: tl.constexpr = TILE[0]
+    column = block * TILE[1] + tl.arange(0, TILE[1])
     row = pair.to(tl.int64)[:, None] * WIDTH + column[None, :]
-    if PARTED:
+    if HOW[1]:
         to = out + piece * (2 * SIZES[4] * WIDTH) + row
         tl.store(to, _by_rows(g, ROWS), mask=live[:, None])
         tl.store(to + SIZES[4] * WIDTH, _by_rows(u, ROWS), mask=live[:, None])
     else:
-        h = _gated(g_before + g, u_before + u, LIMIT, out.dtype.element_ty)
+        h = _gated(g, u, LIMIT, out.dtype.element_ty)
         tl.store(out + row, _by_rows(h, ROWS), mask=live[:, None])
+
+
+@jit
+def _gate_up_tile(
+    x, weights, out, e, block, piece, pair, live,
+    SIZES: tl.constexpr, LIMIT: tl.constexpr, TILE: tl.constexpr, HOW: tl.constexpr,
+):  # fmt: skip
+    token = pair // SIZES[1]
+    g, u = _gate_up_sums(x, weights, e, block, piece, token, live, SIZES, TILE, HOW)
+    _put_gated(out, g, u, block, piece, pair, live, SIZES, LIMIT, TILE, HOW)
 
 
 @jit
@@ -204,8 +235,8 @@ def _down_tile(
 @jit
 def gate_up(
     x, weights, experts, rows, tiles, pairs, out,
-    SIZES: tl.constexpr, LIMIT: tl.constexpr, PAIRS: tl.constexpr, TILE: tl.constexpr,
-    HOW: tl.constexpr,
+    SIZES: tl.constexpr, LIMIT: tl.constexpr, PAIRS: tl.constexpr, CHOICES: tl.constexpr,
+    TILE: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
     """``grouped_matmul.kernels_triton.gate_up``, the result raised; ``TILE``: rows, columns.
 
@@ -221,6 +252,18 @@ def gate_up(
         SPLIT: tl.constexpr = HOW[0] if HOW[1] else 1
         block, first = pid % BLOCKS, pid // (BLOCKS * SPLIT)
         piece = pid // BLOCKS % SPLIT
+        if CHOICES > 0:
+            n, last, token = first, first, tl.arange(0, ROWS)
+            while n <= last:
+                e = _sole(experts, n, pairs, SIZES[0], PAIRS)
+                if e >= 0:
+                    read = token * SIZES[1] < pairs
+                    g, u = _gate_up_sums(x, weights, e, block, piece, token, read, SIZES, TILE, HOW)
+                    pair, live = _own(experts, e, pairs, SIZES[1], CHOICES, ROWS)
+                    _put_gated(out, g, u, block, piece, pair, live, SIZES, LIMIT, TILE, HOW)
+                last = _last(experts, pairs, SIZES[0], PAIRS)
+                n += SIZES[1]
+            return
         turn = _chosen(experts, pairs, SIZES[0], PAIRS)
         for n in range(first + 1, tl.max(turn) + 1, SIZES[1]):
             e, pair, live = _lead(experts, turn, n, pairs, SIZES[0], PAIRS, ROWS)
@@ -236,12 +279,22 @@ def gate_up(
 @jit
 def down(
     h, weight, scale, experts, rows, tiles, pairs, out,
-    SIZES: tl.constexpr, PAIRS: tl.constexpr, TILE: tl.constexpr,
+    SIZES: tl.constexpr, PAIRS: tl.constexpr, CHOICES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """``grouped_matmul.kernels_triton.down``; ``TILE`` is rows and columns."""
     pid = tl.program_id(0)
     BLOCKS: tl.constexpr = SIZES[2] // TILE[1]
     ROWS: tl.constexpr = TILE[0]
+    if CHOICES > 0:
+        n, last = pid // BLOCKS, pid // BLOCKS
+        while n <= last:
+            e = _sole(experts, n, pairs, SIZES[0], PAIRS)
+            if e >= 0:
+                pair, live = _own(experts, e, pairs, SIZES[1], CHOICES, ROWS)
+                _down_tile(h, weight, scale, out, e, pid % BLOCKS, pair, live, SIZES, TILE)
+            last = _last(experts, pairs, SIZES[0], PAIRS)
+            n += SIZES[1]
+        return
     if PAIRS > 0:
         turn = _chosen(experts, pairs, SIZES[0], PAIRS)
         for n in range(pid // BLOCKS + 1, tl.max(turn) + 1, SIZES[1]):

@@ -121,7 +121,7 @@ def routed_experts_fp8(
         tile_count, tiles, order = topk, experts, experts  # not read; programs of a block
     facts = {
         "SIZES": (count, topk, hidden, width, pairs),
-        "PAIRS": 0 if planned else grouped.power(pairs),
+        **grouped.searching(experts, rows=rows, planned=planned),
     }
     gate_columns, gate_warps, gate_stages = GATE[rows]
     down_columns, down_warps, down_stages = DOWN[rows]

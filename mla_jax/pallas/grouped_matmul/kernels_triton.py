@@ -109,6 +109,37 @@ def _chosen(experts, pairs, EXPERTS: tl.constexpr, PAIRS: tl.constexpr):
 
 
 @jit
+def _sole(experts, n, pairs, EXPERTS: tl.constexpr, PAIRS: tl.constexpr):
+    """Where every token has a row of the tile: the expert of pair ``n``, if no pair before has it.
+
+    Else -1. What asks for weights waits for nothing else.
+    """
+    i = tl.arange(0, PAIRS)
+    e = tl.load(experts + n)
+    before = tl.load(experts + i, mask=i < n, other=-1) == e
+    sole = (e >= 0) & (e < EXPERTS) & (tl.max(before.to(tl.int32), 0) == 0)
+    return tl.where(sole, e, -1)
+
+
+@jit
+def _last(experts, pairs, EXPERTS: tl.constexpr, PAIRS: tl.constexpr):
+    """The last pair that has an expert, or -1."""
+    i = tl.arange(0, PAIRS)
+    e = tl.load(experts + i, mask=i < pairs, other=-1)
+    return tl.max(tl.where((e >= 0) & (e < EXPERTS), i, -1), 0)
+
+
+@jit
+def _own(experts, e, pairs, TOPK: tl.constexpr, CHOICES: tl.constexpr, ROWS: tl.constexpr):
+    """Of each token, which has the row of its number: its pair with expert ``e``, and whether."""
+    first = tl.arange(0, ROWS)[:, None] * TOPK
+    k = tl.arange(0, CHOICES)[None, :]
+    there = (k < TOPK) & (first + k < pairs)
+    same = (tl.load(experts + first + k, mask=there, other=-1) == e).to(tl.int32)
+    return tl.sum((first + k) * same, 1), tl.max(same, 1) > 0
+
+
+@jit
 def _rows(rows, first, end, ROWS: tl.constexpr):
     """Pairs of the rows from ``first`` on, and which of them exist."""
     r = first + tl.arange(0, ROWS)
@@ -144,31 +175,50 @@ def _swiglu(g, u, LIMIT: tl.constexpr):
 
 
 @jit
-def _gate_up_tile(
-    x, gate, up, out, e, block, pair, live,
-    SIZES: tl.constexpr, LIMIT: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+def _gate_up_sums(
+    x, gate, up, e, block, token, read,
+    SIZES: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    TOPK: tl.constexpr = SIZES[1]
+    """Both products of an expert's rows and a block of columns; ``read``: rows that there are."""
     HIDDEN: tl.constexpr = SIZES[2]
     WIDTH: tl.constexpr = SIZES[3]
     COLUMNS: tl.constexpr = TILE[2]
     DEPTH: tl.constexpr = TILE[3]
     column = block * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, DEPTH)
-    a = x + (pair // TOPK).to(tl.int64)[:, None] * HIDDEN + k[None, :]
+    a = x + token.to(tl.int64)[:, None] * HIDDEN + k[None, :]
     at = e.to(tl.int64) * HIDDEN * WIDTH + k[:, None] * WIDTH + column[None, :]
     b, c = gate + at, up + at
     g = tl.zeros((ROWS, COLUMNS), tl.float32)
     u = tl.zeros((ROWS, COLUMNS), tl.float32)
     for _ in range(0, HIDDEN, DEPTH):
-        part = tl.load(a, mask=live[:, None], other=0.0)
+        part = tl.load(a, mask=read[:, None], other=0.0)
         g = tl.dot(part, tl.load(b), g)
         u = tl.dot(part, tl.load(c), u)
         a += DEPTH
         b += DEPTH * WIDTH
         c += DEPTH * WIDTH
+    return g, u
+
+
+@jit
+def _put_gated(
+    out, g, u, block, pair, live,
+    SIZES: tl.constexpr, LIMIT: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """SwiGLU of both products to the pairs' rows."""
+    column = block * TILE[2] + tl.arange(0, TILE[2])
     h = _swiglu(g, u, LIMIT).to(out.dtype.element_ty)
-    tl.store(out + pair.to(tl.int64)[:, None] * WIDTH + column[None, :], h, mask=live[:, None])
+    tl.store(out + pair.to(tl.int64)[:, None] * SIZES[3] + column[None, :], h, mask=live[:, None])
+
+
+@jit
+def _gate_up_tile(
+    x, gate, up, out, e, block, pair, live,
+    SIZES: tl.constexpr, LIMIT: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    g, u = _gate_up_sums(x, gate, up, e, block, pair // SIZES[1], live, SIZES, ROWS, TILE)
+    _put_gated(out, g, u, block, pair, live, SIZES, LIMIT, TILE)
 
 
 @jit
@@ -197,7 +247,8 @@ def _down_tile(
 @jit
 def gate_up(
     x, gate, up, experts, rows, tiles, pairs, out,
-    SIZES: tl.constexpr, LIMIT: tl.constexpr, PAIRS: tl.constexpr, TILE: tl.constexpr,
+    SIZES: tl.constexpr, LIMIT: tl.constexpr, PAIRS: tl.constexpr, CHOICES: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """``out[pair] = silu(x gate) * (x up)`` over one tile's rows and one block of columns.
 
@@ -205,12 +256,26 @@ def gate_up(
     tile of no more rows than the tail's is computed as one of so many. ``PAIRS`` > 0, a power of
     two from ``pairs`` on: no plan, pairs lead themselves; ``rows`` and ``tiles`` are not read, and
     of ``choices`` times as many programs as blocks each takes every so many'th pair that has an
-    expert. Pairs without an expert are skipped.
+    expert. Pairs without an expert are skipped. ``CHOICES`` > 0, a power of two from the choices
+    on: there are no more tokens than rows of a tile, so each has the row of its number.
     """
     pid = tl.program_id(0)
     BLOCKS: tl.constexpr = SIZES[3] // TILE[2]
     ROWS: tl.constexpr = TILE[0]
     TAIL: tl.constexpr = TILE[1]
+    if CHOICES > 0:
+        n, last, block = pid // BLOCKS, pid // BLOCKS, pid % BLOCKS
+        token = tl.arange(0, ROWS)
+        while n <= last:
+            e = _sole(experts, n, pairs, SIZES[0], PAIRS)
+            if e >= 0:
+                read = token * SIZES[1] < pairs
+                g, u = _gate_up_sums(x, gate, up, e, block, token, read, SIZES, ROWS, TILE)
+                pair, live = _own(experts, e, pairs, SIZES[1], CHOICES, ROWS)
+                _put_gated(out, g, u, block, pair, live, SIZES, LIMIT, TILE)
+            last = _last(experts, pairs, SIZES[0], PAIRS)
+            n += SIZES[1]
+        return
     if PAIRS > 0:
         turn = _chosen(experts, pairs, SIZES[0], PAIRS)
         for n in range(pid // BLOCKS + 1, tl.max(turn) + 1, SIZES[1]):
@@ -234,13 +299,23 @@ def gate_up(
 @jit
 def down(
     h, weight, experts, rows, tiles, pairs, out,
-    SIZES: tl.constexpr, PAIRS: tl.constexpr, TILE: tl.constexpr,
+    SIZES: tl.constexpr, PAIRS: tl.constexpr, CHOICES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """``out[pair] = h[pair] down`` over one tile's rows and one block of columns."""
     pid = tl.program_id(0)
     BLOCKS: tl.constexpr = SIZES[2] // TILE[2]
     ROWS: tl.constexpr = TILE[0]
     TAIL: tl.constexpr = TILE[1]
+    if CHOICES > 0:
+        n, last = pid // BLOCKS, pid // BLOCKS
+        while n <= last:
+            e = _sole(experts, n, pairs, SIZES[0], PAIRS)
+            if e >= 0:
+                pair, live = _own(experts, e, pairs, SIZES[1], CHOICES, ROWS)
+                _down_tile(h, weight, out, e, pid % BLOCKS, pair, live, SIZES, ROWS, TILE)
+            last = _last(experts, pairs, SIZES[0], PAIRS)
+            n += SIZES[1]
+        return
     if PAIRS > 0:
         turn = _chosen(experts, pairs, SIZES[0], PAIRS)
         for n in range(pid // BLOCKS + 1, tl.max(turn) + 1, SIZES[1]):

@@ -45,6 +45,7 @@ __all__ = [
     "plan_sizes",
     "power",
     "routed_experts",
+    "searching",
     "shared_bytes",
     "spec",
     "sum_and_norm",
@@ -175,7 +176,7 @@ def routed_experts(
     else:
         tile_count, tiles, rows = topk, experts, experts  # not read; programs of a block
     sizes = (count, topk, hidden, width)
-    searched = 0 if tuning.planned else power(pairs)
+    facts = searching(experts, rows=tuning.rows, planned=tuning.planned)
     h = triton_lib.call(
         kernels.gate_up,
         x, gate, up, experts, rows, tiles, pairs,
@@ -185,7 +186,7 @@ def routed_experts(
         stages=tuning.gate_stages,
         SIZES=sizes,
         LIMIT=limit,
-        PAIRS=searched,
+        **facts,
         TILE=(tuning.rows, tuning.tail, tuning.gate_columns, tuning.gate_depth),
     )  # fmt: skip
     y = triton_lib.call(
@@ -196,10 +197,20 @@ def routed_experts(
         warps=tuning.down_warps,
         stages=tuning.down_stages,
         SIZES=sizes,
-        PAIRS=searched,
+        **facts,
         TILE=(tuning.rows, tuning.tail, tuning.down_columns, tuning.down_depth),
     )  # fmt: skip
     return combine(y.reshape(tokens, topk, hidden), weights, experts, count, then)
+
+
+def searching(experts: Choices, *, rows: int, planned: bool) -> dict[str, int]:
+    """How programs find their tiles: by a plan, or among all pairs; see ``kernels.gate_up``."""
+    tokens, topk = experts.shape
+    few = not planned and tokens <= rows
+    return {
+        "PAIRS": 0 if planned else power(tokens * topk),
+        "CHOICES": power_of_two(topk) if few else 0,
+    }
 
 
 def plan(
