@@ -3,10 +3,11 @@
 XLA's host launches what is not in a CUDA graph: sums over the cards, and what stands between the
 begin and the end of a copy. The trials change what that is, one after the other in one process,
 with the weights of a model's widths that are drawn once. Each row says how long a step takes, and
-whether its tokens are those of the first trial. With ``--processes`` each card has a process of its
-own: the calls of several cards in one process may wait for each other. ``--trace FOLDER`` writes
-what ran on the cards in the last steps of one request: name, start, microseconds, card and stream,
-a file for each trial and process. ``--host FOLDER`` has JAX's profiler write what the host did.
+how much of that the host waits, and whether its tokens are those of the first trial. With
+``--processes`` each card has a process of its own: the calls of several cards in one process may
+wait for each other. ``--trace FOLDER`` writes what ran on the cards in the last steps of one
+request: name, start, microseconds, card and stream, a file for each trial and process. ``--host
+FOLDER`` has JAX's profiler write what the host did.
 """
 
 import argparse
@@ -54,6 +55,7 @@ TRIALS: dict[str, dict[str, Any]] = {
     "more_captures": {"xla_cmd_buffer_trace_cache_size": 256},
     "nccl": {},
     "shared_beside": {},
+    "shared_plain": {},
     "choice_anywhere": {},
     "plain_order": {"xla_gpu_enable_latency_hiding_scheduler": False},
     "tokens_apart": {},
@@ -63,9 +65,9 @@ TRIALS: dict[str, dict[str, Any]] = {
 """Options in place of a step's own: copies and sums begin early; XLA's sums are in the graph; the
 graph has a loop over layers; XLA keeps 256 captured launches of each call, not 16; every sum over
 the cards is NCCL's; shared experts do not wait for the router's logits; the choice of experts is
-launched where XLA puts it; kernels in the order of a plain schedule; tokens are elsewhere in each
-step; layers one after the other in the program; every other step runs a second copy of its program,
-with CUDA graphs of its own."""
+launched where XLA puts it; 16-bit shared experts are cuBLAS's; kernels in the order of a plain
+schedule; tokens are elsewhere in each step; layers one after the other in the program; every other
+step runs a second copy of its program, with CUDA graphs of its own."""
 
 
 class _Twins:
@@ -88,6 +90,7 @@ def _compiled_twice(self: Any, *args: Any) -> Any:
 PATCHES: dict[str, tuple[Any, str, Any]] = {
     "nccl": (step, "_has_peers", lambda _: False),
     "shared_beside": (moe, "FEWEST_ROWS", 0),
+    "shared_plain": (moe, "_beside", lambda shared, x, **facts: shared(x, **facts)),
     "choice_anywhere": (moe, "_ahead", lambda *found: found),
     "tokens_apart": (step, "DONATED", step.DONATED[:2]),
     "unlooped": (lax, "scan", functools.partial(lax.scan, unroll=True)),
@@ -171,8 +174,9 @@ def _measured(
     for requests in (1, MOST):
         prompts = [rng.integers(0, config.vocab, context).tolist() for _ in range(requests)]
         runs = [_run(engine, prompts) for _ in range(1 + REPEATS)]
-        row[f"us_{requests}"] = [round(us) for us, _ in runs[1:]]
-        tokens += runs[-1][1]
+        row[f"us_{requests}"] = [round(us) for us, *_ in runs[1:]]
+        row[f"waits_{requests}"] = [round(us) for _, us, _ in runs[1:]]
+        tokens += runs[-1][2]
         if trace is not None and requests == 1:
             _traced(engine, prompts, trace)
         if host is not None and requests == 1:
@@ -196,18 +200,28 @@ def _traced(engine: Engine, prompts: list[list[int]], file: Path) -> None:
     file.write_text(json.dumps(short[-TRACED:]))
 
 
-def _run(engine: Engine, prompts: list[list[int]]) -> tuple[float, list[list[int]]]:
-    """The mean of the last steps, in which all requests decode, and the tokens."""
+def _run(engine: Engine, prompts: list[list[int]]) -> tuple[float, float, list[list[int]]]:
+    """The mean of the last steps, in which all requests decode; of it the median that the host
+    waits, for it has nothing else to do; and the tokens."""
     times: dict[str, list[float]] = {}
+    waits: list[float] = []
+    read = step.StepOutput.read
+
+    def timed(out: step.StepOutput) -> Any:
+        begun = time.perf_counter()
+        found = read(out)
+        waits.append(1e6 * (time.perf_counter() - begun))
+        return found
 
     def watch(event: Any) -> None:
         times.setdefault(event.id, []).append(time.perf_counter())
 
     wish = SamplingParams(max_new_tokens=STEPS, ignore_eos=True)
-    done = engine.generate(prompts, wish, on_progress=watch)
+    with mock.patch.object(step.StepOutput, "read", timed):
+        done = engine.generate(prompts, wish, on_progress=watch)
     last = list(times.values())[-1][4:]
     us = statistics.mean(1e6 * (b - a) for a, b in itertools.pairwise(last))
-    return us, [list(d.token_ids) for d in done]
+    return us, statistics.median(waits[-STEPS // 2 :]), [list(d.token_ids) for d in done]
 
 
 if __name__ == "__main__":

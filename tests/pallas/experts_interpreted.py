@@ -66,8 +66,10 @@ def test_padding_and_experts_without_rows(tuning, rng):
 
 
 @pytest.mark.parametrize("tuning", TUNINGS.values(), ids=TUNINGS)
-def test_all_rows_to_one_expert(tuning, rng):
-    c = case(rng, 30, dtype="float16")
+@pytest.mark.parametrize("tokens", [7, 30])
+def test_all_rows_to_one_expert(tokens, tuning, rng):
+    """All choices of each, so that a token has several rows of one expert."""
+    c = case(rng, tokens, dtype="float16")
     c = c.with_choices(np.full_like(c.experts, 5)).poisoned()
     judge(run(c, tuning), c)
 
@@ -80,10 +82,11 @@ def test_nobody_at_all(tuning, rng):
 
 
 @pytest.mark.parametrize("tuning", TUNINGS.values(), ids=TUNINGS)
-def test_a_row_alone_is_the_row_among_neighbours(tuning, rng):
-    c = case(rng, 20, dtype="float16")
+@pytest.mark.parametrize("tokens", [16, 20])
+def test_a_row_alone_is_the_row_among_neighbours(tokens, tuning, rng):
+    c = case(rng, tokens, dtype="float16")
     whole = np.asarray(run(c, tuning))
-    order = rng.permutation(20)
+    order = rng.permutation(tokens)
     np.testing.assert_array_equal(np.asarray(run(c.take(order), tuning)), whole[order])
     for t in (0, 13):
         alone = np.full_like(c.experts, -1)
@@ -236,3 +239,6 @@ def test_experts_of_e4m3_weights(tokens, hidden, width, rng):
     """With a plan and without, in pieces and whole, with tiles of 8 and 16 rows."""
     c, args = experts_fp8(rng, tokens, hidden=hidden, width=width, dtype="float16")
     judge(few.routed_experts_fp8(*args, limit=None), c)
+    for choices in (np.full_like(c.experts, 5), np.where(c.experts == 4, -1, c.experts)):
+        c = c.with_choices(choices)
+        judge(few.routed_experts_fp8(*args[:-1], jnp.asarray(choices), limit=None), c)

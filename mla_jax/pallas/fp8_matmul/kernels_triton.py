@@ -32,6 +32,7 @@ from mla_jax.pallas.grouped_matmul.kernels_triton import (
     _lead,
     _own,
     _place,
+    _put,
     _rows,
     _sole,
     _swiglu,
@@ -159,13 +160,14 @@ def _gate_up_sums(
 
 
 @jit
-def _put_gated(
-    out, g, u, block, piece, pair, live,
+def _gate_up_tile(
+    x, weights, out, e, block, piece, pair, live,
     SIZES: tl.constexpr, LIMIT: tl.constexpr, TILE: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
-    """SwiGLU of both products to the pairs' rows; or the products, where they are of a piece."""
     WIDTH: tl.constexpr = SIZES[3]
     ROWS: tl.constexpr = TILE[0]
+    token = pair // SIZES[1]
+    g, u = _gate_up_sums(x, weights, e, block, piece, token, live, SIZES, TILE, HOW)
     column = block * TILE[1] + tl.arange(0, TILE[1])
     row = pair.to(tl.int64)[:, None] * WIDTH + column[None, :]
     if HOW[1]:
@@ -178,13 +180,25 @@ def _put_gated(
 
 
 @jit
-def _gate_up_tile(
-    x, weights, out, e, block, piece, pair, live,
+def _gate_up_together(
+    x, weights, experts, pairs, out, e, block, piece,
     SIZES: tl.constexpr, LIMIT: tl.constexpr, TILE: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
-    token = pair // SIZES[1]
-    g, u = _gate_up_sums(x, weights, e, block, piece, token, live, SIZES, TILE, HOW)
-    _put_gated(out, g, u, block, piece, pair, live, SIZES, LIMIT, TILE, HOW)
+    """The tile of expert ``e`` where every token has the row of its number."""
+    WIDTH: tl.constexpr = SIZES[3]
+    ROWS: tl.constexpr = TILE[0]
+    token = tl.arange(0, ROWS)
+    read = token * SIZES[1] < pairs
+    g, u = _gate_up_sums(x, weights, e, block, piece, token, read, SIZES, TILE, HOW)
+    column = block * TILE[1] + tl.arange(0, TILE[1])
+    if HOW[1]:
+        to = out + piece * (2 * SIZES[4] * WIDTH)
+        _put(_by_rows(g, ROWS), to, experts, e, pairs, column, WIDTH, SIZES[1])
+        to += SIZES[4] * WIDTH
+        _put(_by_rows(u, ROWS), to, experts, e, pairs, column, WIDTH, SIZES[1])
+    else:
+        h = _by_rows(_gated(g, u, LIMIT, out.dtype.element_ty), ROWS)
+        _put(h, out, experts, e, pairs, column, WIDTH, SIZES[1])
 
 
 @jit
@@ -210,9 +224,8 @@ def gated(parts, count, out, PIECES: tl.constexpr, LIMIT: tl.constexpr, BLOCK: t
 
 
 @jit
-def _down_tile(
-    h, weight, scale, out, e, block, pair, live, SIZES: tl.constexpr, TILE: tl.constexpr
-):
+def _down_sums(h, weight, scale, e, block, pair, live, SIZES: tl.constexpr, TILE: tl.constexpr):
+    """The product of an expert's rows and a block of columns."""
     HIDDEN: tl.constexpr = SIZES[2]
     WIDTH: tl.constexpr = SIZES[3]
     ROWS: tl.constexpr = TILE[0]
@@ -228,14 +241,23 @@ def _down_tile(
     for i in range(0, STEPS):
         part = _loaded(a + i * DEPTH, live, False)
         y = _step(part, tl.load(at + i * DEPTH), s + i, y)
-    to = out + row * HIDDEN + column[None, :]
-    tl.store(to, _by_rows(y.to(out.dtype.element_ty), ROWS), mask=live[:, None])
+    return y
+
+
+@jit
+def _down_tile(
+    h, weight, scale, out, e, block, pair, live, SIZES: tl.constexpr, TILE: tl.constexpr
+):
+    y = _down_sums(h, weight, scale, e, block, pair, live, SIZES, TILE)
+    column = block * TILE[1] + tl.arange(0, TILE[1])
+    to = out + pair.to(tl.int64)[:, None] * SIZES[2] + column[None, :]
+    tl.store(to, _by_rows(y.to(out.dtype.element_ty), TILE[0]), mask=live[:, None])
 
 
 @jit
 def gate_up(
     x, weights, experts, rows, tiles, pairs, out,
-    SIZES: tl.constexpr, LIMIT: tl.constexpr, PAIRS: tl.constexpr, CHOICES: tl.constexpr,
+    SIZES: tl.constexpr, LIMIT: tl.constexpr, PAIRS: tl.constexpr, TOGETHER: tl.constexpr,
     TILE: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
     """``grouped_matmul.kernels_triton.gate_up``, the result raised; ``TILE``: rows, columns.
@@ -252,15 +274,14 @@ def gate_up(
         SPLIT: tl.constexpr = HOW[0] if HOW[1] else 1
         block, first = pid % BLOCKS, pid // (BLOCKS * SPLIT)
         piece = pid // BLOCKS % SPLIT
-        if CHOICES > 0:
-            n, last, token = first, first, tl.arange(0, ROWS)
+        if TOGETHER:
+            n, last = first, first
             while n <= last:
                 e = _sole(experts, n, pairs, SIZES[0], PAIRS)
                 if e >= 0:
-                    read = token * SIZES[1] < pairs
-                    g, u = _gate_up_sums(x, weights, e, block, piece, token, read, SIZES, TILE, HOW)
-                    pair, live = _own(experts, e, pairs, SIZES[1], CHOICES, ROWS)
-                    _put_gated(out, g, u, block, piece, pair, live, SIZES, LIMIT, TILE, HOW)
+                    _gate_up_together(
+                        x, weights, experts, pairs, out, e, block, piece, SIZES, LIMIT, TILE, HOW
+                    )
                 last = _last(experts, pairs, SIZES[0], PAIRS)
                 n += SIZES[1]
             return
@@ -279,19 +300,22 @@ def gate_up(
 @jit
 def down(
     h, weight, scale, experts, rows, tiles, pairs, out,
-    SIZES: tl.constexpr, PAIRS: tl.constexpr, CHOICES: tl.constexpr, TILE: tl.constexpr,
+    SIZES: tl.constexpr, PAIRS: tl.constexpr, TOGETHER: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """``grouped_matmul.kernels_triton.down``; ``TILE`` is rows and columns."""
     pid = tl.program_id(0)
     BLOCKS: tl.constexpr = SIZES[2] // TILE[1]
     ROWS: tl.constexpr = TILE[0]
-    if CHOICES > 0:
+    if TOGETHER:
         n, last = pid // BLOCKS, pid // BLOCKS
         while n <= last:
             e = _sole(experts, n, pairs, SIZES[0], PAIRS)
             if e >= 0:
-                pair, live = _own(experts, e, pairs, SIZES[1], CHOICES, ROWS)
-                _down_tile(h, weight, scale, out, e, pid % BLOCKS, pair, live, SIZES, TILE)
+                pair, live = _own(experts, e, pairs, SIZES[1], ROWS)
+                y = _down_sums(h, weight, scale, e, pid % BLOCKS, pair, live, SIZES, TILE)
+                y = _by_rows(y.to(out.dtype.element_ty), ROWS)
+                column = pid % BLOCKS * TILE[1] + tl.arange(0, TILE[1])
+                _put(y, out, experts, e, pairs, column, SIZES[2], SIZES[1])
             last = _last(experts, pairs, SIZES[0], PAIRS)
             n += SIZES[1]
         return

@@ -130,13 +130,26 @@ def _last(experts, pairs, EXPERTS: tl.constexpr, PAIRS: tl.constexpr):
 
 
 @jit
-def _own(experts, e, pairs, TOPK: tl.constexpr, CHOICES: tl.constexpr, ROWS: tl.constexpr):
-    """Of each token, which has the row of its number: its pair with expert ``e``, and whether."""
-    first = tl.arange(0, ROWS)[:, None] * TOPK
-    k = tl.arange(0, CHOICES)[None, :]
-    there = (k < TOPK) & (first + k < pairs)
-    same = (tl.load(experts + first + k, mask=there, other=-1) == e).to(tl.int32)
-    return tl.sum((first + k) * same, 1), tl.max(same, 1) > 0
+def _own(experts, e, pairs, TOPK: tl.constexpr, ROWS: tl.constexpr):
+    """Of each token, which has the row of its number: a pair with expert ``e``, and whether."""
+    first = tl.arange(0, ROWS) * TOPK
+    pair = first
+    live = first < 0
+    for k in tl.static_range(TOPK):
+        same = tl.load(experts + first + k, mask=first + k < pairs, other=-1) == e
+        pair = tl.where(same, first + k, pair)
+        live = live | same
+    return pair, live
+
+
+@jit
+def _put(y, out, experts, e, pairs, column, WIDTH: tl.constexpr, TOPK: tl.constexpr):
+    """Rows of tokens to all their pairs with expert ``e``."""
+    first = tl.arange(0, y.shape[0]) * TOPK
+    for k in tl.static_range(TOPK):
+        same = tl.load(experts + first + k, mask=first + k < pairs, other=-1) == e
+        to = out + (first + k).to(tl.int64)[:, None] * WIDTH + column[None, :]
+        tl.store(to, y, mask=same[:, None])
 
 
 @jit
@@ -202,30 +215,22 @@ def _gate_up_sums(
 
 
 @jit
-def _put_gated(
-    out, g, u, block, pair, live,
-    SIZES: tl.constexpr, LIMIT: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """SwiGLU of both products to the pairs' rows."""
-    column = block * TILE[2] + tl.arange(0, TILE[2])
-    h = _swiglu(g, u, LIMIT).to(out.dtype.element_ty)
-    tl.store(out + pair.to(tl.int64)[:, None] * SIZES[3] + column[None, :], h, mask=live[:, None])
-
-
-@jit
 def _gate_up_tile(
     x, gate, up, out, e, block, pair, live,
     SIZES: tl.constexpr, LIMIT: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     g, u = _gate_up_sums(x, gate, up, e, block, pair // SIZES[1], live, SIZES, ROWS, TILE)
-    _put_gated(out, g, u, block, pair, live, SIZES, LIMIT, TILE)
+    h = _swiglu(g, u, LIMIT).to(out.dtype.element_ty)
+    column = block * TILE[2] + tl.arange(0, TILE[2])
+    tl.store(out + pair.to(tl.int64)[:, None] * SIZES[3] + column[None, :], h, mask=live[:, None])
 
 
 @jit
-def _down_tile(
-    h, weight, out, e, block, pair, live,
+def _down_sums(
+    h, weight, e, block, pair, live,
     SIZES: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
+    """The product of an expert's rows and a block of columns."""
     HIDDEN: tl.constexpr = SIZES[2]
     WIDTH: tl.constexpr = SIZES[3]
     COLUMNS: tl.constexpr = TILE[2]
@@ -240,14 +245,23 @@ def _down_tile(
         y = tl.dot(tl.load(a, mask=live[:, None], other=0.0), tl.load(b), y)
         a += DEPTH
         b += DEPTH * HIDDEN
-    to = out + row * HIDDEN + column[None, :]
-    tl.store(to, y.to(out.dtype.element_ty), mask=live[:, None])
+    return y
+
+
+@jit
+def _down_tile(
+    h, weight, out, e, block, pair, live,
+    SIZES: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    y = _down_sums(h, weight, e, block, pair, live, SIZES, ROWS, TILE).to(out.dtype.element_ty)
+    column = block * TILE[2] + tl.arange(0, TILE[2])
+    tl.store(out + pair.to(tl.int64)[:, None] * SIZES[2] + column[None, :], y, mask=live[:, None])
 
 
 @jit
 def gate_up(
     x, gate, up, experts, rows, tiles, pairs, out,
-    SIZES: tl.constexpr, LIMIT: tl.constexpr, PAIRS: tl.constexpr, CHOICES: tl.constexpr,
+    SIZES: tl.constexpr, LIMIT: tl.constexpr, PAIRS: tl.constexpr, TOGETHER: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
     """``out[pair] = silu(x gate) * (x up)`` over one tile's rows and one block of columns.
@@ -256,14 +270,14 @@ def gate_up(
     tile of no more rows than the tail's is computed as one of so many. ``PAIRS`` > 0, a power of
     two from ``pairs`` on: no plan, pairs lead themselves; ``rows`` and ``tiles`` are not read, and
     of ``choices`` times as many programs as blocks each takes every so many'th pair that has an
-    expert. Pairs without an expert are skipped. ``CHOICES`` > 0, a power of two from the choices
-    on: there are no more tokens than rows of a tile, so each has the row of its number.
+    expert. Pairs without an expert are skipped. ``TOGETHER``: there are no more tokens than
+    rows of a tile, so each has the row of its number.
     """
     pid = tl.program_id(0)
     BLOCKS: tl.constexpr = SIZES[3] // TILE[2]
     ROWS: tl.constexpr = TILE[0]
     TAIL: tl.constexpr = TILE[1]
-    if CHOICES > 0:
+    if TOGETHER:
         n, last, block = pid // BLOCKS, pid // BLOCKS, pid % BLOCKS
         token = tl.arange(0, ROWS)
         while n <= last:
@@ -271,8 +285,9 @@ def gate_up(
             if e >= 0:
                 read = token * SIZES[1] < pairs
                 g, u = _gate_up_sums(x, gate, up, e, block, token, read, SIZES, ROWS, TILE)
-                pair, live = _own(experts, e, pairs, SIZES[1], CHOICES, ROWS)
-                _put_gated(out, g, u, block, pair, live, SIZES, LIMIT, TILE)
+                h = _swiglu(g, u, LIMIT).to(out.dtype.element_ty)
+                column = block * TILE[2] + tl.arange(0, TILE[2])
+                _put(h, out, experts, e, pairs, column, SIZES[3], SIZES[1])
             last = _last(experts, pairs, SIZES[0], PAIRS)
             n += SIZES[1]
         return
@@ -299,20 +314,22 @@ def gate_up(
 @jit
 def down(
     h, weight, experts, rows, tiles, pairs, out,
-    SIZES: tl.constexpr, PAIRS: tl.constexpr, CHOICES: tl.constexpr, TILE: tl.constexpr,
+    SIZES: tl.constexpr, PAIRS: tl.constexpr, TOGETHER: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """``out[pair] = h[pair] down`` over one tile's rows and one block of columns."""
     pid = tl.program_id(0)
     BLOCKS: tl.constexpr = SIZES[2] // TILE[2]
     ROWS: tl.constexpr = TILE[0]
     TAIL: tl.constexpr = TILE[1]
-    if CHOICES > 0:
+    if TOGETHER:
         n, last = pid // BLOCKS, pid // BLOCKS
         while n <= last:
             e = _sole(experts, n, pairs, SIZES[0], PAIRS)
             if e >= 0:
-                pair, live = _own(experts, e, pairs, SIZES[1], CHOICES, ROWS)
-                _down_tile(h, weight, out, e, pid % BLOCKS, pair, live, SIZES, ROWS, TILE)
+                pair, live = _own(experts, e, pairs, SIZES[1], ROWS)
+                y = _down_sums(h, weight, e, pid % BLOCKS, pair, live, SIZES, ROWS, TILE)
+                column = pid % BLOCKS * TILE[2] + tl.arange(0, TILE[2])
+                _put(y.to(out.dtype.element_ty), out, experts, e, pairs, column, SIZES[2], SIZES[1])
             last = _last(experts, pairs, SIZES[0], PAIRS)
             n += SIZES[1]
         return

@@ -111,8 +111,9 @@ def tune(problem: Problem, device: DeviceInfo) -> Tuned:
 def heuristic(problem: Problem, device: DeviceInfo) -> Tuning:
     """By rows an expert has on average; smaller where shared memory or registers ask for it.
 
-    Few rows: narrow blocks of weights, so that every multiprocessor streams some. Many: the
-    largest tile whose accumulators fit a block's registers.
+    Few rows: narrow blocks of weights, so that every multiprocessor streams some; half as wide
+    where one token's programs would be fewer than these. Many: the largest tile whose accumulators
+    fit a block's registers.
     """
     names = ("tokens", "topk", "experts", "hidden", "width")
     tokens, topk, experts, hidden, width = (int(problem[name]) for name in names)
@@ -136,15 +137,13 @@ def heuristic(problem: Problem, device: DeviceInfo) -> Tuning:
                 columns //= 2
         return columns, depth, warps, stages
 
-    gate = fit(128 if many and hopper else 64, 64 if rows > 16 else 128, 4, width, hidden, 2)
-    down = fit(
-        64 if rows == 16 else 256 if many and hopper else 128,
-        64 if rows > 16 else 128,
-        3 if many else 4,
-        hidden,
-        width,
-        1,
-    )
+    if rows == 16:
+        narrow = {n: 64 if topk * n // 64 >= device.sms else 32 for n in (width, hidden)}
+        gate = fit(narrow[width], 128, 5 if narrow[width] == 32 else 4, width, hidden, 2)
+        down = fit(narrow[hidden], 128, 5 if narrow[hidden] == 32 else 4, hidden, width, 1)
+    else:
+        gate = fit(128 if many and hopper else 64, 64, 4, width, hidden, 2)
+        down = fit(256 if many and hopper else 128, 64, 3 if many else 4, hidden, width, 1)
     sizes = ("columns", "depth", "warps", "stages")
     return Tuning(
         rows=rows,
@@ -203,14 +202,10 @@ def routed_experts(
     return combine(y.reshape(tokens, topk, hidden), weights, experts, count, then)
 
 
-def searching(experts: Choices, *, rows: int, planned: bool) -> dict[str, int]:
+def searching(experts: Choices, *, rows: int, planned: bool) -> dict[str, int | bool]:
     """How programs find their tiles: by a plan, or among all pairs; see ``kernels.gate_up``."""
-    tokens, topk = experts.shape
-    few = not planned and tokens <= rows
-    return {
-        "PAIRS": 0 if planned else power(tokens * topk),
-        "CHOICES": power_of_two(topk) if few else 0,
-    }
+    found = 0 if planned else power(experts.size)
+    return {"PAIRS": found, "TOGETHER": not planned and len(experts) <= rows}
 
 
 def plan(
