@@ -233,6 +233,7 @@ def mla_decode(
     scale: float,
     layer: Layer = None,
     out_dtype: DTypeLike | None = None,
+    up_v: Float[Array, "heads rank v"] | None = None,
     backend: str | None = None,
     tuning: object = None,
     plan: object = None,
@@ -242,11 +243,13 @@ def mla_decode(
     ``out = softmax(scale * [q_latent | q_rope] row^T) row[:rank]``, before the value
     up-projection; causal inside a request, bottom-right aligned. Padded tokens and requests
     of length 0 give ``(0, -inf)``. ``out`` has the dtype of ``q_latent`` unless stated.
+    With ``up_v`` it is ``[tokens, heads, v]``: each head's latents, rounded, times ``up_v[h]``; a
+    step of up to 8 tokens and 32 heads has one launch for that and the merge of split requests.
     ``plan`` is ``plan_decode`` of the same arguments; without it one is made for this call.
     ``layer`` is the one of a stacked cache; an array is clamped to its layers.
     """
     problem = problems.decode(
-        q_latent, q_rope, cache, meta, scale=scale, out_dtype=out_dtype, layer=layer
+        q_latent, q_rope, cache, meta, scale=scale, out_dtype=out_dtype, layer=layer, up_v=up_v
     )
     return choose(problem, backend, tuning, plan)(
         gathered(q_latent, 1),
@@ -259,6 +262,7 @@ def mla_decode(
         scale=float(scale),
         format=cache.format,
         out_dtype=_out_dtype(problem),
+        up_v=None if up_v is None else gathered(up_v, 0),
     )
 
 

@@ -295,10 +295,11 @@ def _beside(shared: SwiGLU, x: Float[Array, "tokens hidden"], **facts: Any) -> A
     if many or len(x) > FEWEST_ROWS or shared.fp8 or shared.biased:
         return shared(x, **facts)
     every = jnp.zeros((len(x), 1), jnp.int32)
-    weights = [w.kernel[...][None] for w in (shared.gate, shared.up, shared.down)]
+    gate, up, down = (w.kernel[...][None] for w in (shared.gate, shared.up, shared.down))
     named = ops.named("routed_experts", facts["backend"])
     ones = jnp.ones(every.shape, jnp.float32)
-    return ops.routed_experts(x, *weights, ones, every, limit=shared.limit, backend=named)
+    facts = {"limit": shared.limit, "backend": named}
+    return ops.routed_experts(x, gate, up, down, ones, every, **facts)
 
 
 def _shares(

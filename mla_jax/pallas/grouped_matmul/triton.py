@@ -202,7 +202,7 @@ def routed_experts(
     return combine(y.reshape(tokens, topk, hidden), weights, experts, count, then)
 
 
-def searching(experts: Choices, *, rows: int, planned: bool) -> dict[str, int | bool]:
+def searching(experts: Choices, *, rows: int, planned: bool) -> dict[str, Any]:
     """How programs find their tiles: by a plan, or among all pairs; see ``kernels.gate_up``."""
     found = 0 if planned else power(experts.size)
     return {"PAIRS": found, "TOGETHER": not planned and len(experts) <= rows}
