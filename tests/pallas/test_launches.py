@@ -49,11 +49,11 @@ def test_compiles_a_decode_step_of_few_launches():
         if depth == 0:
             break
         turn.append(kind)
-    # queries, latents, absorbed queries, values, output, the shared expert's three
-    # new rows; scores and choice; gate and up, down, the sum with what follows
+    # queries, latents, values, output, the shared expert's three
+    # new rows and absorbed queries; scores and choice; gate and up, down, the sum with what follows
     # attention and its merge
     # a norm, the shared expert's product, the layer's number, a gain
-    layer = {"product": 8, "triton": 6, "mosaic": 2, "fusion": 4}
+    layer = {"product": 7, "triton": 6, "mosaic": 2, "fusion": 4}
     each = collections.Counter({kind: LAYERS_A_TURN * count for kind, count in layer.items()})
     each["fusion"] += 1  # the loop's counter
     assert collections.Counter(turn) == each
