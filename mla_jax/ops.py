@@ -127,8 +127,9 @@ def append_latent(
     eps: float,
     interleaved: bool,
     layer: Layer = None,
+    up_k: Float[Array, "heads nope rank"] | None = None,
     backend: str | None = None,
-) -> tuple[Float[Array, "tokens heads nope"], Float[Array, "tokens heads rope"], LatentCache]:
+) -> tuple[Float[Array, "tokens heads first"], Float[Array, "tokens heads rope"], LatentCache]:
     """Store a decode step's new rows and rotate its queries: ``(q_nope, q_rope, cache)``.
 
     Of each token ``[norm(latent) | rotate(k_rope)]`` is stored at its slot, ``[latent | k_rope]``
@@ -136,11 +137,15 @@ def append_latent(
     nothing. The last ``rope`` columns of ``q`` are rotated. ``angles`` are cos and sin of each
     token's pairs: channels ``(2i, 2i + 1)`` if ``interleaved``, else ``(i, i + rope / 2)``. All is
     computed in float32 and rounded to the dtype of ``q``, then to that of the cache.
+
+    With ``up_k``, the up-projection ``U_k^T`` of the keys of each head, the first result is
+    ``q_latent = q_nope U_k^T`` ``[tokens, heads, rank]``, what ``mla_decode`` takes: accumulated
+    in float32 and rounded once.
     """
     problem = problems.append(
-        cache, q, kv, gain, angles, slots, eps=eps, interleaved=interleaved, layer=layer
+        cache, q, kv, gain, angles, slots, eps=eps, interleaved=interleaved, layer=layer, up_k=up_k
     )
-    q_nope, q_rope, pages = choose(problem, backend)(
+    first, q_rope, pages = choose(problem, backend)(
         cache.pages,
         cache.scale,
         q,
@@ -151,9 +156,10 @@ def append_latent(
         eps=eps,
         interleaved=interleaved,
         layer=number(layer),
+        up_k=up_k,
         format=cache.format,
     )
-    return q_nope, q_rope, dataclasses.replace(cache, pages=pages)
+    return first, q_rope, dataclasses.replace(cache, pages=pages)
 
 
 def gather_latent(

@@ -59,7 +59,7 @@ CALLS = {
     "write_latent": ((LATENT, f32(2, 16), f32(2, 4), i32(2)), {}),
     "append_latent": (
         (LATENT, f32(2, 3, 12), f32(2, 20), f32(16), ANGLES, i32(2)),
-        {**RMS, "interleaved": True},
+        {**RMS, "interleaved": True, "up_k": f32(3, 8, 16)},
     ),
     "append_window": ((ROW, f32(2, 3, 20), f32(2, 20), f32(20), ANGLES, i32(2)), RMS),
     "gather_latent": ((LATENT, i32(2, 2), i32(2), i32(3)), {"rows": 3, "dtype": "float32"}),
@@ -103,6 +103,7 @@ FINE = {  # of these: what is right
     "out_dtype": {"None"},
     "lengths": {"None"},
     "sinks": {"None"},
+    "up_k": {"None"},
     "value": {"None"},
     "limit": {"None", "0.5"},
     "scale": {"-1", "0.5"},

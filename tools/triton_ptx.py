@@ -56,6 +56,7 @@ def cases() -> Iterator[tuple[str, tuple]]:
     for format in ("bf16", "fp8_e4m3"):
         for interleaved in (False, True):
             yield f"append {format} {interleaved}", appending(format, interleaved)
+        yield f"append, absorbing {format}", absorbing(format)
     for format in ("bf16", "v4"):
         for ratio in (4, 128):
             call, operands = pooling.compiled_args(format, ratio)
@@ -123,6 +124,20 @@ def appending(format, interleaved) -> tuple:
     return (
         run, cache, spec((32, 16, 192), jnp.bfloat16), spec((32, 576), jnp.bfloat16),
         spec((512,), jnp.bfloat16), angles, int32((32,)),
+    )  # fmt: skip
+
+
+def absorbing(format) -> tuple:
+    run, cache, *_ = appending(format, False)
+    angles = (spec((8, 32), jnp.float32),) * 2
+    up_k = spec((16, 128, 512), jnp.bfloat16)
+
+    def call(up_k, *given):
+        return run(*given, up_k=up_k)
+
+    return (
+        call, up_k, cache, spec((8, 16, 192), jnp.bfloat16), spec((8, 576), jnp.bfloat16),
+        spec((512,), jnp.bfloat16), angles, int32((8,)),
     )  # fmt: skip
 
 

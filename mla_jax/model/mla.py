@@ -35,6 +35,10 @@ from mla_jax.types import Array, AttnState, Float, Int
 __all__ = ["MLA", "Absorbed", "Rows", "StepPlan", "Up", "absorb_weights", "plan_step", "values"]
 
 
+FEW_HEADS = 32
+"""Of a device: up to so many a small step's kernel of new rows absorbs the queries too."""
+
+
 class Absorbed(NamedTuple):
     """The up-projection as decoding wants it; follows from ``MLA.kv_up`` alone."""
 
@@ -129,10 +133,14 @@ class _Raw(NamedTuple):
 
 
 class _Queries(NamedTuple):
-    """Queries of some heads whose rows the cache has already."""
+    """Queries of some heads whose rows the cache has already.
 
-    q_nope: Float[Array, "tokens heads nope"]
+    The part that is not rotated is there as it is, or with the up-projection absorbed.
+    """
+
+    q_nope: Float[Array, "tokens heads nope"] | None
     q_rope: Float[Array, "tokens heads rope"]
+    q_latent: Float[Array, "tokens heads rank"] | None = None
 
 
 class Up(NamedTuple):
@@ -258,9 +266,10 @@ class MLA(nnx.Module):
 
         def attend(raw, new, kv_up, absorbed, meta, cache, number, plan):
             at, up = None if layer is None else number, Up(kv_up, absorbed)
-            if fused and (found := self._appended(raw, meta, cache, layer=at, backend=backend)):
+            by = {"layer": at, "backend": backend}
+            if fused and (found := self._appended(raw, up, meta, cache, **by)):
                 new, cache = found
-            return self._attend(new, up, meta, cache, layer=at, backend=backend, plan=plan)
+            return self._attend(new, up, meta, cache, **by, plan=plan)
 
         if placement is not None and divided_heads:
             rows = Rows._make((1, None, None)), 1, 0, None, None, None, None
@@ -274,24 +283,34 @@ class MLA(nnx.Module):
     def _appended(
         self,
         raw: "_Raw",
+        up: "Up",
         meta: MLAMetadata,
         cache: LatentCache,
         *,
         layer: Int[Array, ""] | int | None,
         backend: str | None,
     ) -> tuple["_Queries", LatentCache] | None:
-        """The queries, and the cache with the new rows, if one kernel makes both here."""
+        """The queries, and the cache with the new rows, if one kernel makes both here.
+
+        The few queries of a small step meet the up-projection in that kernel too.
+        """
+        absorbing = meta.decode is not None and meta.prefill is None
+        absorbing = absorbing and meta.bucket.decode_tokens == len(raw.q) <= FEWEST_ROWS
+        absorbing = absorbing and raw.q.shape[1] <= FEW_HEADS
         given = cache, raw.q, raw.kv, raw.gain, raw.angles, meta.slots
         facts: dict[str, Any] = {
             "eps": self.kv_norm.eps,
             "interleaved": self.rope.interleaved,
             "layer": layer,
+            "up_k": up.absorbed.k if absorbing else None,
         }
         named = ops.named("append_latent", backend)
         if not ops.in_one_kernel("append_latent", *given, backend=named, **facts):
             return None
-        q_nope, q_rope, cache = ops.append_latent(*given, backend=named, **facts)
-        return _Queries(q_nope, q_rope), cache
+        first, q_rope, cache = ops.append_latent(*given, backend=named, **facts)
+        if absorbing:
+            return _Queries(None, q_rope, first), cache
+        return _Queries(first, q_rope), cache
 
     def _attend(
         self,
@@ -340,11 +359,14 @@ class MLA(nnx.Module):
         ``decode`` takes absorbed queries, their rotary parts, and the decode view, and returns the
         heads' values.
         """
-        tokens, heads, _ = new.q_nope.shape
-        out = jnp.zeros((tokens, heads, self.dims.v), new.q_nope.dtype)
+        tokens, heads, _ = new.q_rope.shape
+        out = jnp.zeros((tokens, heads, self.dims.v), new.q_rope.dtype)
         if meta.decode is not None:
             n = meta.bucket.decode_tokens
-            q_latent = contract("thd,hdr->thr", new.q_nope[:n], up.absorbed.k)
+            q_latent = new.q_latent if isinstance(new, _Queries) else None
+            if q_latent is None:
+                assert new.q_nope is not None
+                q_latent = contract("thd,hdr->thr", new.q_nope[:n], up.absorbed.k)
             found = decode(q_latent, new.q_rope[:n], meta.decode).astype(out.dtype)
             # Not ``out.at[:n]``: its empty index crashes XLA's partitioner under ``shard_map``.
             out = found if n == tokens else lax.dynamic_update_slice_in_dim(out, found, 0, 0)

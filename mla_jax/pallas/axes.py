@@ -5,6 +5,7 @@ from typing import NamedTuple
 from mla_jax.types import Array, Float, Int
 
 __all__ = [
+    "AbsorbedKeys",
     "Angles",
     "CacheScale",
     "ChoiceWeights",
@@ -53,6 +54,9 @@ Slots = Int[Array, "tokens"]
 
 Angles = Float[Array, "tokens pairs"]
 """Cosines, or sines, of each token's pairs of channels."""
+
+AbsorbedKeys = Float[Array, "heads nope rank"]
+"""Up-projection of the keys, as queries meet it: ``U_k^T`` of each head."""
 
 LatentQueries = Float[Array, "tokens heads rank"]
 """Queries with the up-projection of the keys absorbed."""

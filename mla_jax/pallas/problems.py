@@ -59,7 +59,9 @@ def write(cache, kv_latent, k_rope, slots, *, layer=None) -> Problem:
     )
 
 
-def append(cache, q, kv, gain, angles, slots, *, eps, interleaved, layer=None) -> Problem:
+def append(
+    cache, q, kv, gain, angles, slots, *, eps, interleaved, layer=None, up_k=None
+) -> Problem:
     op = "append_latent"
     check_eps(f"{op}: eps", eps)
     check_flag(f"{op}: interleaved", interleaved)
@@ -80,13 +82,16 @@ def append(cache, q, kv, gain, angles, slots, *, eps, interleaved, layer=None) -
     _same_dtype(op, q=q, kv=kv)
     if size["qk"] < cache.rope:
         raise ArgumentError(f"{op}: columns of q", size["qk"], f"at least rope={cache.rope}")
+    size["nope"] = size["qk"] - cache.rope
+    if up_k is not None:
+        _bind(op, size, up_k=(up_k, "float", "heads nope rank"))
+        _same_dtype(op, q=q, up_k=up_k)
     return Problem.of(
         op,
         dtype=str(q.dtype),
         **_cache_features(cache),
-        nope=size["qk"] - cache.rope,
-        heads=size["heads"],
-        tokens=size["tokens"],
+        **_sizes(size, "nope", "heads", "tokens"),
+        absorbed=up_k is not None,
     )
 
 

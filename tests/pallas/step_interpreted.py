@@ -10,9 +10,10 @@ from mla_jax.pallas import triton_lib
 from mla_jax.pallas.append import ref
 from mla_jax.pallas.append import triton as append
 from mla_jax.pallas.router import triton as router
+from tests.cases import draw
 from tests.pallas import routers
 from tests.pallas.interpreted import call
-from tests.pallas.test_append import EPS, inputs
+from tests.pallas.test_append import EPS, NOPE, RANK, inputs
 
 
 @pytest.fixture(autouse=True)
@@ -66,3 +67,28 @@ def test_new_rows(tokens, heads, format, dtype, interleaved, rng):
         for a, b in zip(got, want, strict=True):
             a, b = (np.asarray(x, np.float32) for x in (a, b))
             np.testing.assert_allclose(a, b, rtol=near, atol=1e-6)
+
+
+@pytest.mark.parametrize(("format", "dtype"), [("fp16", "float16"), ("fp32", "float32")])
+@pytest.mark.parametrize(
+    ("tokens", "heads"), [(1, 3), (1, 16), (5, 3), (5, 16), (16, 3), (16, 16), (17, 3)]
+)
+def test_queries_meet_the_up_projection(tokens, heads, format, dtype, rng):
+    """In the same launch, or behind it; NaN in rows of padding stays there."""
+    cache, *rest, slots = inputs(rng, tokens, heads, dtype=dtype, format=format, layers=3)
+    q, kv, gain, (cos, sin) = rest
+    if tokens > 1:
+        padding = tokens - 1 - tokens // 4
+        slots[padding:], q[padding:], kv[padding:] = -1, np.nan, np.nan
+    real = slots >= 0
+    given = [cache.pages, cache.scale, *map(jnp.asarray, (q, kv, gain, cos, sin, slots))]
+    facts = dict(eps=EPS, interleaved=True, format=cache.format, layer=jnp.int32(1))
+    facts["up_k"] = jnp.asarray(draw(rng, heads, NOPE, RANK, dtype=dtype))
+    *got, pages = append.append_latent(*given, **facts)
+    *want, kept = ref.append_latent(*given, **facts)
+    near = 2e-3 if dtype == "float16" else 2e-6
+    got, want = ([*(x[real] for x in some), all] for some, all in ((got, pages), (want, kept)))
+    for a, b in zip(got, want, strict=True):
+        a, b = (np.asarray(x, np.float32) for x in (a, b))
+        assert np.isfinite(a).all()
+        np.testing.assert_allclose(a, b, rtol=near, atol=2e-5)

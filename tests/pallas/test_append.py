@@ -10,9 +10,10 @@ import pytest
 
 from mla_jax import LatentCache, ops
 from mla_jax.errors import ArgumentError, UnsupportedError
+from mla_jax.model import mla
 from mla_jax.ops import append_latent
 from mla_jax.pallas.device import DeviceInfo
-from tests import aot
+from tests import aot, traffic
 from tests.cases import draw, run
 from tests.pallas.experts import missing
 
@@ -139,12 +140,48 @@ def test_poisoned_padding(backend, rng):
         assert np.isfinite(np.asarray(x, np.float32)).all()
 
 
-def test_no_tokens(backend, rng):
-    cache, *rest = inputs(rng, 0, 4, dtype="bfloat16")
-    q_nope, q_rope, after = run(
-        append_latent, cache, *map(as_arrays, rest), eps=EPS, interleaved=True, backend=backend
+def absorbing(cache, q, kv, gain, angles, slots, up_k, *, backend):
+    return append_latent(
+        cache, q, kv, gain, angles, slots, eps=EPS, interleaved=True, up_k=up_k, backend=backend
     )
-    assert q_nope.shape == (0, 4, NOPE) and q_rope.shape == (0, 4, ROPE)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(("tokens", "heads"), [(1, 16), (5, 3), (16, 16), (17, 3)])
+def test_queries_meet_the_up_projection(tokens, heads, dtype, backend, rng):
+    """Its product is float64's, rounded once; rotated queries and rows are the same bits."""
+    cache, *rest = inputs(rng, tokens, heads, dtype=dtype)
+    rest[-1][tokens // 2] = -1
+    up_k = draw(rng, heads, NOPE, RANK, dtype=dtype)
+    rest = [*map(as_arrays, rest)]
+    q_latent, *others = run(absorbing, cache, *rest, jnp.asarray(up_k), backend=backend)
+    _, *same = run(append_latent, cache, *rest, eps=EPS, interleaved=True, backend=backend)
+    q, up_k = np.asarray(rest[0], np.float64), up_k.astype(np.float64)
+    want = np.einsum("thd,hdr->thr", q[..., :NOPE], up_k)
+    assert q_latent.dtype == dtype and q_latent.shape == (tokens, heads, RANK)
+    near = dict(rtol=0.51 * step_of(dtype), atol=2e-5)
+    np.testing.assert_allclose(np.asarray(q_latent, np.float64), want, **near)
+    for a, b in zip(*map(jax.tree.leaves, (others, same)), strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+def test_poisoned_padding_meets_the_up_projection(backend, rng):
+    cache, q, kv, gain, angles, slots = inputs(rng, 8, 4, dtype="bfloat16")
+    slots[5:] = -1
+    q[5:], kv[5:] = np.nan, np.nan
+    up_k = draw(rng, 4, NOPE, RANK, dtype="bfloat16")
+    given = [*map(as_arrays, (q, kv, gain, angles, slots, up_k))]
+    q_latent, q_rope, after = run(absorbing, cache, *given, backend=backend)
+    for x in (q_latent[:5], q_rope[:5], after.pages):
+        assert np.isfinite(np.asarray(x, np.float32)).all()
+
+
+@pytest.mark.parametrize("absorbed", [False, True])
+def test_no_tokens(absorbed, backend, rng):
+    cache, *rest = inputs(rng, 0, 4, dtype="bfloat16")
+    up_k = jnp.zeros((4, NOPE, RANK), jnp.bfloat16) if absorbed else None
+    first, q_rope, after = run(absorbing, cache, *map(as_arrays, rest), up_k, backend=backend)
+    assert first.shape == (0, 4, RANK if absorbed else NOPE) and q_rope.shape == (0, 4, ROPE)
     assert (np.asarray(after.pages, np.float32) == POISON).all()
 
 
@@ -163,8 +200,9 @@ def test_a_cache_without_rotary_channels(rng):
 def test_refusals(rng):
     cache, q, kv, gain, angles, slots = inputs(rng, 4, 2, dtype="bfloat16")
 
-    def explained(q=q, kv=kv, angles=angles):
-        return ops.explain(OP, cache, q, kv, gain, angles, slots, eps=EPS, interleaved=True)
+    def explained(q=q, kv=kv, angles=angles, up_k=None):
+        given, facts = (cache, q, kv, gain, angles, slots), {"eps": EPS, "interleaved": True}
+        return ops.explain(OP, *given, **facts, up_k=up_k)
 
     with pytest.raises(ArgumentError, match="kv"):
         explained(kv=kv[:, 1:])
@@ -173,12 +211,20 @@ def test_refusals(rng):
     with pytest.raises(ArgumentError, match="cos"):
         explained(angles=(angles[0][:, 1:], angles[1]))
     assert "xla: accepted" in explained()
+    up_k = draw(rng, 2, NOPE, RANK, dtype="bfloat16")
+    for wrong in (up_k[1:], up_k[:, 1:], up_k[..., 1:], up_k[0]):
+        with pytest.raises(ArgumentError, match="up_k"):
+            explained(up_k=wrong)
+    with pytest.raises(ArgumentError, match=r"dtypes.*up_k float32"):
+        explained(up_k=up_k.astype(np.float32))
+    assert "xla: accepted" in explained(up_k=up_k)
 
 
 def test_the_model_takes_it_where_it_qualifies(rng, monkeypatch):
     """None: only where the kernel can run. Its name: always, and the call says what is missing."""
     given = inputs(rng, 4, 2, dtype="bfloat16")
-    facts = {"eps": EPS, "interleaved": True}
+    up_k = jnp.asarray(draw(rng, 2, NOPE, RANK, dtype="bfloat16"))
+    facts = {"eps": EPS, "interleaved": True, "up_k": up_k}
     assert ops.in_one_kernel(OP, *given, backend="triton", **facts)
     assert not ops.in_one_kernel(OP, *given, backend="xla", **facts)
     cpu = DeviceInfo(platform="cpu", kind="cpu")
@@ -188,14 +234,36 @@ def test_the_model_takes_it_where_it_qualifies(rng, monkeypatch):
         append_latent(*map(as_arrays, given), backend="triton", **facts)
 
 
+@pytest.mark.parametrize("fewest", [8, 0])
+def test_small_steps_of_the_model_absorb_in_it(fewest, monkeypatch):
+    """Steps of decodes alone, of few tokens; the tokens that come are the same."""
+    asked, call = [], ops.append_latent
+
+    def recorded(*args, **facts):
+        asked.append((len(args[1]), facts["up_k"] is not None))
+        return call(*args, **facts)
+
+    model, prompts = traffic.model(), [[1, 2, 3], [4, 5]]
+    want = traffic.engine(model).generate(prompts)
+    monkeypatch.setattr(mla, "FEWEST_ROWS", fewest)
+    monkeypatch.setattr(ops, "in_one_kernel", lambda *_, **__: True)  # as on GPUs
+    monkeypatch.setattr(ops, "append_latent", recorded)
+    got = traffic.engine(model).generate(prompts)
+    assert [c.token_ids for c in got] == [c.token_ids for c in want]
+    assert set(asked) == {(traffic.MOST, traffic.MOST <= fewest)}
+
+
 AOT = aot.available() or missing("triton")
 
 
 @pytest.mark.skipif(bool(AOT), reason=AOT or "available")
-@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "absorbed"),
+    [(128, 16, False), (128, 128, False), (8, 16, True), (16, 128, True)],
+)
 @pytest.mark.parametrize("format", ["bf16", "fp8_e4m3"])
-def test_compiles_for_sm90_in_place(format, heads, monkeypatch):
-    """One launch, and no copy of the cache."""
+def test_compiles_for_sm90_in_place(format, tokens, heads, absorbed, monkeypatch):
+    """One launch, with the product of few tokens too, and no copy of the cache."""
     monkeypatch.setattr(DeviceInfo, "current", lambda: aot.H200)
     cache = jax.eval_shape(
         lambda: LatentCache.alloc(
@@ -205,16 +273,17 @@ def test_compiles_for_sm90_in_place(format, heads, monkeypatch):
     spec = jax.ShapeDtypeStruct
     low = jnp.bfloat16
 
-    def call(cache, q, kv, gain, cos, sin, slots, layer):
+    def call(cache, q, kv, gain, cos, sin, slots, layer, up_k=None):
         return append_latent(
             cache, q, kv, gain, (cos, sin), slots,
-            eps=EPS, interleaved=True, layer=layer, backend="triton",
+            eps=EPS, interleaved=True, layer=layer, up_k=up_k, backend="triton",
         )  # fmt: skip
 
+    more = (spec((heads, 128, 512), low),) if absorbed else ()
     compiled, _ = aot.compile_sm90(
-        call, cache, spec((128, heads, 192), low), spec((128, 576), low), spec((512,), low),
-        spec((128, 32), jnp.float32), spec((128, 32), jnp.float32), spec((128,), jnp.int32),
-        spec((), jnp.int32), donate=(0,),
+        call, cache, spec((tokens, heads, 192), low), spec((tokens, 576), low), spec((512,), low),
+        spec((tokens, 32), jnp.float32), spec((tokens, 32), jnp.float32),
+        spec((tokens,), jnp.int32), spec((), jnp.int32), *more, donate=(0,),
     )  # fmt: skip
     text = compiled.as_text()
     entry = text[text.index("\nENTRY") :]

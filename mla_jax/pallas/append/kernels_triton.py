@@ -78,11 +78,42 @@ def _row(
 
 
 @jit
+def _absorb(
+    q, up_k, q_latent, number,
+    SIZES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """``q_nope up_k`` of all tokens of one head and of one block of columns."""
+    HEADS: tl.constexpr = SIZES[0]
+    NOPE: tl.constexpr = SIZES[1]
+    ROPE: tl.constexpr = SIZES[2]
+    RANK: tl.constexpr = SIZES[3]
+    TOKENS: tl.constexpr = SIZES[4]
+    ROWS: tl.constexpr = TILE[4]
+    COLUMNS: tl.constexpr = TILE[5]
+    BLOCKS: tl.constexpr = (RANK + COLUMNS - 1) // COLUMNS
+    head = number // BLOCKS
+    t = tl.arange(0, ROWS)[:, None]
+    c = tl.arange(0, TILE[1])
+    r = (number % BLOCKS * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    at = up_k + (head.to(tl.int64) * NOPE + c[:, None]) * RANK + r
+    weights = tl.load(at, mask=(c < NOPE)[:, None] & (r < RANK), other=0.0)
+    line = t * HEADS + head
+    real = (t < TOKENS) & (c < NOPE)[None, :]
+    rows = tl.load(q + line * (NOPE + ROPE) + c[None, :], mask=real, other=0.0)
+    found = tl.dot(rows, weights, input_precision="ieee")
+    to = q_latent + line * RANK + r
+    tl.store(to, found.to(q.dtype.element_ty), mask=(t < TOKENS) & (r < RANK))
+
+
+@jit
 def _queries(
     q, angles, queries, token, block,
     SIZES: tl.constexpr, TILE: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Split and rotate the queries of ``token`` and of one block of heads."""
+    """Split and rotate the queries of ``token`` and of one block of heads.
+
+    Where ``_absorb`` takes the part that is not rotated nobody else wants it.
+    """
     cos, sin = angles
     q_nope, q_rope = queries
     HEADS: tl.constexpr = SIZES[0]
@@ -94,9 +125,10 @@ def _queries(
     head = block * FEW + tl.arange(0, FEW)
     line = (token.to(tl.int64) * HEADS + head)[:, None]
     real = (head < HEADS)[:, None]
-    c = tl.arange(0, COLUMNS)[None, :]
-    x = tl.load(q + line * (NOPE + ROPE) + c, mask=real & (c < NOPE), other=0.0)
-    tl.store(q_nope + line * NOPE + c, x, mask=real & (c < NOPE))
+    if SIZES[4] == 0:
+        c = tl.arange(0, COLUMNS)[None, :]
+        x = tl.load(q + line * (NOPE + ROPE) + c, mask=real & (c < NOPE), other=0.0)
+        tl.store(q_nope + line * NOPE + c, x, mask=real & (c < NOPE))
     p = tl.arange(0, PAIRS)
     exists = real & (p < ROPE // 2)[None, :]
     first, second = (2 * p, 2 * p + 1) if INTERLEAVED else (p, p + ROPE // 2)
@@ -114,25 +146,38 @@ def _queries(
 
 @jit
 def append(
-    q, kv, gain, angles, where, before, queries, pages,
+    q, kv, weights, angles, where, before, queries, pages,
     SIZES: tl.constexpr, CACHE: tl.constexpr, TILE: tl.constexpr, EPS: tl.constexpr,
     INTERLEAVED: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """One token's row, or its queries of one block of heads.
+    """One token's row, or its queries of one block of heads, or a block of ``q_nope up_k``.
 
-    ``angles`` are cos and sin, ``where`` slots, layer and scale of the cache, ``queries`` the
-    results of nope and rope. ``before`` and ``pages`` are one array. ``SIZES`` are heads, nope,
-    rope and rank, ``CACHE`` layers and slots of each, ``TILE`` heads of a block and powers of two
-    from nope, pairs and rank on.
+    ``weights`` are gain and perhaps ``up_k``, ``angles`` cos and sin, ``where`` slots, layer and
+    scale of the cache, ``queries`` the results: nope, or with ``up_k`` the product, and rope.
+    ``before`` and ``pages`` are one array. ``SIZES`` are heads, nope, rope, rank and the tokens of
+    the product, 0 without ``up_k``; ``CACHE`` layers and slots of each; ``TILE`` heads of a block,
+    powers of two from nope, pairs and rank on, rows and columns of a block of the product.
+
+    With ``up_k`` the products come first, head after head, because they take longest; then the
+    rows; then the queries.
     """
     BLOCKS: tl.constexpr = (SIZES[0] + TILE[0] - 1) // TILE[0]
+    TOKENS: tl.constexpr = SIZES[4]
+    PRODUCTS: tl.constexpr = SIZES[0] * ((SIZES[3] + TILE[5] - 1) // TILE[5])
     pid = tl.program_id(0)
-    token = pid // (1 + BLOCKS)
-    part = pid % (1 + BLOCKS)
+    if TOKENS > 0:
+        other = pid - PRODUCTS
+        token = other % TOKENS
+        part = tl.where(other < 0, -1, other // TOKENS)
+    else:
+        token = pid // (1 + BLOCKS)
+        part = pid % (1 + BLOCKS)
     if part == 0:
         _row(
-            kv, gain, angles, where, pages, token,
+            kv, weights[0], angles, where, pages, token,
             SIZES, CACHE, TILE, EPS, INTERLEAVED, LARGEST,
         )  # fmt: skip
-    else:
+    elif TOKENS == 0 or part > 0:
         _queries(q, angles, queries, token, part - 1, SIZES, TILE, INTERLEAVED)
+    else:
+        _absorb(q, weights[1], queries[0], pid, SIZES, TILE)

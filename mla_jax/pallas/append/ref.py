@@ -1,28 +1,58 @@
-"""Definition of a step's new rows, and of the two functions that they are made with."""
+"""Definition of a step's new rows, and of the functions that they are made with."""
 
 import jax.numpy as jnp
 from jax import lax
 
 from mla_jax.cache import CacheFormat
-from mla_jax.pallas.axes import Angles, CacheScale, Layer, Pages, Queries, RopeQueries, Slots
+from mla_jax.pallas.axes import (
+    AbsorbedKeys,
+    Angles,
+    CacheScale,
+    LatentQueries,
+    Layer,
+    Pages,
+    Queries,
+    RopeQueries,
+    Slots,
+)
 from mla_jax.pallas.cache_io.ref import write_latent
 from mla_jax.types import Array, Float
 
-__all__ = ["append_latent", "rms_norm", "rotate"]
+__all__ = ["absorb", "append_latent", "rms_norm", "rotate"]
 
 
 def append_latent(
     pages: Pages, scale: CacheScale, q: Queries, kv: Float[Array, "tokens row"],
     gain: Float[Array, "rank"], cos: Angles, sin: Angles, slots: Slots, *, eps: float,
     interleaved: bool, format: CacheFormat, layer: Layer = None,
-) -> tuple[Float[Array, "tokens heads nope"], RopeQueries, Pages]:  # fmt: skip
-    """``(q_nope, rotate(q_rope), pages)``, ``[norm(latent) | rotate(k_rope)]`` at each slot."""
+    up_k: AbsorbedKeys | None = None,
+) -> tuple[Float[Array, "tokens heads first"], RopeQueries, Pages]:  # fmt: skip
+    """``(q_nope, rotate(q_rope), pages)``, ``[norm(latent) | rotate(k_rope)]`` at each slot.
+
+    With ``up_k`` the first is ``q_latent = q_nope up_k`` of each head.
+    """
     rank, nope = gain.shape[0], q.shape[-1] - 2 * cos.shape[1]
     latent = rms_norm(kv[:, :rank], gain, eps=eps)
     parts = kv[:, rank:], q[..., nope:]
     k_rope, q_rope = (rotate(x, cos, sin, interleaved=interleaved) for x in parts)
     pages = write_latent(pages, scale, latent, k_rope, slots, format=format, layer=layer)
-    return q[..., :nope], q_rope, pages
+    q_nope = q[..., :nope]
+    return q_nope if up_k is None else absorb(q_nope, up_k), q_rope, pages
+
+
+def absorb(q_nope: Float[Array, "tokens heads nope"], up_k: AbsorbedKeys) -> LatentQueries:
+    """``q_nope up_k`` of each head, accumulated in float32, rounded once to q's dtype."""
+    dtype = q_nope.dtype
+
+    def product(x: Array, y: Array) -> Array:
+        exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
+        return jnp.einsum("thd,hdr->thr", x, y, precision=exact, preferred_element_type=dtype)
+
+    def widened(x: Array, y: Array) -> Array:
+        return product(x.astype(jnp.float32), y.astype(jnp.float32)).astype(dtype)
+
+    # XLA's CPU backend has no batched product of 16-bit operands into float32.
+    return lax.platform_dependent(q_nope, up_k, cpu=widened, default=product)
 
 
 def rms_norm(
