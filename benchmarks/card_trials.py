@@ -38,7 +38,6 @@ from mla_jax.model.family import family_of
 from mla_jax.model.presets import PRESETS
 from mla_jax.model.sampling import SamplingParams
 from mla_jax.model.step import LOOPS_IN_GRAPHS
-from mla_jax.pallas.dense_decode import values
 from mla_jax.placement import Placement
 from mla_jax.types import cdiv
 
@@ -62,7 +61,6 @@ TRIALS: dict[str, dict[str, Any]] = {
     "tokens_apart": {},
     "unlooped": {},
     "twins": {},
-    "values_apart": {},
     "absorbed_apart": {},
 }
 """Options in place of a step's own: copies and sums begin early; XLA's sums are in the graph; the
@@ -70,8 +68,8 @@ graph has a loop over layers; XLA keeps 256 captured launches of each call, not 
 the cards is NCCL's; shared experts do not wait for the router's logits; the choice of experts is
 launched where XLA puts it; 16-bit shared experts are cuBLAS's; kernels in the order of a plain
 schedule; tokens are elsewhere in each step; layers one after the other in the program; every other
-step runs a second copy of its program, with CUDA graphs of its own; pieces are merged, and queries
-absorbed, in launches of their own."""
+step runs a second copy of its program, with CUDA graphs of its own; queries are absorbed in a
+launch of their own."""
 
 
 class _Twins:
@@ -99,7 +97,6 @@ PATCHES: dict[str, tuple[Any, str, Any]] = {
     "tokens_apart": (step, "DONATED", step.DONATED[:2]),
     "unlooped": (lax, "scan", functools.partial(lax.scan, unroll=True)),
     "twins": (step.Step, "_compiled", _compiled_twice),
-    "values_apart": (values, "in_one_launch", lambda *of: False),
     "absorbed_apart": (mla, "FEW_HEADS", 0),
 }
 """What a trial changes in the library: a module, a name, another value."""

@@ -239,7 +239,6 @@ def mla_decode(
     scale: float,
     layer: Layer = None,
     out_dtype: DTypeLike | None = None,
-    up_v: Float[Array, "heads rank v"] | None = None,
     backend: str | None = None,
     tuning: object = None,
     plan: object = None,
@@ -249,13 +248,11 @@ def mla_decode(
     ``out = softmax(scale * [q_latent | q_rope] row^T) row[:rank]``, before the value
     up-projection; causal inside a request, bottom-right aligned. Padded tokens and requests
     of length 0 give ``(0, -inf)``. ``out`` has the dtype of ``q_latent`` unless stated.
-    With ``up_v`` it is ``[tokens, heads, v]``: each head's latents, rounded, times ``up_v[h]``; a
-    step of up to 8 tokens and 32 heads has one launch for that and the merge of split requests.
     ``plan`` is ``plan_decode`` of the same arguments; without it one is made for this call.
     ``layer`` is the one of a stacked cache; an array is clamped to its layers.
     """
     problem = problems.decode(
-        q_latent, q_rope, cache, meta, scale=scale, out_dtype=out_dtype, layer=layer, up_v=up_v
+        q_latent, q_rope, cache, meta, scale=scale, out_dtype=out_dtype, layer=layer
     )
     return choose(problem, backend, tuning, plan)(
         gathered(q_latent, 1),
@@ -268,7 +265,6 @@ def mla_decode(
         scale=float(scale),
         format=cache.format,
         out_dtype=_out_dtype(problem),
-        up_v=None if up_v is None else gathered(up_v, 0),
     )
 
 

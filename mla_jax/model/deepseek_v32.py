@@ -27,13 +27,13 @@ from mla_jax.model.decoder import Decoder, DecoderBlock, Derived
 from mla_jax.model.embed import checked_tokens
 from mla_jax.model.indexer import Indexer
 from mla_jax.model.linear import contract, precision_of, project
-from mla_jax.model.mla import MLA, Absorbed, Rows, StepPlan, Up, plan_step, values
+from mla_jax.model.mla import MLA, Absorbed, Rows, StepPlan, Up, plan_step
 from mla_jax.model.rope import cos_sin
 from mla_jax.model.sharding import divided, divides
 from mla_jax.pallas.axes import AddNorm, PageTable, PerRequest, Starts
 from mla_jax.pallas.topk.ref import best_positions
 from mla_jax.placement import Placement
-from mla_jax.types import Array, Float, Int
+from mla_jax.types import Array, AttnState, Float, Int
 
 __all__ = ["DeepseekV32", "SparseBlock", "SparseMLA"]
 
@@ -144,20 +144,16 @@ class SparseMLA(MLA):
             at = {"scale": self.scale, "layer": number}
             naming = ops.named("mla_sparse_decode", backend)
 
-            def listed(q_latent: Array, q_rope: Array, _: object = None) -> Array:
-                facts = {**at, "backend": naming}
-                found = ops.mla_sparse_decode(q_latent, q_rope, latent, slots, **facts)
-                return values(found, absorbed)
+            def listed(q_latent: Array, q_rope: Array, _: object = None) -> AttnState:
+                return ops.mla_sparse_decode(q_latent, q_rope, latent, slots, **at, backend=naming)
 
-            def decode(q_latent: Array, q_rope: Array, view: DecodeMetadata) -> Array:
+            def decode(q_latent: Array, q_rope: Array, view: DecodeMetadata) -> AttnState:
                 facts = {"plan": plan.decode, "backend": ops.named("mla_decode", backend)}
-                return values(
-                    ops.mla_decode(q_latent, q_rope, latent, view, **at, **facts), absorbed
-                )
+                return ops.mla_decode(q_latent, q_rope, latent, view, **at, **facts)
 
             if dense is None:
                 found = listed(contract("thd,hdr->thr", new.q_nope, absorbed.k), new.q_rope)
-                return found.astype(new.q_nope.dtype)
+                return contract("thr,hrv->thv", found.out, absorbed.v).astype(new.q_nope.dtype)
             facts = {"backend": backend, "plan": plan}
             up, view = Up(kv_up, absorbed), decode if isinstance(latent, LatentCache) else listed
             return self.attended(new, up, dense, latent, view, layer=number, **facts)

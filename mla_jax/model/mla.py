@@ -32,7 +32,7 @@ from mla_jax.pallas.axes import AddNorm, PageTable, PerRequest, Starts
 from mla_jax.placement import Placement
 from mla_jax.types import Array, AttnState, Float, Int
 
-__all__ = ["MLA", "Absorbed", "Rows", "StepPlan", "Up", "absorb_weights", "plan_step", "values"]
+__all__ = ["MLA", "Absorbed", "Rows", "StepPlan", "Up", "absorb_weights", "plan_step"]
 
 
 FEW_HEADS = 32
@@ -50,11 +50,6 @@ def absorb_weights(kv_up: Float[Array, "rank heads nope_v"], *, nope: int) -> Ab
     """``(U_k^T, U_v)`` per head from the interleaved up-projection ``[U_k | U_v]``."""
     u_k, u_v = kv_up[..., :nope], kv_up[..., nope:]
     return Absorbed(u_k.transpose(1, 2, 0), u_v.transpose(1, 0, 2))
-
-
-def values(state: AttnState, absorbed: Absorbed) -> Float[Array, "tokens heads v"]:
-    """Of each head, from the latents that a decode leaves."""
-    return contract("thr,hrv->thv", state.out, absorbed.v)
 
 
 class StepPlan(NamedTuple):
@@ -332,11 +327,8 @@ class MLA(nnx.Module):
         facts = {"scale": self.scale, "layer": layer, "plan": plan.decode}
         facts["backend"] = ops.named("mla_decode", backend)
 
-        def decode(q_latent: Array, q_rope: Array, view: DecodeMetadata) -> Array:
-            if len(q_latent) <= FEWEST_ROWS:
-                v = up.absorbed.v
-                return ops.mla_decode(q_latent, q_rope, cache, view, up_v=v, **facts).out
-            return values(ops.mla_decode(q_latent, q_rope, cache, view, **facts), up.absorbed)
+        def decode(q_latent: Array, q_rope: Array, view: DecodeMetadata) -> AttnState:
+            return ops.mla_decode(q_latent, q_rope, cache, view, **facts)
 
         return self.attended(
             new, up, meta, cache, decode, layer=layer, backend=backend, plan=plan
@@ -348,7 +340,7 @@ class MLA(nnx.Module):
         up: "Up",
         meta: MLAMetadata,
         cache: LatentCache | RecordCache,
-        decode: Callable[[Array, Array, DecodeMetadata], Array],
+        decode: Callable[[Array, Array, DecodeMetadata], AttnState],
         *,
         layer: Int[Array, ""] | int | None,
         backend: str | None,
@@ -356,8 +348,7 @@ class MLA(nnx.Module):
     ) -> Float[Array, "tokens heads v"]:
         """Attention of some heads, or all, over a cache that has the new rows.
 
-        ``decode`` takes absorbed queries, their rotary parts, and the decode view, and returns the
-        heads' values.
+        ``decode`` takes absorbed queries, their rotary parts, and the decode view.
         """
         tokens, heads, _ = new.q_rope.shape
         out = jnp.zeros((tokens, heads, self.dims.v), new.q_rope.dtype)
@@ -367,7 +358,8 @@ class MLA(nnx.Module):
             if q_latent is None:
                 assert new.q_nope is not None
                 q_latent = contract("thd,hdr->thr", new.q_nope[:n], up.absorbed.k)
-            found = decode(q_latent, new.q_rope[:n], meta.decode).astype(out.dtype)
+            state = decode(q_latent, new.q_rope[:n], meta.decode)
+            found = contract("thr,hrv->thv", state.out, up.absorbed.v).astype(out.dtype)
             # Not ``out.at[:n]``: its empty index crashes XLA's partitioner under ``shard_map``.
             out = found if n == tokens else lax.dynamic_update_slice_in_dim(out, found, 0, 0)
         if meta.prefill is not None:

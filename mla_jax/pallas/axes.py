@@ -13,7 +13,6 @@ __all__ = [
     "ExpertsIn",
     "ExpertsOut",
     "Groups",
-    "HeadValues",
     "Hidden",
     "KeyValues",
     "LatentQueries",
@@ -63,9 +62,6 @@ LatentQueries = Float[Array, "tokens heads rank"]
 
 RopeQueries = Float[Array, "tokens heads rope"]
 """Rotated part of the queries."""
-
-HeadValues = Float[Array, "heads rank v"]
-"""Of each head, what its latents are multiplied with: the up-projection's values."""
 
 RowQueries = Float[Array, "tokens heads row"]
 """Both parts of the queries side by side, as wide as a cached row."""

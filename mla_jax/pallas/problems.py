@@ -220,21 +220,11 @@ def swap(src, dst, pairs, *, layer=None) -> Problem:
     return Problem.of("swap_blocks", **_cache_features(dst), pairs=size["pairs"])
 
 
-def decode(
-    q_latent, q_rope, cache, meta, *, scale, out_dtype=None, layer=None, up_v=None
-) -> Problem:
+def decode(q_latent, q_rope, cache, meta, *, scale, out_dtype=None, layer=None) -> Problem:
     op = "mla_decode"
     check_array(f"{op}: q_latent", q_latent)
     _layer(op, cache, layer)
-    problem = _decode(op, q_latent, q_rope, cache, meta, scale, out_dtype)
-    if up_v is not None:
-        _bind(
-            op,
-            {"heads": int(problem["heads"]), "rank": cache.rank},
-            up_v=(up_v, "float", "heads rank v"),
-        )
-        _same_dtype(op, q_latent=q_latent, up_v=up_v)
-    return problem
+    return _decode(op, q_latent, q_rope, cache, meta, scale, out_dtype)
 
 
 def plan_decode(cache, meta, *, tokens, heads, dtype, out_dtype=None) -> Problem:

@@ -18,7 +18,6 @@ from mla_jax.metadata.packed import pack
 from mla_jax.model.deepseek_v3 import DeepseekV3
 from mla_jax.model.loops import carried_conditions, nested
 from mla_jax.model.step import GPU_OPTIONS, UNROLLED, Step, empty_batch
-from mla_jax.pallas.dense_decode import values
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.registry import Registry
 from mla_jax.placement import Placement
@@ -139,7 +138,6 @@ def test_kernels_leave_no_loop_in_a_layer(monkeypatch):
     """With an H200's kernels a step of decodes may be unrolled; Triton's are not needed here."""
     backends = tuple(b for b in dispatch.REGISTRY.backends if b.name != "triton")
     monkeypatch.setattr(dispatch, "REGISTRY", Registry(backends))
-    monkeypatch.setattr(values, "in_one_launch", lambda *of: False)
     monkeypatch.setattr(DeviceInfo, "current", classmethod(lambda cls: aot.H200))
     config = tiny.config(
         dims=MLADims(heads=16, rank=512, nope=128, rope=64, v=128, q_rank=None),

@@ -148,4 +148,4 @@ def test_numpy_arrays_in_a_program(rng, our_errors):
     want = ops.routed_experts(*map(jnp.asarray, args), backend="xla")
     *others, weights, experts = args
     got = jax.jit(lambda w: ops.routed_experts(*others, w, experts, backend="xla"))(weights)
-    np.testing.assert_allclose(got, want, rtol=1e-6)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)  # a GPU may multiply otherwise

@@ -11,9 +11,8 @@ from mla_jax.cache import FORMATS, CacheFormat
 from mla_jax.errors import ArgumentError
 from mla_jax.pallas import axes, registry
 from mla_jax.pallas import tuning as tuning_table
-from mla_jax.pallas.dense_decode import combine_sm90, few_sm90, mosaic_sm90, plan_sm90, values
+from mla_jax.pallas.dense_decode import combine_sm90, few_sm90, mosaic_sm90, plan_sm90
 from mla_jax.pallas.dense_decode import work_plan as wp
-from mla_jax.pallas.dense_decode.ref import values_of
 from mla_jax.pallas.dense_decode.sizes_sm90 import (
     BLOCK,
     ROWS,
@@ -123,7 +122,6 @@ def dense_decode(
     cache_scale: axes.CacheScale, page_table: axes.PageTable, seq_lens: axes.PerRequest,
     query_starts: axes.Starts, *, max_query_len: int, scale: float, format: CacheFormat,
     out_dtype: DTypeLike, tuning: Tuning, layer: axes.Layer = None, plan: wp.WorkPlan | None = None,
-    up_v: axes.HeadValues | None = None,
 ) -> AttnState:  # fmt: skip
     """``ref.dense_decode`` at the dtype of the queries, accumulating in float32.
 
@@ -134,11 +132,10 @@ def dense_decode(
     tokens, heads, rank = q_latent.shape
     requests, width = page_table.shape
     if not (tokens and requests and width):
-        nothing = AttnState(
+        return AttnState(
             out=jnp.zeros((tokens, heads, rank), q_latent.dtype),
             lse=jnp.full((tokens, heads), -jnp.inf, jnp.float32),
         )
-        return values_of(nothing, up_v)
     page = pages.shape[-2]
     sizes = _sizes(heads, max_query_len, page, tuning)
     if plan is None:
@@ -164,7 +161,6 @@ def dense_decode(
         scale=scale,
         format=format,
         tuning=tuning,
-        up_v=up_v,
     )
 
 
@@ -172,9 +168,8 @@ def attend(
     q_latent: axes.LatentQueries, q_rope: axes.RopeQueries, pages: axes.Pages,
     cache_scale: axes.CacheScale, page_table: axes.PageTable, plan: wp.WorkPlan, *, scale: float,
     format: CacheFormat, tuning: Tuning, layer: axes.Layer = None, interpret: object = None,
-    up_v: axes.HeadValues | None = None,
 ) -> AttnState:  # fmt: skip
-    """Of a plan: pieces, then their merge, and values of it. ``interpret`` runs on a CPU."""
+    """Of a plan: pieces, then their merge. ``interpret`` runs on a CPU."""
     assert plan.facts is not None  # checked
     tokens, heads, rank = q_latent.shape
     sizes = _sizes(heads, plan.facts.max_query_len, pages.shape[-2], tuning)
@@ -203,16 +198,10 @@ def attend(
         early_launch=tuning.early_launch and interpret is None,
         interpret=interpret,
     )
-    part = part.reshape(*part_lse.shape, rank)
-    if up_v is not None and interpret is None and values.in_one_launch(tokens, up_v):
-        found, lse = values.merged_values(
-            out, lse, part, part_lse, plan.merges, up_v, tokens=tokens, pieces=sizes.workers
-        )
-        return AttnState(out=found, lse=lse.reshape(tokens, sizes.heads)[:, :heads])
     out, lse = combine_sm90.combine(
         out,
         lse,
-        part,
+        part.reshape(*part_lse.shape, rank),
         part_lse,
         plan.merges,
         heads=sizes.heads,
@@ -220,11 +209,10 @@ def attend(
         early_launch=tuning.early_launch and interpret is None,
         interpret=interpret,
     )
-    state = AttnState(
+    return AttnState(
         out=out.reshape(tokens, sizes.heads, rank)[:, :heads],
         lse=lse.reshape(tokens, sizes.heads)[:, :heads],
     )
-    return values_of(state, up_v)
 
 
 def _check(plan: object, facts: wp.PlanFacts) -> None:

@@ -8,14 +8,14 @@ from mla_jax.cache import CacheFormat
 from mla_jax.pallas import axes
 from mla_jax.types import AttnState
 
-__all__ = ["dense_decode", "values_of"]
+__all__ = ["dense_decode"]
 
 
 def dense_decode(
     q_latent: axes.LatentQueries, q_rope: axes.RopeQueries, pages: axes.Pages,
     cache_scale: axes.CacheScale, page_table: axes.PageTable, seq_lens: axes.PerRequest,
     query_starts: axes.Starts, *, max_query_len: int, scale: float, format: CacheFormat,
-    out_dtype: DTypeLike, layer: axes.Layer = None, up_v: axes.HeadValues | None = None,
+    out_dtype: DTypeLike, layer: axes.Layer = None,
 ) -> AttnState:  # fmt: skip
     """``out = softmax(scale * [q_latent | q_rope] row^T) row[:rank]`` over a request's rows.
 
@@ -35,16 +35,4 @@ def dense_decode(
     lse = jax.nn.logsumexp(s, axis=-1, where=seen[:, None])
     w = jnp.where(seen[:, None], jnp.exp(s - lse[..., None]), 0.0)
     out = jnp.einsum("thk,tkd->thd", w, k[..., : q_latent.shape[-1]], precision="highest")
-    return values_of(AttnState(out=out.astype(out_dtype), lse=lse), up_v)
-
-
-def values_of(state: AttnState, up_v: axes.HeadValues | None) -> AttnState:
-    """Each head's latents times its up-projection: ``out[t, h] up_v[h]``, rounded as they are.
-
-    ``state`` itself where there is none.
-    """
-    if up_v is None:
-        return state
-    latents, up_v = (x.astype(jnp.float32) for x in (state.out, up_v))
-    out = jnp.einsum("thr,hrv->thv", latents, up_v, precision="highest")
-    return AttnState(out=out.astype(state.out.dtype), lse=state.lse)
+    return AttnState(out=out.astype(out_dtype), lse=lse)

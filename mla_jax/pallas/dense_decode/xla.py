@@ -8,7 +8,6 @@ from jax.typing import DTypeLike
 
 from mla_jax.cache import CacheFormat
 from mla_jax.pallas import axes
-from mla_jax.pallas.dense_decode.ref import values_of
 from mla_jax.types import AttnState, cdiv, full_among
 
 __all__ = ["dense_decode"]
@@ -21,7 +20,7 @@ def dense_decode(
     q_latent: axes.LatentQueries, q_rope: axes.RopeQueries, pages: axes.Pages,
     cache_scale: axes.CacheScale, page_table: axes.PageTable, seq_lens: axes.PerRequest,
     query_starts: axes.Starts, *, max_query_len: int, scale: float, format: CacheFormat,
-    out_dtype: DTypeLike, layer: axes.Layer = None, up_v: axes.HeadValues | None = None,
+    out_dtype: DTypeLike, layer: axes.Layer = None,
 ) -> AttnState:  # fmt: skip
     """``out = softmax(scale * [q_latent | q_rope] row^T) row[:rank]`` over a request's rows.
 
@@ -35,11 +34,10 @@ def dense_decode(
     requests, width = page_table.shape
     num_pages, page, _ = pages.shape[-3:]
     if not (tokens and requests and width):
-        nothing = AttnState(
+        return AttnState(
             out=jnp.zeros((tokens, heads, rank), out_dtype),
             lse=jnp.full((tokens, heads), -jnp.inf, jnp.float32),
         )
-        return values_of(nothing, up_v)
     f32 = {"precision": "highest", "preferred_element_type": jnp.float32}
     in_layer = () if layer is None else (jnp.clip(layer, 0, pages.shape[0] - 1),)
     cache_scale = cache_scale[in_layer]
@@ -92,8 +90,7 @@ def dense_decode(
     j = t - query_starts[r]
     real = (j >= 0) & (j < jnp.minimum(lens[r, 0], max_query_len))
     at = r, jnp.where(real, j, 0)
-    state = AttnState(
+    return AttnState(
         out=jnp.where(real[:, None, None], out.astype(out_dtype)[at], 0),
         lse=jnp.where(real[:, None], lse[at], -jnp.inf),
     )
-    return values_of(state, up_v)
