@@ -38,6 +38,7 @@ from mla_jax.types import Array, Int, gathered
 __all__ = [
     "REGISTRY",
     "Layer",
+    "backend_of",
     "choose",
     "explain",
     "in_one_kernel",
@@ -89,6 +90,16 @@ def in_one_kernel(op: str, *args: Any, backend: str | None = None, **kwargs: Any
         return backend == first.name
     problem = problems.PROBLEMS[op](*args, **kwargs)
     return not first.requirement.missing(problem, DeviceInfo.current())
+
+
+def backend_of(op: str, *args: Any, backend: str | None = None, **kwargs: Any) -> str:
+    """Name of the backend that ``op(*args, backend=backend, **kwargs)`` takes.
+
+    Raises:
+        UnsupportedError: the call would raise it.
+    """
+    problem = problems.PROBLEMS[op](*args, **kwargs)
+    return REGISTRY.choose(problem, DeviceInfo.current(), backend).name
 
 
 def explain(

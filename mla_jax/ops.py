@@ -18,6 +18,7 @@ from mla_jax.config import MoEConfig
 from mla_jax.dispatch import (
     REGISTRY,
     Layer,
+    backend_of,
     choose,
     explain,
     in_one_kernel,
@@ -58,6 +59,7 @@ __all__ = [
     "append_latent",
     "append_window",
     "apply_sinks",
+    "backend_of",
     "copy_blocks",
     "explain",
     "gather_codes",

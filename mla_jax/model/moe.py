@@ -296,10 +296,11 @@ def _beside(shared: SwiGLU, x: Float[Array, "tokens hidden"], **facts: Any) -> A
         return shared(x, **facts)
     every = jnp.zeros((len(x), 1), jnp.int32)
     gate, up, down = (w.kernel[...][None] for w in (shared.gate, shared.up, shared.down))
-    named = ops.named("routed_experts", facts["backend"])
-    ones = jnp.ones(every.shape, jnp.float32)
-    facts = {"limit": shared.limit, "backend": named}
-    return ops.routed_experts(x, gate, up, down, ones, every, **facts)
+    given = x, gate, up, down, jnp.ones(every.shape, jnp.float32), every
+    how = {"limit": shared.limit, "backend": ops.named("routed_experts", facts["backend"])}
+    if ops.backend_of("routed_experts", *given, **how) != "triton":
+        return shared(x, **facts)
+    return ops.routed_experts(*given, **how)
 
 
 def _shares(

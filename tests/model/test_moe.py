@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from mla_jax import ops
 from mla_jax.model.moe import Experts, MoE, choose_experts
 from tests.model import tiny
 
@@ -64,3 +65,23 @@ def test_negative_biased_scores_never_pick_an_excluded_group():
     logits = jnp.zeros((1, 8), jnp.float32).at[0, :4].set(1.0)
     _, experts = choose_experts(logits, jnp.full((8,), -2.0, jnp.float32), moe)
     assert set(np.asarray(experts)[0].tolist()) <= {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 9])
+def test_shared_experts_of_small_steps_are_one_that_every_token_chooses(tokens, monkeypatch):
+    """Where Triton would run it: up to 8 tokens; the numbers are those of the plain block."""
+    config = tiny.config(layers=2, sparse_layers=(False, True))
+    layer = MoE(config, dtype=jnp.float32, rngs=nnx.Rngs(3))
+    x = jax.random.normal(jax.random.key(0), (tokens, config.hidden), jnp.float32)
+    real = jnp.ones(tokens, jnp.bool_)
+    want = layer(x, real)
+    counts = []
+    run = ops.routed_experts
+    monkeypatch.setattr(ops, "backend_of", lambda *args, **kwargs: "triton")
+    monkeypatch.setattr(
+        ops,
+        "routed_experts",
+        lambda x, gate, *a, **k: counts.append(len(gate)) or run(x, gate, *a, **k),
+    )
+    np.testing.assert_allclose(layer(x, real), want, rtol=1e-5, atol=1e-5)
+    assert counts == [1, config.moe.experts][tokens > 8 :]
