@@ -31,6 +31,7 @@ DEVICES = {
 }
 V2_LITE = {"dtype": "bfloat16", "experts": 64, "topk": 6, "hidden": 2048, "width": 1408}
 V3 = {"dtype": "bfloat16", "experts": 256, "topk": 8, "hidden": 7168, "width": 2048}
+SHARED = V2_LITE | {"experts": 1, "topk": 1, "width": 2816}  # V2-Lite's shared experts as one
 TINY = {"dtype": "float16", "experts": 6, "topk": 3, "hidden": 192, "width": 64}
 TOKENS = (1, 8, 32, 128, 512, 8192)
 
@@ -65,6 +66,14 @@ def test_few_rows_need_no_plan_and_many_the_largest_tile():
     assert [t.planned for t in found] == [False, False, True, True, True, True]
     assert [t.rows for t in found] == sorted(t.rows for t in found)
     assert (found[0].rows, found[-1].rows) == (16, 128)
+
+
+def test_programs_are_not_fewer_than_half_of_the_multiprocessors():
+    """Of one token's choices: narrower blocks of V2-Lite's shared experts, not of its others."""
+    shared, routed = (triton.heuristic(problem(m, 8), DEVICES[90]) for m in (SHARED, V2_LITE))
+    assert (shared.gate_columns, shared.gate_depth, shared.gate_stages) == (32, 128, 5)
+    assert (shared.down_columns, shared.down_depth, shared.down_stages) == (32, 128, 5)
+    assert (routed.gate_columns, routed.down_columns) == (64, 64)
 
 
 @pytest.mark.parametrize(
@@ -154,13 +163,14 @@ def parts(model, tokens, t):
     """``(kernel's name, constants, warps, stages)`` of one call."""
     sizes = (model["experts"], model["topk"], model["hidden"], model["width"])
     pairs = tokens * model["topk"]
-    searched = 0 if t.planned else triton.power(pairs)
+    choices = jnp.zeros((tokens, model["topk"]), jnp.int32)
+    searched = triton.searching(choices, rows=t.rows, planned=t.planned)
     yield (
         "gate_up",
         dict(
             SIZES=sizes,
             LIMIT=10.0,
-            PAIRS=searched,
+            **searched,
             TILE=(t.rows, t.tail, t.gate_columns, t.gate_depth),
         ),
         t.gate_warps,
@@ -168,7 +178,7 @@ def parts(model, tokens, t):
     )
     yield (
         "down",
-        dict(SIZES=sizes, PAIRS=searched, TILE=(t.rows, t.tail, t.down_columns, t.down_depth)),
+        dict(SIZES=sizes, TILE=(t.rows, t.tail, t.down_columns, t.down_depth)) | searched,
         t.down_warps,
         t.down_stages,
     )
@@ -181,7 +191,7 @@ def parts(model, tokens, t):
 
 
 @pytest.mark.skipif(bool(COMPILER), reason=COMPILER or "installed")
-@pytest.mark.parametrize("tokens", [1, 128, 512, 8192])
+@pytest.mark.parametrize("tokens", [1, 8, 128, 512, 8192])
 @pytest.mark.parametrize("sm", DEVICES)
 def test_compiles_without_spilling(sm, tokens):
     with warnings.catch_warnings():
@@ -190,7 +200,10 @@ def test_compiles_without_spilling(sm, tokens):
 
         t = triton.heuristic(problem(V2_LITE, tokens), DEVICES[sm])
         wide = [p for p in parts(V3, tokens, t) if p[0] == "add_norm"]
-        for name, constants, warps, stages in (*parts(V2_LITE, tokens, t), *wide):
+        found = [*parts(V2_LITE, tokens, t), *wide]
+        if tokens == 8:
+            found += parts(SHARED, tokens, triton.heuristic(problem(SHARED, tokens), DEVICES[sm]))
+        for name, constants, warps, stages in found:
             report = compile_triton(
                 getattr(kernels_triton, name), constants,
                 dtype="bf16", sm=sm, warps=warps, stages=stages,

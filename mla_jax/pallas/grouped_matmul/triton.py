@@ -112,8 +112,8 @@ def heuristic(problem: Problem, device: DeviceInfo) -> Tuning:
     """By rows an expert has on average; smaller where shared memory or registers ask for it.
 
     Few rows: narrow blocks of weights, so that every multiprocessor streams some; half as wide
-    where one token's programs would be fewer than these. Many: the largest tile whose accumulators
-    fit a block's registers.
+    where one token's programs would be fewer than half of these. Many: the largest tile whose
+    accumulators fit a block's registers.
     """
     names = ("tokens", "topk", "experts", "hidden", "width")
     tokens, topk, experts, hidden, width = (int(problem[name]) for name in names)
@@ -138,7 +138,7 @@ def heuristic(problem: Problem, device: DeviceInfo) -> Tuning:
         return columns, depth, warps, stages
 
     if rows == 16:
-        narrow = {n: 64 if topk * n // 64 >= device.sms else 32 for n in (width, hidden)}
+        narrow = {n: 64 if 2 * topk * n // 64 >= device.sms else 32 for n in (width, hidden)}
         gate = fit(narrow[width], 128, 5 if narrow[width] == 32 else 4, width, hidden, 2)
         down = fit(narrow[hidden], 128, 5 if narrow[hidden] == 32 else 4, hidden, width, 1)
     else:
