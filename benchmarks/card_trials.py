@@ -204,8 +204,8 @@ def _traced(engine: Engine, prompts: list[list[int]], file: Path) -> None:
 
 
 def _run(engine: Engine, prompts: list[list[int]]) -> tuple[float, float, list[list[int]]]:
-    """The mean of the last steps, in which all requests decode; of it the median that the host
-    waits, for it has nothing else to do; and the tokens."""
+    """The mean time of the last steps, in which all requests decode; the median time that the host
+    waits for a step's tokens; and the tokens."""
     times: dict[str, list[float]] = {}
     waits: list[float] = []
     read = step.StepOutput.read

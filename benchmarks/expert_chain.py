@@ -2,8 +2,8 @@
 
 A step of few tokens reads each layer's weights from memory once. Calls in a loop do not: a third of
 one layer's weights stay in the L2 cache. So tiles are compared here in layers of other weights,
-each of which waits for the one before. Each row is one way of the shared experts: microseconds from
-one layer's end to the next, and of its kernels.
+each of which waits for the one before. Each row is one way to compute the shared experts:
+microseconds from one layer's end to the next, and of its kernels.
 """
 
 import argparse
@@ -11,7 +11,6 @@ import itertools
 import json
 import statistics
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -21,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from benchmarks.card_trials import PATCHES
 from benchmarks.timing import device_events
 from mla_jax.config import ModelConfig
 from mla_jax.model import moe
@@ -52,8 +52,8 @@ def main() -> None:
     x = np.random.default_rng(0).standard_normal((given.tokens, config.hidden))
     real = jnp.arange(given.tokens) < 1
     inputs = [state for _, state in layers], jnp.asarray(x, jnp.bfloat16), real
-    for name, patches in _cases():
-        program = _compiled(layers[0][0], inputs, patches)
+    for name, patch in _cases():
+        program = _compiled(layers[0][0], inputs, patch)
         print(json.dumps({"case": name, "layers": given.layers} | _measured(program, inputs)))
 
 
@@ -61,20 +61,17 @@ def _layer(config: ModelConfig, seed: int) -> tuple[Any, Any]:
     return nnx.split(moe.MoE(config, dtype=jnp.dtype(jnp.bfloat16), rngs=nnx.Rngs(seed)))
 
 
-def _cases() -> Iterator[tuple[str, list[Any]]]:
-    """Names, and what of the library is another one."""
+def _cases() -> Iterator[tuple[str, Any]]:
+    """Names, and what of the library is replaced."""
 
     def alone(experts: Any, shared: Any, *args: Any, then: AddNorm, **facts: Any) -> Any:
         del shared
         return experts.onto(then, *args, **facts)
 
-    def plain(shared: Any, x: Array, **facts: Any) -> Array:
-        return shared(x, **facts)
-
-    yield "routed experts alone", [mock.patch.object(moe, "routed_and_shared", alone)]
-    yield "shared experts by cuBLAS", [mock.patch.object(moe, "_beside", plain)]
+    yield "routed experts alone", mock.patch.object(moe, "routed_and_shared", alone)
+    yield "shared experts by cuBLAS", mock.patch.object(*PATCHES["shared_plain"])
     for tile in TILES:
-        yield f"an expert of all, {tile}", [mock.patch.object(triton, "tune", _tune(tile))]
+        yield f"an expert of all, {tile}", mock.patch.object(triton, "tune", _tune(tile))
 
 
 def _tune(tile: tuple[int, ...]) -> Callable[..., Any]:
@@ -89,7 +86,7 @@ def _tune(tile: tuple[int, ...]) -> Callable[..., Any]:
     return found
 
 
-def _compiled(graph: Any, inputs: Any, patches: list[Any]) -> Callable[..., Any]:
+def _compiled(graph: Any, inputs: Any, patch: Any) -> Callable[..., Any]:
     def run(layers: list[Any], x: Array, real: Array) -> tuple[Array, Array]:
         h, gain = x, jnp.ones(x.shape[1], x.dtype)
         for state in layers:
@@ -98,9 +95,7 @@ def _compiled(graph: Any, inputs: Any, patches: list[Any]) -> Callable[..., Any]
         return h, x
 
     jax.clear_caches()  # traced operations are kept, and know nothing of the patches
-    with ExitStack() as stack:
-        for patch in patches:
-            stack.enter_context(patch)
+    with patch:
         lowered = jax.jit(run).trace(*inputs).lower()
     return lowered.compile(GPU_OPTIONS | UNROLLED)
 

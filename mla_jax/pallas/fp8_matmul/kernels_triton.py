@@ -277,7 +277,7 @@ def gate_up(
         if TOGETHER:
             n, last = first, first
             while n <= last:
-                e = _sole(experts, n, pairs, SIZES[0], PAIRS)
+                e = _sole(experts, n, SIZES[0], PAIRS)
                 if e >= 0:
                     _gate_up_together(
                         x, weights, experts, pairs, out, e, block, piece, SIZES, LIMIT, TILE, HOW
@@ -309,7 +309,7 @@ def down(
     if TOGETHER:
         n, last = pid // BLOCKS, pid // BLOCKS
         while n <= last:
-            e = _sole(experts, n, pairs, SIZES[0], PAIRS)
+            e = _sole(experts, n, SIZES[0], PAIRS)
             if e >= 0:
                 pair, live = _own(experts, e, pairs, SIZES[1], ROWS)
                 y = _down_sums(h, weight, scale, e, pid % BLOCKS, pair, live, SIZES, TILE)

@@ -109,7 +109,7 @@ def _chosen(experts, pairs, EXPERTS: tl.constexpr, PAIRS: tl.constexpr):
 
 
 @jit
-def _sole(experts, n, pairs, EXPERTS: tl.constexpr, PAIRS: tl.constexpr):
+def _sole(experts, n, EXPERTS: tl.constexpr, PAIRS: tl.constexpr):
     """Where every token has a row of the tile: the expert of pair ``n``, if no pair before has it.
 
     Else -1. What asks for weights waits for nothing else.
@@ -281,7 +281,7 @@ def gate_up(
         n, last, block = pid // BLOCKS, pid // BLOCKS, pid % BLOCKS
         token = tl.arange(0, ROWS)
         while n <= last:
-            e = _sole(experts, n, pairs, SIZES[0], PAIRS)
+            e = _sole(experts, n, SIZES[0], PAIRS)
             if e >= 0:
                 read = token * SIZES[1] < pairs
                 g, u = _gate_up_sums(x, gate, up, e, block, token, read, SIZES, ROWS, TILE)
@@ -324,7 +324,7 @@ def down(
     if TOGETHER:
         n, last = pid // BLOCKS, pid // BLOCKS
         while n <= last:
-            e = _sole(experts, n, pairs, SIZES[0], PAIRS)
+            e = _sole(experts, n, SIZES[0], PAIRS)
             if e >= 0:
                 pair, live = _own(experts, e, pairs, SIZES[1], ROWS)
                 y = _down_sums(h, weight, e, pid % BLOCKS, pair, live, SIZES, ROWS, TILE)

@@ -138,9 +138,13 @@ def heuristic(problem: Problem, device: DeviceInfo) -> Tuning:
         return columns, depth, warps, stages
 
     if rows == 16:
-        narrow = {n: 64 if 2 * topk * n // 64 >= device.sms else 32 for n in (width, hidden)}
-        gate = fit(narrow[width], 128, 5 if narrow[width] == 32 else 4, width, hidden, 2)
-        down = fit(narrow[hidden], 128, 5 if narrow[hidden] == 32 else 4, hidden, width, 1)
+
+        def block(across: int) -> tuple[int, int, int]:
+            """Columns, depth and stages."""
+            return (64, 128, 4) if 2 * topk * across // 64 >= device.sms else (32, 128, 5)
+
+        gate = fit(*block(width), width, hidden, 2)
+        down = fit(*block(hidden), hidden, width, 1)
     else:
         gate = fit(128 if many and hopper else 64, 64, 4, width, hidden, 2)
         down = fit(256 if many and hopper else 128, 64, 3 if many else 4, hidden, width, 1)
