@@ -46,10 +46,11 @@ def absorb(q_nope: Float[Array, "tokens heads nope"], up_k: AbsorbedKeys) -> Lat
 
     def product(x: Array, y: Array) -> Array:
         exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
-        return jnp.einsum("thd,hdr->thr", x, y, precision=exact, preferred_element_type=dtype)
+        wide = {"precision": exact, "preferred_element_type": jnp.float32}
+        return jnp.einsum("thd,hdr->thr", x, y, **wide).astype(dtype)
 
     def widened(x: Array, y: Array) -> Array:
-        return product(x.astype(jnp.float32), y.astype(jnp.float32)).astype(dtype)
+        return product(x.astype(jnp.float32), y.astype(jnp.float32))
 
     # XLA's CPU backend has no batched product of 16-bit operands into float32.
     return lax.platform_dependent(q_nope, up_k, cpu=widened, default=product)
