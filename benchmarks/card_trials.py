@@ -62,6 +62,7 @@ TRIALS: dict[str, dict[str, Any]] = {
     "unlooped": {},
     "twins": {},
     "absorbed_apart": {},
+    "copies": {"xla_disable_hlo_passes": "rematerialization"},
 }
 """Options in place of a step's own: copies and sums begin early; XLA's sums are in the graph; the
 graph has a loop over layers; XLA keeps 256 captured launches of each call, not 16; every sum over
@@ -69,7 +70,7 @@ the cards is NCCL's; shared experts do not wait for the router's logits; the cho
 launched where XLA puts it; 16-bit shared experts are cuBLAS's; kernels in the order of a plain
 schedule; tokens are elsewhere in each step; layers one after the other in the program; every other
 step runs a second copy of its program, with CUDA graphs of its own; queries are absorbed in a
-launch of their own."""
+launch of their own; the step's words and tokens are copied, not read and written by kernels."""
 
 
 class _Twins:

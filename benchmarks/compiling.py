@@ -8,7 +8,7 @@ from mla_jax.model import step
 
 __all__ = ["gpu_options"]
 
-_FURTHER = "UNROLLED", "IN_PLACE"
+_FURTHER = "UNROLLED", "IN_PLACE", "IN_KERNELS"
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from mla_jax.config import LayerKind, ModelConfig
 from mla_jax.metadata.mla import MLAMetadata
 from mla_jax.model.decoder import Decoder, DecoderBlock, Derived
 from mla_jax.model.embed import checked_tokens
+from mla_jax.model.loops import computed_zero
 from mla_jax.model.mla import MLA, StepPlan, plan_step
 from mla_jax.placement import Placement
 from mla_jax.types import Array, Float, Int
@@ -113,8 +114,9 @@ class DeepseekV3(Decoder[Block]):
 
         state = _State(h, self.first_norm(h), cache)
         derived = self.derive() if derived is None else derived
+        zero = computed_zero(token_ids)
         for stack, beside in zip(self.stacks, derived, strict=True):
-            state = stack.run(state, layer, beside=beside)
+            state = stack.run(state, layer, beside=beside, zero=zero)
         return state.x, {"latent": state.cache}
 
     def full(

@@ -27,6 +27,7 @@ from mla_jax.model.decoder import Decoder, DecoderBlock, Derived
 from mla_jax.model.embed import checked_tokens
 from mla_jax.model.indexer import Indexer
 from mla_jax.model.linear import contract, precision_of, project
+from mla_jax.model.loops import computed_zero
 from mla_jax.model.mla import MLA, Absorbed, Rows, StepPlan, Up, plan_step
 from mla_jax.model.rope import cos_sin
 from mla_jax.model.sharding import divided, divides
@@ -339,8 +340,9 @@ class DeepseekV32(Decoder[SparseBlock]):
 
         state = _State(h, self.first_norm(h), latent, caches["index_keys"], slots)
         derived = self.derive() if derived is None else derived
+        zero = computed_zero(token_ids)
         for stack, beside in zip(self.stacks, derived, strict=True):
-            state = stack.run(state, layer, beside=beside)
+            state = stack.run(state, layer, beside=beside, zero=zero)
         written = {"latent": state.latent, "index_keys": state.index_keys}
         return state.x, written
 

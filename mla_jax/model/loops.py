@@ -6,9 +6,12 @@ Kernels have loops of their own, which no graph sees; they are not looked into.
 from collections.abc import Iterator
 from typing import Any
 
+from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
-__all__ = ["carried_conditions", "nested"]
+from mla_jax.types import Array, Int
+
+__all__ = ["carried_conditions", "computed_zero", "nested"]
 
 KERNELS = ("pallas_call", "core_map", "mpmd_map")
 """Operations whose programs are kernels."""
@@ -17,6 +20,15 @@ LOOPS = ("scan", "while")
 
 COUNTED = "scan"
 """Loops whose number of turns is known before they run: XLA unrolls no others."""
+
+
+def computed_zero(numbers: Int[Array, "several"]) -> Int[Array, ""]:
+    """0 whatever the numbers are, which XLA does not know; it takes at least one.
+
+    A constant that a loop counts on from is copied first, in a CUDA graph by a node of its own, for
+    which kernels wait. V2-Lite of 12 layers, one request: 1,034 -> 1,029 us a step (H200).
+    """
+    return lax.population_count(numbers[0]) >> 6
 
 
 def nested(program: ClosedJaxpr) -> bool:

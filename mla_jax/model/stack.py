@@ -117,11 +117,13 @@ class Stack[Block: nnx.Module](nnx.Module):
         layer: Callable[[Block, Any, Int[Array, ""] | int, Carry], Carry],
         *,
         beside: Sequence[Any] | None = None,
+        zero: Int[Array, ""] | int = 0,
     ) -> Carry:
         """``carry = layer(block, extra, number, carry)`` over all layers, in order.
 
         ``beside`` has a pytree for each block of the period whose leaves are stacked as the
         weights are; ``extra`` is one layer's part of it, ``number`` the layer's in the decoder.
+        Layers are counted from ``zero`` on; a served step computes it (``loops.computed_zero``).
         """
         graphs, state = zip(*map(nnx.split, self.blocks), strict=True)
         beside = [None] * len(self.blocks) if beside is None else beside
@@ -143,8 +145,8 @@ class Stack[Block: nnx.Module](nnx.Module):
 
         if self.period.repeats == 1:
             only = jax.tree.map(lambda leaf: leaf[0], (state, list(beside)))
-            return turn(first, carry, *only)
-        begin = jnp.asarray(first, jnp.int32), carry
+            return turn(zero + first, carry, *only)
+        begin = jnp.asarray(zero + first, jnp.int32), carry
         return lax.scan(counted, begin, (state, list(beside)))[0][1]
 
 

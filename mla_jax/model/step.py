@@ -39,6 +39,7 @@ from mla_jax.types import Array, Float, Int
 
 __all__ = [
     "GPU_OPTIONS",
+    "IN_KERNELS",
     "LOOPS_IN_GRAPHS",
     "Step",
     "StepBatch",
@@ -77,6 +78,18 @@ Products by cuBLAS and custom calls read a layer's weights at their address in t
 Triton products would have them copied first, and merging two products copies both weights. Kernels
 that do not need each other's results run at the same time. XLA's rematerialization is off: where
 weights and caches take more than 80 % of the memory, it computes products again and saves nothing.
+"""
+
+IN_KERNELS: dict[str, bool | int | str] = {
+    "xla_disable_hlo_passes": f"{GPU_OPTIONS['xla_disable_hlo_passes']},"
+    "host-memory-transfer-asyncifier"
+}
+"""Further options of a step on one device: its kernels read and write the host's memory.
+
+By itself XLA begins and awaits copies of the step's words and tokens, on streams of their own. A
+step is one CUDA graph without them. V2-Lite, 27 layers, H200: one request 2,430 -> 2,370 us, eight
+5,815 -> 5,705: kernels also follow each other sooner, by 0.1 us instead of 0.5. Over several
+devices this was not tried.
 """
 
 UNROLLED: dict[str, bool | int | str] = {"xla_gpu_command_buffer_unroll_loops": True}
@@ -371,9 +384,11 @@ class Step:
         if not self.placement.on_gpu:
             return None
         decision = jax.tree.unflatten(layout.tree, layout.shapes).decision
+        one = self.placement.size == 1
+        options = GPU_OPTIONS | (IN_KERNELS if one else {})
         if not getattr(decision, "decodes_only", False):
-            return GPU_OPTIONS
-        return GPU_OPTIONS | UNROLLED | (IN_PLACE if self.placement.size > 1 else {})
+            return options
+        return options | UNROLLED | ({} if one else IN_PLACE)
 
     def _trees(self, layout: Layout, arguments: Any) -> tuple[Any, Any]:
         """Structure of a program's arguments and results, without tracing it."""
@@ -466,7 +481,9 @@ class Step:
             backend=self._backend,
             placement=replace(self.placement, peers=peers),
         )
-        logits = self._whole(model.logits(hidden[jnp.maximum(query_starts[1:] - 1, 0)]))
+        # The barrier has XLA compute this early, beside other kernels: it reads the host's memory.
+        last = lax.optimization_barrier(jnp.maximum(query_starts[1:] - 1, 0))
+        logits = self._whole(model.logits(hidden[last]))
         fed = Fed(ids=ids, positions=common.positions, requests=common.requests, real=common.real)
         seen = history if self._vocab else None
         found = self._drawn(logits, batch.sampling, seen, fed)

@@ -17,7 +17,7 @@ from mla_jax.config import MLADims, RopeConfig
 from mla_jax.metadata.packed import pack
 from mla_jax.model.deepseek_v3 import DeepseekV3
 from mla_jax.model.loops import carried_conditions, nested
-from mla_jax.model.step import GPU_OPTIONS, UNROLLED, Step, empty_batch
+from mla_jax.model.step import GPU_OPTIONS, IN_KERNELS, UNROLLED, Step, empty_batch
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.registry import Registry
 from mla_jax.placement import Placement
@@ -131,7 +131,8 @@ def test_layers_with_loops_are_not_unrolled(monkeypatch):
             monkeypatch.setattr("mla_jax.model.step.nested", lambda program: False)
         with pytest.raises(InterruptedError):
             step.compile(layout, caches)
-    assert asked == [GPU_OPTIONS, GPU_OPTIONS | UNROLLED]
+    one = GPU_OPTIONS | IN_KERNELS
+    assert asked == [one, one | UNROLLED]
 
 
 def test_kernels_leave_no_loop_in_a_layer(monkeypatch):
