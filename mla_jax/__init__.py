@@ -34,6 +34,7 @@ from mla_jax.metadata.mla import (
 )
 from mla_jax.ops import (
     AddNorm,
+    RowNorm,
     append_latent,
     append_window,
     apply_sinks,
@@ -108,6 +109,7 @@ __all__ = [
     "RecordCache",
     "RecordFormat",
     "RopeConfig",
+    "RowNorm",
     "SamplingParams",
     "SparseScope",
     "StatePool",

@@ -38,6 +38,7 @@ from mla_jax.pallas.axes import (
     ExpertsOut,
     Hidden,
     Mixed,
+    RowNorm,
     StreamRows,
 )
 from mla_jax.pallas.registry import Problem
@@ -55,6 +56,7 @@ from mla_jax.types import Array, AttnState, BlockScaled, Bool, Float, Int, gathe
 __all__ = [
     "REGISTRY",
     "AddNorm",
+    "RowNorm",
     "all_reduce",
     "append_latent",
     "append_window",
@@ -394,7 +396,7 @@ def apply_sinks(
 def route_tokens(
     x: Hidden, kernel: Float[Array, "hidden experts"], choice_bias: Float[Array, "experts"] | None,
     real: Bool[Array, "tokens"], *, moe: MoEConfig, first: Literal[False] = False,
-    backend: str | None = None,
+    norm: None = None, backend: str | None = None,
 ) -> tuple[ChoiceWeights, Choices]: ...  # fmt: skip
 
 
@@ -402,13 +404,14 @@ def route_tokens(
 def route_tokens(
     x: Hidden, kernel: Float[Array, "hidden experts"], choice_bias: Float[Array, "experts"] | None,
     real: Bool[Array, "tokens"], *, moe: MoEConfig, first: Literal[True],
-    backend: str | None = None,
+    norm: RowNorm | None = None, backend: str | None = None,
 ) -> tuple[ChoiceWeights, Choices, Hidden]: ...  # fmt: skip
 
 
 def route_tokens(
     x: Hidden, kernel: Float[Array, "hidden experts"], choice_bias: Float[Array, "experts"] | None,
-    real: Bool[Array, "tokens"], *, moe: MoEConfig, first: bool = False, backend: str | None = None,
+    real: Bool[Array, "tokens"], *, moe: MoEConfig, first: bool = False,
+    norm: RowNorm | None = None, backend: str | None = None,
 ) -> tuple[ChoiceWeights, Choices] | tuple[ChoiceWeights, Choices, Hidden]:  # fmt: skip
     """``(weights, experts)`` of each token: the best of ``scores(x @ kernel)``, as ``moe`` says.
 
@@ -417,10 +420,13 @@ def route_tokens(
     choice alone (``noaux_tc``). Scores, groups and weights: ``pallas/router/ref.py``.
 
     With ``first`` the result is ``(weights, experts, x)``. ``x`` has not changed, but on a GPU what
-    is computed from it starts after the logits: shared experts then do not delay the choice.
+    is computed from it starts after the logits: shared experts then do not delay the choice. With
+    ``norm=RowNorm(gain, eps)`` rows are ``gain * x / sqrt(mean(x^2) + eps)``, rounded to x's dtype,
+    and the result has these as its third: of few tokens the launch of the logits makes them.
     """
-    run = choose(problems.route(x, kernel, choice_bias, real, moe=moe, first=first), backend)
-    return run(x, kernel, choice_bias, real, moe=moe, first=first)
+    facts = {"moe": moe, "first": first, "norm": norm}
+    run = choose(problems.route(x, kernel, choice_bias, real, **facts), backend)
+    return run(x, kernel, choice_bias, real, **facts)
 
 
 def matmul_float32(

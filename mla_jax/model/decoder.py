@@ -19,7 +19,7 @@ from mla_jax.model.moe import MoE
 from mla_jax.model.norm import RMSNorm
 from mla_jax.model.stack import Layers, Stack, periods_of
 from mla_jax.pallas.append.ref import rms_norm
-from mla_jax.pallas.axes import AddNorm
+from mla_jax.pallas.axes import AddNorm, RowNorm
 from mla_jax.placement import Placement
 from mla_jax.types import Array, Bool, Float
 
@@ -87,7 +87,8 @@ class DecoderBlock[Attention: MLA](nnx.Module):
         then = AddNorm(residual=h, gain=after, eps=self.mlp_norm.eps)
         if not self.sparse:
             return self.mlp.onto(then, x, **facts)
-        return self.moe.onto(then, x, real, **facts)
+        norm = RowNorm(gain=self.mlp_norm.scale[...], eps=self.mlp_norm.eps)
+        return self.moe.onto(then, x, real, norm=norm, **facts)
 
     def feed_whole(
         self, h: Float[Array, "sequences tokens hidden"]

@@ -91,6 +91,13 @@ Choices = Int[Array, "tokens topk"]
 """Experts that each token chose; an index that is no expert adds nothing."""
 
 
+class RowNorm(NamedTuple):
+    """A norm by root mean square of each row: ``gain * x / sqrt(mean(x^2) + eps)``."""
+
+    gain: Float[Array, "hidden"]
+    eps: float
+
+
 class AddNorm(NamedTuple):
     """What follows a sub-block: its result is added to the residual, and the sum is normalised."""
 

@@ -463,18 +463,22 @@ def _routed(op: str, x: Any, size: dict[str, int], **more: bool) -> Problem:
     return Problem.of(op, dtype=str(x.dtype), **_sizes(size, *names), rows_each=each, **more)
 
 
-def route(x, kernel, choice_bias, real, *, moe, first=False) -> Problem:
+def route(x, kernel, choice_bias, real, *, moe, first=False, norm=None) -> Problem:
     op = "route_tokens"
     check_flag(f"{op}: first", first)
     check_fields(f"{op}: moe", moe, "a MoEConfig", "experts", "topk", "groups", "method", "biased")
-    biased = {} if choice_bias is None else {"choice_bias": (choice_bias, "float", "experts")}
+    more = {} if choice_bias is None else {"choice_bias": (choice_bias, "float", "experts")}
+    if norm is not None:
+        check_fields(f"{op}: norm", norm, "a RowNorm", "gain", "eps")
+        check_eps(f"{op}: norm.eps", norm.eps)
+        more["gain"] = norm.gain, "float", "hidden"
     size = _bind(
         op,
         {"experts": moe.experts},
         x=(x, "float", "tokens hidden"),
         kernel=(kernel, "float", "hidden experts"),
         real=(real, "bool", "tokens"),
-        **biased,
+        **more,
     )
     if choice_bias is not None and not moe.biased:
         raise ArgumentError(f"{op}: choice_bias with method {moe.method}", "an array", "None")

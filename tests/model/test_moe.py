@@ -8,6 +8,8 @@ from flax import nnx
 
 from mla_jax import ops
 from mla_jax.model.moe import Experts, MoE, choose_experts
+from mla_jax.pallas.append.ref import rms_norm
+from mla_jax.pallas.axes import AddNorm, RowNorm
 from tests.model import tiny
 
 
@@ -85,3 +87,22 @@ def test_shared_experts_of_small_steps_are_one_that_every_token_chooses(tokens, 
     )
     np.testing.assert_allclose(layer(x, real), want, rtol=1e-5, atol=1e-5)
     assert counts == [1, config.moe.experts][tokens > 8 :]
+
+
+@pytest.mark.parametrize(("tokens", "reads"), [(8, False), (9, True)])
+def test_the_router_normalises_rows_of_small_steps(tokens, reads, monkeypatch):
+    """Where Triton would run it: up to 8 tokens; then nothing reads the rows that are given."""
+    config = tiny.config(layers=2, sparse_layers=(False, True))
+    layer = MoE(config, dtype=jnp.float32, rngs=nnx.Rngs(3))
+    h = jax.random.normal(jax.random.key(0), (tokens, config.hidden), jnp.float32)
+    gain, after = jax.random.normal(jax.random.key(1), (2, config.hidden), jnp.float32)
+    real, norm = jnp.ones(tokens, jnp.bool_), RowNorm(gain=gain, eps=1e-3)
+    then = AddNorm(residual=h, gain=after, eps=1e-3)
+    x = rms_norm(h, gain, eps=1e-3)
+    want = layer.onto(then, x, real)
+    monkeypatch.setattr(ops, "backend_of", lambda *args, **kwargs: "triton")
+    found = layer.onto(then, x if reads else x * jnp.nan, real, norm=norm)
+    for a, b in zip(found, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    if reads:
+        assert jnp.isnan(layer.onto(then, x * jnp.nan, real, norm=norm)[0]).any()

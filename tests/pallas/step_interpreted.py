@@ -1,6 +1,7 @@
 """The Triton programs of the router and of a step's new rows, by the interpreter on the CPU."""
 
 import os
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from mla_jax.pallas import triton_lib
 from mla_jax.pallas.append import ref
 from mla_jax.pallas.append import triton as append
+from mla_jax.pallas.axes import RowNorm
 from mla_jax.pallas.router import triton as router
 from tests.cases import draw
 from tests.pallas import routers
@@ -27,6 +29,19 @@ def interpreted(monkeypatch):
 def test_the_router(tokens, moe, rng):
     c = routers.case(rng, tokens, moe)
     routers.judge(router.route_tokens(*c.args, moe=moe), c)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "name"), [(5, 2048, "v2_lite"), (16, 300, "v3"), (17, 192, "k2")]
+)
+def test_the_router_normalises(tokens, hidden, name, rng):
+    c = routers.case(rng, tokens, routers.MOES[name], hidden=hidden)
+    gain = jnp.asarray(draw(rng, hidden))
+    norm = RowNorm(gain=gain, eps=0.5)
+    *found, x = router.route_tokens(*c.args, moe=c.moe, norm=norm)
+    want = ref.rms_norm(jnp.asarray(c.x), gain, eps=0.5)
+    np.testing.assert_allclose(np.asarray(x), np.asarray(want), rtol=1e-5, atol=1e-6)
+    routers.judge(found, replace(c, x=np.asarray(x)))
 
 
 @pytest.mark.parametrize("moe", routers.MOES.values(), ids=routers.MOES)

@@ -50,11 +50,11 @@ def test_compiles_a_decode_step_of_few_launches():
             break
         turn.append(kind)
     # queries, latents, values, output
-    # new rows and absorbed queries; scores and choice; the shared expert's gate and up, down; the
-    # others' gate and up, down, the sum with what follows
+    # new rows and absorbed queries; norm with scores, and choice; the shared expert's gate and up,
+    # down; the others' gate and up, down, the sum with what follows
     # attention and its merge
-    # a norm, the shared expert's result, the layer's number, a gain
-    layer = {"product": 4, "triton": 8, "mosaic": 2, "fusion": 4}
+    # the shared expert's result, the layer's number
+    layer = {"product": 4, "triton": 8, "mosaic": 2, "fusion": 2}
     each = collections.Counter({kind: LAYERS_A_TURN * count for kind, count in layer.items()})
     each["fusion"] += 2  # the loop's counter, the shared expert's number
     assert collections.Counter(turn) == each

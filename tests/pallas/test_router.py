@@ -1,6 +1,7 @@
 """The router: every backend against one token at a time in float64."""
 
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 
 from mla_jax import ops
 from mla_jax.errors import ArgumentError
-from mla_jax.ops import matmul_float32, route_tokens
+from mla_jax.ops import RowNorm, matmul_float32, route_tokens
 from mla_jax.pallas.device import DeviceInfo
 from tests import aot
 from tests.cases import draw, run
@@ -19,7 +20,13 @@ from tests.pallas.routers import MOES, case, judge
 triton = module_of("router.triton")
 MOST_CUT = 1024  # its own
 OP = "route_tokens"
+EPS = 1e-2
 METHODS = pytest.mark.parametrize("moe", MOES.values(), ids=MOES)
+
+
+def normed(x, kernel, bias, real, gain, *, moe, backend):
+    norm = RowNorm(gain=gain, eps=EPS)
+    return route_tokens(x, kernel, bias, real, moe=moe, norm=norm, backend=backend)
 
 
 @METHODS
@@ -38,6 +45,28 @@ def test_what_comes_behind_the_logits_is_the_same(tokens, backend, rng):
     *found, x = run(route_tokens, *c.args, moe=moe, first=True, backend=backend)
     for a, b in zip((*found, x), (*want, c.x), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "name"),
+    [(0, 192, "v3"), (1, 192, "v2_lite"), (8, 2048, "v2_lite"), (9, 300, "v3"), (40, 192, "k2")],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_rows_are_normalised_first(tokens, hidden, name, dtype, backend, rng):
+    """Each to its dtype's rounding; the choice is that of the rows which are returned."""
+    c = case(rng, max(tokens, 1), MOES[name], hidden=hidden, dtype=dtype).take(slice(tokens))
+    c.x[~c.real] = np.nan  # stays in its rows
+    gain = draw(rng, hidden, dtype=dtype)
+    *found, x = run(normed, *c.args, jnp.asarray(gain), moe=c.moe, backend=backend)
+    wide = c.x[c.real].astype(np.float64)
+    want = gain.astype(np.float64) * wide / np.sqrt((wide**2).mean(-1, keepdims=True) + EPS)
+    step = float(jnp.finfo(dtype).eps)
+    x, found = np.asarray(x), [np.asarray(a) for a in found]
+    assert x.dtype == c.x.dtype and x.shape == c.x.shape
+    np.testing.assert_allclose(x[c.real].astype(np.float64), want, rtol=step + 1e-6, atol=1e-6)
+    assert (found[1][~c.real] == -1).all()
+    if c.real.any():
+        judge([a[c.real] for a in found], replace(c.take(c.real), x=x[c.real]))
 
 
 @METHODS
@@ -122,13 +151,17 @@ def test_refusals(rng):
     c = case(rng, 4, MOES["v3"])
     x, kernel, bias, real = c.args
 
-    def explained(*args, moe=c.moe):
-        return ops.explain(OP, *args, moe=moe)
+    def explained(*args, moe=c.moe, norm=None):
+        return ops.explain(OP, *args, moe=moe, norm=norm)
 
     with pytest.raises(ArgumentError, match="kernel"):
         explained(x, kernel[:, :5], bias, real)
     with pytest.raises(ArgumentError, match="real"):
         explained(x, kernel, bias, real.astype(jnp.int32))
+    with pytest.raises(ArgumentError, match="norm: given"):
+        explained(x, kernel, bias, real, norm=1.0)
+    with pytest.raises(ArgumentError, match="gain"):
+        explained(x, kernel, bias, real, norm=RowNorm(gain=jnp.ones(3), eps=1e-6))
     with pytest.raises(ArgumentError, match="choice_bias"):
         explained(x, kernel[:, :64], bias[:64], real, moe=MOES["v2_lite"])
     assert "xla: accepted" in explained(x, kernel, bias, real)
@@ -156,6 +189,26 @@ def test_compiles_for_sm90_with_two_launches(tokens, moe, monkeypatch):
     text = compiled.as_text()
     entry = text[text.index("\nENTRY") :]
     assert entry.count('custom_call_target="triton_kernel_call_ffi"') == 2, entry
+
+
+@pytest.mark.skipif(bool(AOT), reason=AOT or "available")
+@pytest.mark.parametrize(("tokens", "launches"), [(1, 2), (16, 2), (17, 3)])
+def test_compiles_for_sm90_with_the_norm(tokens, launches, monkeypatch):
+    """In the launch of the logits, of up to 16 tokens; of more it is XLA's."""
+    monkeypatch.setattr(DeviceInfo, "current", lambda: aot.H200)
+    spec, moe = jax.ShapeDtypeStruct, MOES["v2_lite"]
+
+    def layer(h, gain, kernel, real):
+        norm = RowNorm(gain=gain, eps=1e-6)
+        return route_tokens(h, kernel, None, real, moe=moe, norm=norm, backend="triton")
+
+    shapes = (tokens, 5120), (5120,), (5120, moe.experts), (tokens,)
+    dtypes = jnp.bfloat16, jnp.bfloat16, jnp.float32, jnp.bool_
+    compiled, _ = aot.compile_sm90(layer, *map(spec, shapes, dtypes))
+    text = compiled.as_text()
+    entry = text[text.index("\nENTRY") :]
+    kernels = re.findall(r" = .* (?:custom-call|fusion)\(", entry)
+    assert len(kernels) == launches, entry
 
 
 @pytest.mark.skipif(bool(AOT), reason=AOT or "available")

@@ -16,7 +16,7 @@ Imported only where Triton is there: by ``triton.py``.
 
 from mla_jax.pallas.triton_lib import jit, tl
 
-__all__ = ["choose", "logits", "logits_first"]
+__all__ = ["choose", "logits", "logits_first", "logits_normed"]
 
 
 @jit
@@ -85,6 +85,55 @@ def logits_first(
 ):  # fmt: skip
     """``logits``; ``same`` has the memory of ``x``, so that its readers wait for this launch."""
     logits(x, kernel, tokens, out, SIZES, PIECE, COUNT, TILE, PARTED)
+
+
+@jit
+def logits_normed(
+    x, gain, kernel, tokens, out, normed,
+    SIZES: tl.constexpr, PIECE: tl.constexpr, TILE: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    """``logits`` of rows that are normalised first, and these rows, ``normed``.
+
+    ``TILE`` are rows, experts of a program, and the channels that are read at a time for the norm.
+    Each program has one piece of channels and normalises all rows for itself; what it multiplies
+    is on its way before.
+    """
+    HIDDEN: tl.constexpr = SIZES[0]
+    EXPERTS: tl.constexpr = SIZES[1]
+    ROWS: tl.constexpr = TILE[0]
+    COLUMNS: tl.constexpr = TILE[1]
+    PART: tl.constexpr = TILE[2]
+    TILES: tl.constexpr = (EXPERTS + COLUMNS - 1) // COLUMNS
+    pid = tl.program_id(0)
+    t = tl.arange(0, ROWS)
+    e = pid % TILES * COLUMNS + tl.arange(0, COLUMNS)
+    k = pid // TILES * PIECE + tl.arange(0, PIECE)
+    there, here = (t < tokens)[:, None], k < HIDDEN
+    mask = here[:, None] & (e < EXPERTS)[None, :]
+    weights = tl.load(kernel + k[:, None] * EXPERTS + e[None, :], mask=mask, other=0.0)
+    at = t[:, None] * HIDDEN + k[None, :]
+    own = tl.load(x + at, mask=there & here[None, :], other=0.0).to(tl.float32)
+    factor = tl.load(gain + k, mask=here, other=0.0).to(tl.float32)
+    squares = tl.zeros((ROWS,), tl.float32)
+    for c in tl.static_range(0, HIDDEN, PART):
+        p = (c + tl.arange(0, PART))[None, :]
+        part = tl.load(x + t[:, None] * HIDDEN + p, mask=there & (p < HIDDEN), other=0.0)
+        squares += tl.sum(part.to(tl.float32) * part.to(tl.float32), 1)
+    own *= tl.rsqrt(squares / HIDDEN + EPS)[:, None]
+    rows = (factor[None, :] * own).to(x.dtype.element_ty)
+    if pid % TILES == 0:
+        tl.store(normed + at, rows, mask=there & here[None, :])
+    if rows.dtype == tl.bfloat16:
+        high = weights.to(tl.bfloat16)
+        weights -= high.to(tl.float32)
+        middle = weights.to(tl.bfloat16)
+        total = tl.dot(rows, (weights - middle.to(tl.float32)).to(tl.bfloat16))
+        total = tl.dot(rows, middle, total)
+        total = tl.dot(rows, high, total)
+    else:
+        total = tl.dot(rows.to(tl.float32), weights, input_precision="ieee")
+    to = out + (pid // TILES * tokens + t)[:, None].to(tl.int64) * EXPERTS + e[None, :]
+    tl.store(to, total, mask=there & (e < EXPERTS)[None, :])
 
 
 @jit

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from mla_jax.config import MoEConfig
-from mla_jax.pallas.axes import Choices, ChoiceWeights, Hidden
+from mla_jax.pallas.append.ref import rms_norm
+from mla_jax.pallas.axes import Choices, ChoiceWeights, Hidden, RowNorm
 from mla_jax.types import Array, Bool, Float, Int
 
 __all__ = [
@@ -20,11 +21,17 @@ __all__ = [
 def route_tokens(
     x: Hidden, kernel: Float[Array, "hidden experts"], choice_bias: Float[Array, "experts"] | None,
     real: Bool[Array, "tokens"], *, moe: MoEConfig, first: bool = False,
+    norm: RowNorm | None = None,
 ) -> tuple[ChoiceWeights, Choices] | tuple[ChoiceWeights, Choices, Hidden]:  # fmt: skip
-    """``choose_experts(x @ kernel)`` in float32; a token that is not real has experts -1."""
+    """``choose_experts(x @ kernel)`` in float32; a token that is not real has experts -1.
+
+    ``first``: also ``x``. ``norm``: of ``x`` normalised and rounded, which is returned too.
+    """
+    if norm is not None:  # XLA may compute on with what it has not rounded: the barrier forbids it
+        x = lax.optimization_barrier(rms_norm(x, norm.gain, eps=norm.eps))
     weights, experts = choose_experts(router_logits(x, kernel), choice_bias, moe)
     found = weights, jnp.where(real[:, None], experts, -1)
-    return (*found, x) if first else found
+    return (*found, x) if first or norm is not None else found
 
 
 def router_logits(

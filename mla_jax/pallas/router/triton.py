@@ -3,6 +3,8 @@
     logits     x @ kernel in float32, cut along hidden       [pieces, tokens, experts]
     choose     the pieces added, scores, groups, the best    [tokens, topk]
 
+Of few tokens the first launch normalises the rows too.
+
 For few tokens cuBLAS has no float32 product that fills the machine (128 tokens of V2-Lite: 69 us),
 for many it leaves the tensor cores idle (16384 tokens: 310 us), and a sort for six of 64 is three
 kernels. Pieces are of a fixed depth and are added in order, so a token's choice does not depend on
@@ -18,7 +20,8 @@ from jax import lax
 
 from mla_jax.config import MoEConfig
 from mla_jax.pallas import triton_lib
-from mla_jax.pallas.axes import Choices, ChoiceWeights, Hidden
+from mla_jax.pallas.append.ref import rms_norm
+from mla_jax.pallas.axes import Choices, ChoiceWeights, Hidden, RowNorm
 from mla_jax.pallas.router import kernels_triton as kernels
 from mla_jax.types import Array, Bool, Float, cdiv, power_of_two
 
@@ -49,10 +52,15 @@ MOST_PIECES, NARROW_PIECES = 32, 128
 LEAST = 16
 """Columns of a product on tensor cores."""
 
+MOST_DEPTH, PART = 256, 512
+"""Of the launch that normalises too: channels of a piece, whose weights a program holds, at most;
+and those that it reads at a time for the norm."""
+
 
 def route_tokens(
     x: Hidden, kernel: Float[Array, "hidden experts"], choice_bias: Float[Array, "experts"] | None,
     real: Bool[Array, "tokens"], *, moe: MoEConfig, first: bool = False,
+    norm: RowNorm | None = None,
 ) -> tuple[ChoiceWeights, Choices] | tuple[ChoiceWeights, Choices, Hidden]:  # fmt: skip
     """``ref.route_tokens``."""
     tokens = x.shape[0]
@@ -60,8 +68,10 @@ def route_tokens(
     chosen = jax.ShapeDtypeStruct((tokens, moe.topk), jnp.int32)
     if not tokens:
         none = jnp.zeros(weights.shape, weights.dtype), jnp.zeros(chosen.shape, chosen.dtype)
-        return (*none, x) if first else none
-    if first:
+        return (*none, x) if first or norm is not None else none
+    if norm is not None:
+        logits, x = _normed_pieces(x, norm, kernel)
+    elif first:
         logits, x = product_pieces(x, kernel, first=True)
     else:
         logits = product_pieces(x, kernel)
@@ -85,7 +95,7 @@ def route_tokens(
         NORMALISE=moe.normalise,
         SCALE=float(moe.scale),
     )
-    return (*found, x) if first else found
+    return (*found, x) if first or norm is not None else found
 
 
 def matmul_float32(x: Hidden, kernel: Float[Array, "hidden out"]) -> Float[Array, "tokens out"]:
@@ -127,6 +137,34 @@ def product_pieces(
         TILE=(rows, columns, DEPTH),
         PARTED=parted,
     )
+
+
+def _normed_pieces(
+    x: Hidden, norm: RowNorm, kernel: Float[Array, "hidden experts"]
+) -> tuple[Float[Array, "pieces tokens experts"], Hidden]:
+    """``product_pieces`` of x normalised, and that, in one launch for few tokens.
+
+    Each program reads whole rows for the norm: 32 kB of V2-Lite's eight.
+    """
+    (tokens, hidden), out = x.shape, kernel.shape[1]
+    depth = piece_depth(hidden)
+    if tokens > ROWS[0] or depth > MOST_DEPTH:
+        x = rms_norm(x, norm.gain, eps=norm.eps)
+        return product_pieces(x, kernel), x
+    pieces, columns = cdiv(hidden, depth), min(max(power_of_two(out), LEAST), COLUMNS)
+    logits = jax.ShapeDtypeStruct((pieces, tokens, out), jnp.float32)
+    return triton_lib.call(
+        kernels.logits_normed,
+        x, norm.gain, kernel.astype(jnp.float32), tokens,
+        out=(logits, jax.ShapeDtypeStruct(x.shape, x.dtype)),
+        grid=pieces * cdiv(out, columns),
+        warps=8,
+        stages=1,
+        SIZES=(hidden, out),
+        PIECE=depth,
+        TILE=(ROWS[0], columns, PART),
+        EPS=float(norm.eps),
+    )  # fmt: skip
 
 
 def _rows(tokens: int, others: int) -> int:
