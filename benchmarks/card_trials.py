@@ -62,6 +62,7 @@ TRIALS: dict[str, dict[str, Any]] = {
     "unlooped": {},
     "twins": {},
     "absorbed_apart": {},
+    "norm_apart": {},
     "copies": {"xla_disable_hlo_passes": "rematerialization"},
 }
 """Options in place of a step's own: copies and sums begin early; XLA's sums are in the graph; the
@@ -70,7 +71,8 @@ the cards is NCCL's; shared experts do not wait for the router's logits; the cho
 launched where XLA puts it; 16-bit shared experts are cuBLAS's; kernels in the order of a plain
 schedule; tokens are elsewhere in each step; layers one after the other in the program; every other
 step runs a second copy of its program, with CUDA graphs of its own; queries are absorbed in a
-launch of their own; the step's words and tokens are copied, not read and written by kernels."""
+launch of their own; so are rows that the router reads normalised; the step's words and tokens are
+copied, not read and written by kernels."""
 
 
 class _Twins:
@@ -99,6 +101,7 @@ PATCHES: dict[str, tuple[Any, str, Any]] = {
     "unlooped": (lax, "scan", functools.partial(lax.scan, unroll=True)),
     "twins": (step.Step, "_compiled", _compiled_twice),
     "absorbed_apart": (mla, "FEW_HEADS", 0),
+    "norm_apart": (moe.MoE, "_normalises", lambda *args, **facts: False),
 }
 """What a trial changes in the library: a module, a name, another value."""
 

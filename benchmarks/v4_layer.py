@@ -16,17 +16,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from benchmarks.random_model import drawn, of_ratios
 from mla_jax.config_v4 import V4Config
 from mla_jax.engine import Engine
-from mla_jax.metadata.common import HostBatch, build_common
+from mla_jax.metadata.common import build_common
 from mla_jax.metadata.packed import pack
 from mla_jax.model.deepseek_v4 import DeepseekV4
 from mla_jax.model.presets import V4_FLASH
-from mla_jax.model.step import GPU_OPTIONS, StepBatch, empty_batch
+from mla_jax.model.step import GPU_OPTIONS, StepBatch
 from mla_jax.types import round_up
 
 __all__ = ["CASES", "METHOD", "Case", "run"]
@@ -125,26 +124,7 @@ def made(case: Case) -> tuple[Engine, StepBatch]:
         key = jax.random.key(i)
         pages = jax.random.normal(key, cache.pages.shape, jnp.bfloat16).astype(cache.pages.dtype)
         engine._caches[name] = dataclasses.replace(cache, pages=pages)
-    host = HostBatch.of(np.ones(case.requests, np.int32), np.full(case.requests, keys, np.int32))
-    decision = engine.builder.decide(host)
-    batch = empty_batch(decision, [group.name for group in engine.groups])
-    starts, lens, count = host.padded_arrays(decision.common_bucket)
-    for group in engine.scheduler.groups:
-        table = batch.page_tables[group.name]
-        first = group.unseen(keys - 1)
-        width = group.pages_of(keys) - first
-        own = group.pool.alloc(case.requests * width)
-        table[: case.requests, first : first + width] = np.reshape(own, (case.requests, width))
-    ids = np.random.default_rng(0).integers(0, case.layer.vocab, batch.token_ids.shape, np.int32)
-    sampling = dataclasses.replace(batch.sampling, position=lens)
-    return engine, dataclasses.replace(
-        batch,
-        token_ids=ids,
-        query_starts=starts,
-        seq_lens=lens,
-        num_requests=np.asarray(count, np.int32),
-        sampling=sampling,
-    )
+    return engine, decodes_of(engine, case.requests, keys)
 
 
 def attention_parts(engine: Engine, batch: StepBatch) -> dict[str, Callable[[], Any]]:
