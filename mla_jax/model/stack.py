@@ -23,7 +23,7 @@ LONGEST_PERIOD = 8
 """Kinds of one period, at most."""
 
 LAYERS_A_TURN, MANY_REPEATS = 3, 12
-"""Layers of one turn where a period repeats many times, at most: a turn costs 3.5 us on a GPU.
+"""Layers of one turn where a period repeats many times, at most: a turn costs 2 us on a GPU.
 
 More save little, and the host hands every array of weights over at each call of a program.
 """
