@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ from mla_jax.types import cdiv
 __all__ = ["CASES", "METHOD", "PREFILLS", "Case", "run"]
 
 PAGE, CHUNK, ROWS = 64, 16384, 32768
-MOST, LONGEST = 128, 33280
+LONGEST = 33280
 STEPS, TRACED = 128, 6
 REPEATS = 3
 BYTES_PER_S, FLOPS_PER_S = 4.25e12, 800e12
@@ -93,7 +93,8 @@ def run(peers: Path | None, chosen: list[str], turn: AbstractContextManager) -> 
     for case in (c for c in CASES + PREFILLS if c.name in chosen):
         if case.layers != layers:
             engine = None  # its weights leave the device first
-            engine, layers = _engine(case.config), case.layers
+            cases = [c for c in CASES + PREFILLS if c.name in chosen and c.layers == case.layers]
+            engine, layers = _engine(cases), case.layers
         assert engine is not None
         with turn:
             row = {"case": case.name, "layers": layers}
@@ -104,23 +105,26 @@ def run(peers: Path | None, chosen: list[str], turn: AbstractContextManager) -> 
         yield row
 
 
-def _engine(config: ModelConfig) -> Engine:
-    """An engine for all cases, with the programs that they run compiled side by side."""
+def _engine(cases: Sequence[Case]) -> Engine:
+    """An engine for cases of one model, with the programs that they run compiled side by side."""
+    config = cases[0].config
     pages = sorted({cdiv(4096 + STEPS + 64, PAGE), LONGEST // PAGE})
+    decodes = sorted({FEWEST_ROWS, *(c.batch for c in cases if c.batch > FEWEST_ROWS)})
+    most = decodes[-1]
     ladder = MLALadder(
-        decodes=Ladder("decode requests", (FEWEST_ROWS, 32, MOST)),
-        prefills=Ladder("prefill requests", (8, MOST)),
+        decodes=Ladder("decode requests", tuple(decodes)),
+        prefills=Ladder.of("prefill requests", (8, most)),
         prefill_tokens=Ladder("prefill tokens", (CHUNK,)),
         pages=Ladder("pages of one request", tuple(pages)),
         context_rows=ROWS,
-        mixed=((MOST, CHUNK), (0, CHUNK)),
+        mixed=((most, CHUNK), (0, CHUNK)),
     )
     engine = Engine(
         drawn(config),
         config,
-        num_pages=1 + MOST * pages[0],
+        num_pages=1 + max(most * pages[0], pages[-1]),
         page=PAGE,
-        max_requests=MOST,
+        max_requests=most,
         prefill_chunk=CHUNK,
         max_model_len=LONGEST,
         ladder=ladder,
