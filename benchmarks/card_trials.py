@@ -17,7 +17,8 @@ import itertools
 import json
 import statistics
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -71,8 +72,8 @@ the cards is NCCL's; shared experts do not wait for the router's logits; the cho
 launched where XLA puts it; 16-bit shared experts are cuBLAS's; kernels in the order of a plain
 schedule; tokens are elsewhere in each step; layers one after the other in the program; every other
 step runs a second copy of its program, with CUDA graphs of its own; queries are absorbed in a
-launch of their own; so are rows that the router reads normalised; the step's words and tokens are
-copied, not read and written by kernels."""
+launch of their own; rows are normalised in a launch before the router's; the step's words and
+tokens are copied, not read and written by kernels."""
 
 
 class _Twins:
@@ -130,8 +131,8 @@ def compare(
     host: Path | None = None,
 ) -> list[dict[str, Any]]:
     """A row for each trial, printed when it is known."""
-    placement, module = Placement.of(jax.devices()), family_of(config.family).module
-    weights = drawn(config, module, fp8=config.fp8_block is not None, placement=placement)
+    placement = Placement.of(jax.devices())
+    weights = weights_of(config, placement)
     rows: list[dict[str, Any]] = []
     first: list[list[int]] = []
     for trial in trials:
@@ -140,11 +141,8 @@ def compare(
         try:
             name = f"{trial}_{jax.process_index()}"
             files = {"trace": trace and trace / f"{name}.json", "host": host and host / name}
-            patched = mock.patch.object(*PATCHES[trial]) if trial in PATCHES else nullcontext()
-            with patched:
-                found, tokens = _measured(
-                    weights, config, placement, TRIALS[trial], context, **files
-                )
+            with changed(trial):
+                found, tokens = _measured(weights, config, placement, context, **files)
             first = first or tokens
             row |= found | {"equal": tokens == first}
         except Exception as error:  # a trial may fail where the next one does not
@@ -156,26 +154,45 @@ def compare(
     return rows
 
 
+@contextmanager
+def changed(trial: str) -> Iterator[None]:
+    """Within it the library is as the trial wants it."""
+    patched = mock.patch.object(*PATCHES[trial]) if trial in PATCHES else nullcontext()
+    with patched, gpu_options(TRIALS[trial]):
+        yield
+
+
+def weights_of(config: AnyConfig, placement: Placement) -> Any:
+    """Random ones, in e4m3 if the model is published so."""
+    module = family_of(config.family).module
+    return drawn(config, module, fp8=config.fp8_block is not None, placement=placement)
+
+
+def engine_of(
+    weights: Any, config: AnyConfig, placement: Placement, *, longest: int, requests: int = MOST
+) -> Engine:
+    """With one program of decodes, and room for so many requests of the longest."""
+    pages = cdiv(longest, PAGE)
+    return Engine(
+        weights, config, page=PAGE, num_pages=1 + requests * pages, max_requests=MOST,
+        prefill_chunk=CHUNK, max_model_len=longest, devices=placement, absorb_prefills=False,
+        ladder=ladder_of(config, (MOST,), tokens=CHUNK, pages=pages),
+    )  # fmt: skip
+
+
 def _measured(
     weights: Any,
     config: AnyConfig,
     placement: Placement,
-    options: dict[str, Any],
     context: int,
     *,
     trace: Path | None,
     host: Path | None,
 ) -> tuple[dict[str, Any], list[list[int]]]:
     """Microseconds of a step, and the tokens of all requests."""
-    longest = context + STEPS + PAGE
-    engine = Engine(
-        weights, config, page=PAGE, num_pages=1 + MOST * cdiv(longest, PAGE), max_requests=MOST,
-        prefill_chunk=CHUNK, max_model_len=longest, devices=placement, absorb_prefills=False,
-        ladder=ladder_of(config, (MOST,), tokens=CHUNK, pages=cdiv(longest, PAGE)),
-    )  # fmt: skip
+    engine = engine_of(weights, config, placement, longest=context + STEPS + PAGE)
     begun = time.perf_counter()
-    with gpu_options(options):
-        engine.warm_up()
+    engine.warm_up()
     row: dict[str, Any] = {"compile_s": round(time.perf_counter() - begun, 1)}
     rng, tokens = np.random.default_rng(0), []
     for requests in (1, MOST):

@@ -420,9 +420,11 @@ def route_tokens(
     choice alone (``noaux_tc``). Scores, groups and weights: ``pallas/router/ref.py``.
 
     With ``first`` the result is ``(weights, experts, x)``. ``x`` has not changed, but on a GPU what
-    is computed from it starts after the logits: shared experts then do not delay the choice. With
-    ``norm=RowNorm(gain, eps)`` rows are ``gain * x / sqrt(mean(x^2) + eps)``, rounded to x's dtype,
-    and the result has these as its third: of few tokens the launch of the logits makes them.
+    is computed from it starts after the logits: shared experts then do not delay the choice.
+
+    With ``norm=RowNorm(gain, eps)`` each row is normalised first, ``gain * x / sqrt(mean(x^2) +
+    eps)``, and rounded to x's dtype. The result is ``(weights, experts, normalised x)``. For up to
+    16 tokens the kernel of the logits normalises.
     """
     facts = {"moe": moe, "first": first, "norm": norm}
     run = choose(problems.route(x, kernel, choice_bias, real, **facts), backend)

@@ -4,8 +4,8 @@
 # VLLM is the folder that shared/peers/vllm/get.sh fills. vLLM's two expert configurations run first,
 # each in a process of its own (150 and 95 s on an H200 with 16 cores), then its fused experts (35 s),
 # ours (100 s) and our engine (150 s). OUT gets one JSON file of each; what fails is left out.
-# Every row is the median of three runs. With "steps" the experts alone are left out. With "one" there
-# are only decodes of one request, beside vLLM's default configuration, the faster one of them.
+# Every row is the median of three runs. With "steps" the experts alone are left out. "one" runs
+# decodes of one request alone, beside vLLM's default configuration, which is its faster one there.
 set -u
 cd "$(dirname "$0")/.."
 vllm=$1 out=$2 what=${3:-all}

@@ -20,6 +20,27 @@ __all__ = ["choose", "logits", "logits_first", "logits_normed"]
 
 
 @jit
+def _add_parts(rows, high, middle, low, total):
+    """``total`` plus the product with three numbers that make up a weight, the smallest first."""
+    total = tl.dot(rows, low, total)
+    total = tl.dot(rows, middle, total)
+    return tl.dot(rows, high, total)
+
+
+@jit
+def _add_exact(rows, weights, total):
+    """``total + rows @ weights`` as exact as float32's; ``weights`` are float32."""
+    if rows.dtype == tl.bfloat16:
+        high = weights.to(tl.bfloat16)
+        weights -= high.to(tl.float32)
+        middle = weights.to(tl.bfloat16)
+        low = (weights - middle.to(tl.float32)).to(tl.bfloat16)
+        return _add_parts(rows, high, middle, low, total)
+    else:
+        return tl.dot(rows.to(tl.float32), weights, total, input_precision="ieee")
+
+
+@jit
 def logits(
     x, kernel, tokens, out,
     SIZES: tl.constexpr, PIECE: tl.constexpr, COUNT: tl.constexpr, TILE: tl.constexpr,
@@ -57,20 +78,12 @@ def logits(
             at = kernel + k[:, None] * EXPERTS + e[None, :]
             mask = here[:, None] & (e < EXPERTS)[None, :]
             weights = tl.load(at, mask=mask, other=0.0)
-            if rows.dtype == tl.bfloat16:
-                high = weights.to(tl.bfloat16)
-                if PARTED:
-                    middle = tl.load(at + HIDDEN * EXPERTS, mask=mask, other=0.0)
-                    low = tl.load(at + 2 * HIDDEN * EXPERTS, mask=mask, other=0.0)
-                else:
-                    weights -= high.to(tl.float32)
-                    middle = weights.to(tl.bfloat16)
-                    low = (weights - middle.to(tl.float32)).to(tl.bfloat16)
-                piece = tl.dot(rows, low, piece)
-                piece = tl.dot(rows, middle, piece)
-                piece = tl.dot(rows, high, piece)
+            if PARTED:
+                middle = tl.load(at + HIDDEN * EXPERTS, mask=mask, other=0.0)
+                low = tl.load(at + 2 * HIDDEN * EXPERTS, mask=mask, other=0.0)
+                piece = _add_parts(rows, weights, middle, low, piece)
             else:
-                piece = tl.dot(rows.to(tl.float32), weights, piece, input_precision="ieee")
+                piece = _add_exact(rows, weights, piece)
             k += DEPTH
         total += piece
     to = out + (first * tokens + t)[:, None].to(tl.int64) * EXPERTS + e[None, :]
@@ -95,8 +108,8 @@ def logits_normed(
     """``logits`` of rows that are normalised first, and these rows, ``normed``.
 
     ``TILE`` are rows, experts of a program, and the channels that are read at a time for the norm.
-    Each program has one piece of channels and normalises all rows for itself; what it multiplies
-    is on its way before.
+    Each program has one piece of channels and normalises all rows for itself. It asks for its
+    weights before it reads the rows for the norm.
     """
     HIDDEN: tl.constexpr = SIZES[0]
     EXPERTS: tl.constexpr = SIZES[1]
@@ -123,15 +136,7 @@ def logits_normed(
     rows = (factor[None, :] * own).to(x.dtype.element_ty)
     if pid % TILES == 0:
         tl.store(normed + at, rows, mask=there & here[None, :])
-    if rows.dtype == tl.bfloat16:
-        high = weights.to(tl.bfloat16)
-        weights -= high.to(tl.float32)
-        middle = weights.to(tl.bfloat16)
-        total = tl.dot(rows, (weights - middle.to(tl.float32)).to(tl.bfloat16))
-        total = tl.dot(rows, middle, total)
-        total = tl.dot(rows, high, total)
-    else:
-        total = tl.dot(rows.to(tl.float32), weights, input_precision="ieee")
+    total = _add_exact(rows, weights, tl.zeros((ROWS, COLUMNS), tl.float32))
     to = out + (pid // TILES * tokens + t)[:, None].to(tl.int64) * EXPERTS + e[None, :]
     tl.store(to, total, mask=there & (e < EXPERTS)[None, :])
 

@@ -3,7 +3,7 @@
     logits     x @ kernel in float32, cut along hidden       [pieces, tokens, experts]
     choose     the pieces added, scores, groups, the best    [tokens, topk]
 
-Of few tokens the first launch normalises the rows too.
+For few tokens the first launch can normalise the rows too.
 
 For few tokens cuBLAS has no float32 product that fills the machine (128 tokens of V2-Lite: 69 us),
 for many it leaves the tensor cores idle (16384 tokens: 310 us), and a sort for six of 64 is three
@@ -53,8 +53,8 @@ LEAST = 16
 """Columns of a product on tensor cores."""
 
 MOST_DEPTH, PART = 256, 512
-"""Of the launch that normalises too: channels of a piece, whose weights a program holds, at most;
-and those that it reads at a time for the norm."""
+"""Of the launch that normalises too: the most channels of a piece, whose weights a program holds,
+and the channels that it reads at a time for the norm."""
 
 
 def route_tokens(
@@ -114,7 +114,7 @@ def product_pieces(
     """
     (tokens, hidden), out = x.shape, kernel.shape[1]
     depth = piece_depth(hidden, most)
-    pieces, columns = cdiv(hidden, depth), min(max(power_of_two(out), LEAST), COLUMNS)
+    pieces, columns = cdiv(hidden, depth), _columns(out)
     many, tiles = tokens > MOST_CUT, cdiv(out, columns)
     programs = 1 if many else pieces
     rows = _rows(tokens, tiles * programs)
@@ -151,7 +151,7 @@ def _normed_pieces(
     if tokens > ROWS[0] or depth > MOST_DEPTH:
         x = rms_norm(x, norm.gain, eps=norm.eps)
         return product_pieces(x, kernel), x
-    pieces, columns = cdiv(hidden, depth), min(max(power_of_two(out), LEAST), COLUMNS)
+    pieces, columns = cdiv(hidden, depth), _columns(out)
     logits = jax.ShapeDtypeStruct((pieces, tokens, out), jnp.float32)
     return triton_lib.call(
         kernels.logits_normed,
@@ -165,6 +165,11 @@ def _normed_pieces(
         TILE=(ROWS[0], columns, PART),
         EPS=float(norm.eps),
     )  # fmt: skip
+
+
+def _columns(out: int) -> int:
+    """Columns of a program."""
+    return min(max(power_of_two(out), LEAST), COLUMNS)
 
 
 def _rows(tokens: int, others: int) -> int:
