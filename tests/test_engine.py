@@ -387,7 +387,7 @@ def test_a_call_inside_of_a_call_is_refused_and_loses_nothing(make, alone, monke
     """As of a signal handler: it runs between two lines of whatever the thread is in."""
     engine = make()
     ids = [engine.add(p, w) for p, w in zip(PROMPTS, PARAMS, strict=True)]
-    run, left = engine._step.run, itertools.count()
+    run, left = Step.run, itertools.count()
 
     def interrupted(*args, **more):
         found = run(*args, **more)
@@ -398,7 +398,7 @@ def test_a_call_inside_of_a_call_is_refused_and_loses_nothing(make, alone, monke
                 raise error.value
         return found
 
-    monkeypatch.setattr(engine._step, "run", interrupted)
+    monkeypatch.setattr(Step, "run", interrupted)
     done = {}
     while len(done) < len(ids):
         try:
@@ -673,6 +673,8 @@ def test_programs_are_lowered_one_after_the_other_and_compiled_beside_each_other
 
     class Fake:
         """A program at each of its stages."""
+
+        jaxpr = jax.make_jaxpr(lambda: 0)()
 
         def lower(self):
             assert lowering.acquire(blocking=False), "two at once"
