@@ -51,8 +51,9 @@ def main() -> None:
 
     suite = importlib.import_module(f"benchmarks.{given.suite}")
     extra = [c.name for c in getattr(suite, "EXTRA", ())]  # no rows of the comparison
-    names = [c.name for c in suite.CASES] + extra
-    chosen = given.cases or names
+    rows = [c.name for c in suite.CASES] + extra
+    chosen = given.cases or rows
+    names = rows + [c.name for c in getattr(suite, "PREFILLS", ())]  # only if asked for
     if unknown := [name for name in chosen if name.partition("/")[0] not in names]:
         parser.error(f"--cases: given {', '.join(unknown)}; allowed: {', '.join(names)}")
     kind = jax.devices()[0].device_kind

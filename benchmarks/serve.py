@@ -34,7 +34,7 @@ __all__ = ["CASES", "METHOD", "PREFILLS", "Case", "run"]
 
 PAGE, CHUNK, ROWS = 64, 16384, 32768
 LONGEST = 33280
-STEPS, TRACED = 128, 6
+STEPS, SETTLED, TRACED = 128, 4, 6
 REPEATS = 3
 BYTES_PER_S, FLOPS_PER_S = 4.25e12, 800e12
 SHOWN = 14  # kernels of a breakdown
@@ -88,21 +88,27 @@ PREFILLS = tuple(
 
 
 def run(peers: Path | None, chosen: list[str], turn: AbstractContextManager) -> Iterator[dict]:
-    """Time the chosen cases, row by row; compiles outside of ``turn``, measures inside."""
-    engine, layers = None, 0
-    for case in (c for c in CASES + PREFILLS if c.name in chosen):
-        if case.layers != layers:
-            engine = None  # its weights leave the device first
-            cases = [c for c in CASES + PREFILLS if c.name in chosen and c.layers == case.layers]
-            engine, layers = _engine(cases), case.layers
-        assert engine is not None
-        with turn:
-            row = {"case": case.name, "layers": layers}
-            row |= (_decode if case.decodes else _prefill)(case, engine)
-            row |= _beside(case, row["ours_us"], peers) | _memory(engine)
-        shown = {k: v for k, v in row.items() if k.endswith("us") or k.startswith("ratio")}
-        print(case.name, {k: round(v, 3) for k, v in shown.items()}, flush=True)
-        yield row
+    """Time the chosen cases; compiles outside of ``turn``, measures inside.
+
+    All cases of a model are timed before one is traced: a step takes longer once a profiler was on.
+    """
+    every = [c for c in CASES + PREFILLS if c.name in chosen]
+    for layers in dict.fromkeys(c.layers for c in every):
+        cases = [c for c in every if c.layers == layers]
+        engine = _engine(cases)
+        rows = []
+        for case in cases:
+            with turn:
+                timed = (_decode if case.decodes else _prefill)(case, engine)
+            rows.append({"case": case.name, "layers": layers} | timed)
+            rows[-1] |= _beside(case, timed["ours_us"], peers)
+            shown = {k: v for k, v in rows[-1].items() if k.endswith("us") or k.startswith("ratio")}
+            print(case.name, {k: round(v, 3) for k, v in shown.items()}, flush=True)
+        for case, row in zip(cases, rows, strict=True):
+            with turn:
+                row |= _traced(case, engine, row["ours_us"]) | _memory(engine)
+            yield row
+        del engine  # its weights leave the device before the next one's come
 
 
 def _engine(cases: Sequence[Case]) -> Engine:
@@ -142,10 +148,13 @@ def _engine(cases: Sequence[Case]) -> Engine:
 
 
 class _Watch:
-    """Sees every event of a call: when steps ended in which all requests decoded."""
+    """Sees every event of a call: when steps ended in which all requests decoded.
 
-    def __init__(self, case: Case, start: Callable[[], None]):
-        self.case, self._start = case, start
+    After so many ``steps`` of them it calls ``then``.
+    """
+
+    def __init__(self, case: Case, steps: int, then: Callable[[], None] = lambda: None):
+        self.case, self._steps, self._then = case, steps, then
         self.counts: Counter[str] = Counter()
         self.times: list[float] = []
         self._seen: set[str] = set()
@@ -160,10 +169,10 @@ class _Watch:
 
     def _step_ended(self) -> None:
         whole = len(self._seen) == self.case.batch and min(self.counts.values()) > 1
-        if whole and len(self.times) <= STEPS:
+        if whole and len(self.times) <= self._steps:
             self.times.append(time.perf_counter())
-            if len(self.times) == STEPS + 1:
-                self._start()
+            if len(self.times) == self._steps + 1:
+                self._then()
         self._seen.clear()
 
 
@@ -173,16 +182,14 @@ def _decode(case: Case, engine: Engine) -> dict:
     if few:
         _generate(engine, case, 8)
     runs = [_decode_once(case, engine) for _ in range(REPEATS if few else 1)]
-    runs.sort(key=lambda run: run["ours_us"])
-    return runs[len(runs) // 2] | {"runs": [run["ours_us"] for run in runs]}
+    median = sorted(runs, key=lambda run: run["ours_us"])[len(runs) // 2]
+    return median | {"runs": [run["ours_us"] for run in runs]}
 
 
 def _decode_once(case: Case, engine: Engine) -> dict:
-    """Steps behind each other, all requests decoding; the last ones traced."""
-    lead = 2 + cdiv(case.batch * case.context, CHUNK)
-    with device_events() as (start, events):
-        watch = _Watch(case, start)
-        _generate(engine, case, lead + STEPS + TRACED + 2, watch)
+    """Steps behind each other, all requests decoding."""
+    watch = _Watch(case, STEPS)
+    _generate(engine, case, _lead(case) + STEPS + 2, watch)
     times = watch.times
     assert len(times) == STEPS + 1, f"{case.name}: {len(times)} steps in which all decode"
     us = [1e6 * (b - a) for a, b in itertools.pairwise(times)]
@@ -193,8 +200,12 @@ def _decode_once(case: Case, engine: Engine) -> dict:
         "tokens_per_s": 1e6 * case.batch / mean,
         **_floor(case, mean, steps_behind=STEPS // 2),
         "distinct_last_tokens": len(set(watch.last.values())),
-        **_breakdown(events, mean, sum(case.config.sparse_layers)),
     }
+
+
+def _lead(case: Case) -> int:
+    """Steps, at most, until all requests decode."""
+    return 2 + cdiv(case.batch * case.context, CHUNK)
 
 
 def _prefill(case: Case, engine: Engine) -> dict:
@@ -206,16 +217,24 @@ def _prefill(case: Case, engine: Engine) -> dict:
         _generate(engine, case, 1)
         seconds.append(time.perf_counter() - begin)
     us = 1e6 * statistics.median(seconds)
-    with device_events() as (start, events):
-        start()
-        _generate(engine, case, 1)
     return {
         "ours_us": us,
         "runs": [1e6 * s for s in seconds],
         "tokens_per_s": 1e6 * case.batch * case.context / us,
         **_floor(case, us),
-        **_breakdown(events, us),
     }
+
+
+def _traced(case: Case, engine: Engine, us: float) -> dict:
+    """Where the time of a step goes, or of a whole call of prompts."""
+    with device_events() as (start, events):
+        if case.decodes:
+            new = _lead(case) + SETTLED + TRACED + 2
+            _generate(engine, case, new, _Watch(case, SETTLED, start))
+        else:
+            start()
+            _generate(engine, case, 1)
+    return _breakdown(events, us, sum(case.config.sparse_layers) if case.decodes else None)
 
 
 def _generate(engine: Engine, case: Case, new: int, watch: Callable | None = None) -> None:
