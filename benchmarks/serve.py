@@ -38,7 +38,7 @@ STEPS, SETTLED, TRACED = 128, 4, 6
 REPEATS = 3
 BYTES_PER_S, FLOPS_PER_S = 4.25e12, 800e12
 SHOWN = 14  # kernels of a breakdown
-EXPERTS = "gate_up"  # the kernel that every layer of experts calls once
+ROUTER = "choose"  # the kernel that every layer of experts launches once
 METHOD = (
     "V2-Lite's shape (1 dense layer, the rest experts), bf16, random weights, prompts of random "
     f"tokens through Engine.generate, greedy, steps of at most {CHUNK} prompt tokens. Decode: wall "
@@ -281,12 +281,12 @@ def _floor_us(case: Case, steps_behind: int = 0) -> float:
 def _breakdown(events: list[dict], us: float, sparse: int | None = None) -> dict:
     """Microseconds of each kernel in a step, and of the time in which any runs.
 
-    Each of the ``sparse`` layers calls the experts' first kernel once in a step. The first
+    Each of the ``sparse`` layers chooses its experts once in a step. The first
     ``TRACED`` steps count: later ones are shorter, as requests have ended. None: all is one step.
     """
     steps = 1
     if sparse:
-        starts = [e["ts"] for e in events if e["name"] == EXPERTS][::sparse][: TRACED + 1]
+        starts = [e["ts"] for e in events if e["name"] == ROUTER][::sparse][: TRACED + 1]
         steps = len(starts) - 1
         events = [e for e in events if starts and starts[0] <= e["ts"] < starts[-1]]
     if not events:
@@ -308,7 +308,7 @@ def _breakdown(events: list[dict], us: float, sparse: int | None = None) -> dict
 
 def _layer(events: list[dict]) -> list[tuple[float, float, str]]:
     """Start, duration and name of the kernels of one layer of experts, a median one, in order."""
-    firsts = [i for i, e in enumerate(events) if e["name"] == EXPERTS]
+    firsts = [i for i, e in enumerate(events) if e["name"] == ROUTER]
     if len(firsts) < 2:
         return []
     by_time = sorted(

@@ -19,8 +19,8 @@ def test_smaller_steps_behind_the_traced_ones_do_not_count():
     events = []
     for step in range(serve.TRACED + 4):
         us = 40 if step <= serve.TRACED else 1
-        layers = [{"name": serve.EXPERTS, "ts": 100 * step + 50 * k, "dur": us} for k in range(2)]
+        layers = [{"name": serve.ROUTER, "ts": 100 * step + 50 * k, "dur": us} for k in range(2)]
         events += layers
     found = serve._breakdown(events, 100.0, sparse=2)
-    assert found["busy_percent"] == 80 and found["kernels"] == {serve.EXPERTS: 80}
+    assert found["busy_percent"] == 80 and found["kernels"] == {serve.ROUTER: 80}
     assert serve._breakdown(events[:1], 100.0, sparse=2) == {}
