@@ -17,7 +17,7 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from benchmarks.random_model import drawn, of_layers
 from benchmarks.timing import device_events
 from mla_jax.config_v4 import AnyConfig
 from mla_jax.engine import Engine
-from mla_jax.model import mla, moe, step
+from mla_jax.model import mla, moe, stack, step
 from mla_jax.model.family import family_of
 from mla_jax.model.presets import PRESETS
 from mla_jax.model.sampling import SamplingParams
@@ -65,6 +65,8 @@ TRIALS: dict[str, dict[str, Any]] = {
     "absorbed_apart": {},
     "norm_apart": {},
     "copies": {"xla_disable_hlo_passes": "rematerialization"},
+    "choosing": {},
+    "five_a_turn": {},
 }
 """Options in place of a step's own: copies and sums begin early; XLA's sums are in the graph; the
 graph has a loop over layers; XLA keeps 256 captured launches of each call, not 16; every sum over
@@ -73,7 +75,8 @@ launched where XLA puts it; 16-bit shared experts are cuBLAS's; kernels in the o
 schedule; tokens are elsewhere in each step; layers one after the other in the program; every other
 step runs a second copy of its program, with CUDA graphs of its own; queries are absorbed in a
 launch of their own; rows are normalised in a launch before the router's; the step's words and
-tokens are copied, not read and written by kernels."""
+tokens are copied, not read and written by kernels; the experts' first product makes the choice
+itself (``benchmarks.choosing``); five layers in a turn of the loop."""
 
 
 class _Twins:
@@ -93,7 +96,14 @@ def _compiled_twice(self: Any, *args: Any) -> Any:
     return _Twins(*(_COMPILED(self, *args) for _ in range(2)))
 
 
-PATCHES: dict[str, tuple[Any, str, Any]] = {
+def _choosing() -> tuple[Any, str, Any]:
+    from benchmarks.choosing import Choosing  # needs Triton
+    from mla_jax.pallas import triton_lib
+
+    return triton_lib, "call", Choosing(triton_lib.call)
+
+
+PATCHES: dict[str, tuple[Any, str, Any] | Callable[[], tuple[Any, str, Any]]] = {
     "nccl": (step, "_has_peers", lambda _: False),
     "shared_beside": (moe, "FEWEST_ROWS", 0),
     "shared_plain": (moe, "_beside", lambda shared, x, **facts: shared(x, **facts)),
@@ -103,8 +113,10 @@ PATCHES: dict[str, tuple[Any, str, Any]] = {
     "twins": (step.Step, "_compiled", _compiled_twice),
     "absorbed_apart": (mla, "FEW_HEADS", 0),
     "norm_apart": (moe.MoE, "_normalises", lambda *args, **facts: False),
+    "choosing": _choosing,
+    "five_a_turn": (stack, "LAYERS_A_TURN", 5),
 }
-"""What a trial changes in the library: a module, a name, another value."""
+"""What a trial changes in the library: a module, a name, another value; or what returns these."""
 
 
 def main() -> None:
@@ -157,8 +169,9 @@ def compare(
 @contextmanager
 def changed(trial: str) -> Iterator[None]:
     """Within it the library is as the trial wants it."""
-    patched = mock.patch.object(*PATCHES[trial]) if trial in PATCHES else nullcontext()
-    with patched, gpu_options(TRIALS[trial]):
+    patch = PATCHES.get(trial)
+    patch = patch() if callable(patch) else patch
+    with mock.patch.object(*patch) if patch else nullcontext(), gpu_options(TRIALS[trial]):
         yield
 
 

@@ -13,12 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks import choosing
+from mla_jax.config import MoEConfig
 from mla_jax.pallas import triton_lib
 from mla_jax.pallas.axes import AddNorm
 from mla_jax.pallas.fp8_matmul import mosaic as fp8
 from mla_jax.pallas.fp8_matmul import rows_triton as fp8_rows
 from mla_jax.pallas.fp8_matmul import triton as few
 from mla_jax.pallas.grouped_matmul import kernels_triton, mosaic, rows_triton, tiles, triton
+from mla_jax.pallas.router import triton as router
 from tests.cases import draw
 from tests.pallas.experts import case, following, judge, judge_added
 from tests.pallas.interpreted import call
@@ -160,6 +163,38 @@ def test_the_plan_of_many_rows(tokens, topk, count, step, most, group, cluster, 
     used = int(want.used[0])
     np.testing.assert_array_equal(np.asarray(got.table)[:used, :5], want.table[:used, :5])
     assert (np.asarray(got.table)[used:, tiles.EXPERT] == -1).all()
+
+
+CHOICES = MoEConfig(experts=16, topk=3, width=64, shared=0, method="greedy")
+
+
+@pytest.mark.parametrize("real", [(0,), (7,), range(8), (1, 2, 5), ()], ids=str)
+def test_experts_that_choose_for_themselves(real, rng, monkeypatch):
+    """A trial (``benchmarks.choosing``); several tokens share experts, scores are equal in places."""
+    c = case(rng, 8, experts=CHOICES.experts, dtype="float16")
+    kernel = jnp.repeat(jnp.asarray(draw(rng, 128, 8, dtype="float32")), 2, axis=1)
+    present = jnp.isin(jnp.arange(8), jnp.asarray(real, jnp.int32))
+    x, *weights_of_experts = map(jnp.asarray, (c.x, c.gate, c.up, c.down))
+
+    def results():
+        weights, chosen = router.route_tokens(x, kernel, None, present, moe=CHOICES)
+        given = x, *weights_of_experts, weights, chosen
+        tuning = replace(SMALL, planned=False)
+        return triton.routed_experts(*given, limit=None, tuning=tuning), chosen
+
+    want, chosen = results()
+    launched = []
+
+    def counted(kernel, *args, **facts):
+        launched.append(kernel)
+        return call(kernel, *args, **facts)
+
+    monkeypatch.setattr(triton_lib, "call", choosing.Choosing(counted))
+    got, same = results()
+    assert choosing.gate_up in launched and kernels_triton.gate_up not in launched
+    np.testing.assert_array_equal(np.asarray(same), np.asarray(chosen))
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+    assert not np.asarray(got)[~present].any()
 
 
 def placed(rng):
