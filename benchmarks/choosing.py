@@ -17,7 +17,6 @@ takes 2 us less and V2-Lite's step of one request 50 us less (of 2,350). Not mea
 
 from typing import Any
 
-from mla_jax.pallas import triton_lib
 from mla_jax.pallas.grouped_matmul import kernels_triton as products
 from mla_jax.pallas.router import kernels_triton as router
 from mla_jax.pallas.triton_lib import jit, tl

@@ -170,7 +170,7 @@ CHOICES = MoEConfig(experts=16, topk=3, width=64, shared=0, method="greedy")
 
 @pytest.mark.parametrize("real", [(0,), (7,), range(8), (1, 2, 5), ()], ids=str)
 def test_experts_that_choose_for_themselves(real, rng, monkeypatch):
-    """A trial (``benchmarks.choosing``); several tokens share experts, scores are equal in places."""
+    """A trial (``benchmarks.choosing``); tokens share experts, and some scores are equal."""
     c = case(rng, 8, experts=CHOICES.experts, dtype="float16")
     kernel = jnp.repeat(jnp.asarray(draw(rng, 128, 8, dtype="float32")), 2, axis=1)
     present = jnp.isin(jnp.arange(8), jnp.asarray(real, jnp.int32))
