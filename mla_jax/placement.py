@@ -11,7 +11,7 @@ every process does the same, in the same order, with equal arguments.
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import numpy as np
@@ -27,7 +27,7 @@ from jax.sharding import (
 
 from mla_jax.errors import ArgumentError
 
-__all__ = ["SHARDS", "Placement", "default_device", "put"]
+__all__ = ["SHARDS", "Placement", "default_device", "put", "several"]
 
 SHARDS = "shards"
 """The axis of a placement's mesh."""
@@ -148,6 +148,11 @@ def _put_share(leaf: Any, home: Sharding) -> Any:
         return jax.device_put(leaf, home)  # of these processes already
     array = np.asarray(leaf)
     return jax.make_array_from_callback(array.shape, home, lambda part: array[part])
+
+
+def several(placement: Placement | None) -> TypeGuard[Placement]:
+    """Whether there is more than one device; None is one."""
+    return placement is not None and placement.size > 1
 
 
 def default_device() -> Any:

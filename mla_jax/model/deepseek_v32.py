@@ -160,7 +160,7 @@ class SparseMLA(MLA):
             return self.attended(new, up, dense, latent, view, layer=number, **facts)
 
         kv_up = None if dense is None else self._up_projection()
-        if placement is not None and divides(placement, self.dims.heads):
+        if divides(placement, self.dims.heads):
             given = (Rows._make((1, None, None)), 1, 0, *(None,) * 5)
             attend = divided(attend, placement, given=given, returned=1)
         return attend(new, kv_up, absorbed, dense, latent, slots, jnp.asarray(layer), plan)

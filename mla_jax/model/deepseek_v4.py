@@ -164,8 +164,7 @@ class V4Attention(nnx.Module):
             return ops.append_window(cache, q, kv, gain, angles, slots, **facts)
 
         shards = placement if divides(placement, self.config.heads) else None
-        if shards is not None:
-            append = divided(append, shards, given=(None, 1, *(None,) * 5), returned=(1, None))
+        append = divided(append, shards, given=(None, 1, *(None,) * 5), returned=(1, None))
         rows = new.q, new.kv, self.kv_norm.scale[...]
         numbers = jnp.asarray(layer), jnp.asarray(number)
         given = caches["window"], *rows, shared.angles, slots["window"], numbers[0]
@@ -194,9 +193,7 @@ class V4Attention(nnx.Module):
                 out = scopes.prefills(out, q, sink)
             return out
 
-        if shards is not None:
-            given = 1, 0, *(None,) * 7
-            attend = divided(attend, shards, given=given, returned=1)
+        attend = divided(attend, shards, given=(1, 0, *(None,) * 7), returned=1)
         given = q, self.sink[...], caches["window"], states, chosen, *numbers, meta, shared
         return attend(*given), caches
 
@@ -222,8 +219,7 @@ class V4Attention(nnx.Module):
             facts: dict[str, Any] = {"eps": self.config.eps, "layer": number, "backend": naming}
             return ops.pool_states(ring, given, groups, positions, firsts, **facts)
 
-        if shards is not None:  # whole on every device
-            complete = divided(complete, shards, given=(None,) * 6, returned=None)
+        complete = divided(complete, shards, given=(None,) * 6, returned=None)
         made = zip(pools.items(), new.pools, strict=True)
         given = tuple(pool.given(x, caches[name], slots[name]) for (name, pool), x in made)
         written, found = complete(

@@ -72,8 +72,7 @@ class Streams(nnx.Module):
         facts["backend"] = ops.named("mix_streams", backend)
 
         mix = functools.partial(ops.mix_streams, **facts)
-        if placement is not None and placement.size > 1:
-            mix = divided(mix, placement, given=(None,) * 5, returned=(None,) * 3)
+        mix = divided(mix, placement, given=(None,) * 5, returned=(None,) * 3)
         x, *mixing = mix(streams, self.proj[...], self.scale[...], self.bias[...], gain)
         return x, Mixing(*mixing)
 

@@ -16,7 +16,7 @@ from mla_jax.model.sums import summed
 from mla_jax.pallas import fp8_matmul
 from mla_jax.pallas.axes import AddNorm
 from mla_jax.pallas.grouped_matmul.ref import add_norm
-from mla_jax.placement import Placement
+from mla_jax.placement import Placement, several
 from mla_jax.types import SCALE_BLOCK, Array, BlockScaled, Float, cdiv
 
 __all__ = [
@@ -62,8 +62,7 @@ def product_float32(
 ) -> Float[Array, "tokens out"]:
     """``ops.matmul_float32``, the same on every device."""
     run = partial(ops.matmul_float32, backend=ops.named("matmul_float32", backend))
-    if placement is not None and placement.size > 1:
-        run = divided(run, placement, given=(None, None), returned=None)
+    run = divided(run, placement, given=(None, None), returned=None)
     return run(x, kernel)
 
 
@@ -148,7 +147,7 @@ class Linear(nnx.Module):
         run = partial(ops.matmul_fp8, **facts)
         assert self.scale is not None
         weight = BlockScaled(values=self.kernel[...], scale=self.scale[...])
-        if placement is None or placement.size < 2:
+        if not several(placement):
             return run(rows, weight)
         match self._divided_by(placement):
             case "column":
@@ -219,13 +218,10 @@ class GroupedLinear(nnx.Module):
             )
 
         weight = BlockScaled(values=self.kernel[...], scale=self.scale[...])
-        if placement is not None and placement.size > 1:
-            outputs = weight.shape[0]
-            shares = divides(placement, x.shape[1])  # whole groups, and the weight is divided
-            shares = shares and divides(placement, outputs, unit=GROUP_OUTPUTS)
-            given, returned = ((1, 0), 1) if shares else ((None, None), None)
-            run = divided(run, placement, given=given, returned=returned)
-        return run(x, weight)
+        shares = divides(placement, x.shape[1])  # whole groups, and the weight is divided
+        shares = shares and divides(placement, weight.shape[0], unit=GROUP_OUTPUTS)
+        given, returned = ((1, 0), 1) if shares else ((None, None), None)
+        return divided(run, placement, given=given, returned=returned)(x, weight)
 
 
 def scaled_params(shape: tuple[int, ...]) -> tuple[nnx.Param, nnx.Param]:

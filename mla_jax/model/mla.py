@@ -29,7 +29,7 @@ from mla_jax.model.norm import RMSNorm
 from mla_jax.model.rope import cos_sin, rotate
 from mla_jax.model.sharding import divided, divides
 from mla_jax.pallas.axes import AddNorm, PageTable, PerRequest, Starts
-from mla_jax.placement import Placement
+from mla_jax.placement import Placement, several
 from mla_jax.types import Array, AttnState, Float, Int
 
 __all__ = ["MLA", "Absorbed", "Rows", "StepPlan", "Up", "absorb_weights", "plan_step"]
@@ -254,8 +254,8 @@ class MLA(nnx.Module):
         q, kv = self._project_queries(x, backend, placement), self.kv_down(x, **facts)
         kv_up, number = self._up_projection(), 0 if layer is None else layer
         absorbed = self.absorbed() if absorbed is None else absorbed
-        divided_heads = placement is not None and divides(placement, self.dims.heads)
-        fused = meta.prefill is None and (placement is None or placement.size < 2 or divided_heads)
+        divided_heads = divides(placement, self.dims.heads)
+        fused = meta.prefill is None and (divided_heads or not several(placement))
         new = Rows(self._rotate_queries(q, angles), *self._split_row(kv, angles))
         raw = _Raw(q, kv, self.kv_norm.scale[...], angles)
 
@@ -266,7 +266,7 @@ class MLA(nnx.Module):
                 new, cache = found
             return self._attend(new, up, meta, cache, **by, plan=plan)
 
-        if placement is not None and divided_heads:
+        if divided_heads:
             rows = Rows._make((1, None, None)), 1, 0, None, None, None, None
             given = (_Raw._make((1, None, None, None)), *rows)
             attend = divided(attend, placement, given=given, returned=(1, None))

@@ -23,7 +23,7 @@ from mla_jax.pallas.router.ref import (
     scaled_weights,
     scores_of,
 )
-from mla_jax.placement import SHARDS, Placement
+from mla_jax.placement import SHARDS, Placement, several
 from mla_jax.types import Array, BlockScaled, Bool, Float, Int
 
 __all__ = [
@@ -64,8 +64,7 @@ class Router(nnx.Module):
         bias = None if self.choice_bias is None else self.choice_bias[...]
         facts = {"first": first, "norm": norm, "backend": ops.named("route_tokens", backend)}
         run = partial(ops.route_tokens, moe=self.moe, **facts)
-        if placement is not None and placement.size > 1:
-            run = divided(run, placement, given=(None,) * 4, returned=(None,) * (2 + first))
+        run = divided(run, placement, given=(None,) * 4, returned=(None,) * (2 + first))
         return run(x, self.kernel[...], bias, real)
 
 
@@ -311,7 +310,7 @@ def _beside(shared: SwiGLU, x: Float[Array, "tokens hidden"], **facts: Any) -> A
 
 def _smallest(x: Float[Array, "tokens hidden"], placement: Placement | None) -> bool:
     """Whether these are the rows of one of the smallest steps, on one device."""
-    return len(x) <= FEWEST_ROWS and (placement is None or placement.size < 2)
+    return len(x) <= FEWEST_ROWS and not several(placement)
 
 
 def _shares(
@@ -321,7 +320,7 @@ def _shares(
 
     Then its part would be added as often as there are devices; so would a bias of the last product.
     """
-    if placement is None or placement.size < 2 or shared.down.bias is not None:
+    if not several(placement) or shared.down.bias is not None:
         return None
     state = nnx.split({"experts": experts, "shared": shared})[1]
     pairs = named_leaves(state).items()

@@ -28,7 +28,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec, Sharding
 from jax.typing import DTypeLike
 
-from mla_jax.placement import SHARDS, Placement
+from mla_jax.placement import SHARDS, Placement, several
 from mla_jax.types import SCALE_BLOCK
 
 __all__ = [
@@ -125,17 +125,20 @@ def _home(axis: int | None, placement: Placement) -> Sharding:
 
 def divides(placement: Placement | None, size: int, *, unit: int = 1) -> bool:
     """Whether an axis is divided: several devices, each with as many units of ``unit``."""
-    return placement is not None and placement.size > 1 and size % (placement.size * unit) == 0
+    return several(placement) and size % (placement.size * unit) == 0
 
 
 def divided[**P, R](
-    run: Callable[P, R], placement: Placement, *, given: Any, returned: Any
+    run: Callable[P, R], placement: Placement | None, *, given: Any, returned: Any
 ) -> Callable[P, R]:
-    """``run`` on every device with its own share.
+    """``run`` on every device with its own share; of one device ``run`` itself.
 
     ``given`` and ``returned`` have the divided axis of each argument and result, None for one
     that every device holds whole.
     """
+
+    if not several(placement):
+        return run
 
     def spec(axis: int | None) -> PartitionSpec:
         return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, SHARDS)

@@ -511,8 +511,6 @@ class Step:
         Sums over the devices within its loops would keep these out of CUDA graphs. Then the host
         waits for the device at each turn, and sends no step ahead.
         """
-        if self.placement.size == 1:
-            return sample(logits, batch, history, fed)
         on_each = divided(sample, self.placement, given=None, returned=None)
         return on_each(logits, batch, history, fed)
 
