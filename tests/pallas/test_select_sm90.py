@@ -73,6 +73,7 @@ SHAPES = (
     Shape(blocks=1, groups=2, each=16),
     Shape(blocks=2, groups=4, each=8),
     Shape(blocks=3, groups=8, each=20),
+    Shape(blocks=1, groups=8, each=32),
 )
 
 

@@ -1,0 +1,108 @@
+"""``python -m benchmarks.select_trials``: shapes of the selection's thread blocks, alone.
+
+Random ranks are selected from in several ways. A row has the microseconds of an isolated call, of
+each of its kernels, and whether the positions are those of the way in use. What asks for it: 512
+threads with 32 ranks each, when they also store ranks, take 67 registers, so one such block has a
+multiprocessor for itself, where two were planned for. 1,024 threads are held to 64 and spill
+nothing; then 32,768 columns need no parts, and 131,072 four instead of eight. Prediction for 2^25
+ranks: 58 to 65 us instead of 119 in rows of 32,768 columns, 75 instead of 117 in rows of 131,072.
+Not measured yet.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.timing import isolated_us, once
+from mla_jax.pallas.topk import rows_sm90, select_sm90
+from mla_jax.pallas.topk.select_sm90 import MOST, Shape
+from mla_jax.types import cdiv, round_up
+
+TOPK = 2048
+CASES = (1024, 32768), (256, 131072), (64, 32768), (1, 131072), (4096, 8192), (128, 8192)
+
+
+def _of_groups(groups: int) -> Callable[..., Shape]:
+    """The fewest blocks of so many warpgroups; as in use up to what 512 threads hold."""
+    used = select_sm90.shape_of
+
+    def shape_of(columns: int, rows: int = 1) -> Shape:
+        if columns <= 512 * MOST:
+            return used(columns, rows)
+        blocks = cdiv(columns, 128 * groups * MOST)
+        each = round_up(cdiv(columns, 128 * groups * blocks), 4)
+        return Shape(blocks=blocks, groups=groups, each=each)
+
+    return shape_of
+
+
+def _short(groups: int, most: int) -> Callable[..., Shape]:
+    """Rows of at most so many columns have so many warpgroups."""
+    used = select_sm90.shape_of
+
+    def shape_of(columns: int, rows: int = 1) -> Shape:
+        if columns > most:
+            return used(columns, rows)
+        each = max(round_up(cdiv(columns, 128 * groups), 4), 4)
+        return Shape(blocks=1, groups=groups, each=each)
+
+    return shape_of
+
+
+WAYS: dict[str, tuple[int, Callable[..., Shape]]] = {
+    "in use": (rows_sm90.PART, select_sm90.shape_of),
+    "1,024 threads": (1 << 15, _of_groups(8)),
+    "short rows: 256 threads": (rows_sm90.PART, _short(2, 4096)),
+    "short rows: 512 threads": (rows_sm90.PART, _short(4, 4096)),
+    "8,192 columns: 256 threads": (rows_sm90.PART, _short(2, 8192)),
+}
+"""Columns of a part, and the shape of a row's cluster."""
+
+
+@contextmanager
+def chosen(way: str) -> Iterator[None]:
+    """Within it rows are cut and shaped so."""
+    part, shape_of = WAYS[way]
+    patch = mock.patch.object
+    with patch(rows_sm90, "PART", part), patch(select_sm90, "shape_of", shape_of):
+        yield
+
+
+def positions(ranks: jax.Array, ends: jax.Array) -> jax.Array:
+    """Of the best of each row, by whichever way is chosen."""
+    starts = jnp.zeros_like(ends)  # as prefills have them
+    find = partial(rows_sm90.select, k=TOPK)
+    return find(lambda *_: ranks, starts, ends, ranks.shape[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.select_trials", description=__doc__)
+    parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS))
+    given = parser.parse_args()
+    rng = np.random.default_rng(0)
+    for rows, columns in CASES:
+        drawn = rng.standard_normal((rows, columns), np.float32).view(np.int32)
+        ranks = jnp.asarray(np.where(drawn < 0, drawn ^ 0x7FFFFFFF, drawn))
+        ends = jnp.full((rows,), columns, jnp.int32)
+        runs, found = {}, {}
+        for way in given.ways:
+            with chosen(way):
+                run = jax.jit(lambda *a: positions(*a)).lower(ranks, ends).compile()
+            runs[way], found[way] = partial(once, run, (ranks, ends)), np.asarray(run(ranks, ends))
+        timed = isolated_us(runs)
+        for way, us in timed.items():
+            row = {"rows": rows, "columns": columns, "way": way, "us": round(us.sum, 1)}
+            row |= {"span_us": round(us.span, 1), "kernels": us.kernels}
+            equal = bool((found[way] == found[given.ways[0]]).all())
+            print(json.dumps(row | {"equal": equal}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
