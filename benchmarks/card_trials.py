@@ -34,7 +34,7 @@ from benchmarks.random_model import drawn, of_layers
 from benchmarks.timing import device_events
 from mla_jax.config_v4 import AnyConfig
 from mla_jax.engine import Engine
-from mla_jax.model import mla, moe, stack, step
+from mla_jax.model import decoder, mla, moe, stack, step
 from mla_jax.model.family import family_of
 from mla_jax.model.presets import PRESETS
 from mla_jax.model.sampling import SamplingParams
@@ -66,6 +66,7 @@ TRIALS: dict[str, dict[str, Any]] = {
     "norm_apart": {},
     "copies": {"xla_disable_hlo_passes": "rematerialization"},
     "choosing": {},
+    "head": {},
     "five_a_turn": {},
 }
 """Options in place of a step's own: copies and sums begin early; XLA's sums are in the graph; the
@@ -76,7 +77,8 @@ schedule; tokens are elsewhere in each step; layers one after the other in the p
 step runs a second copy of its program, with CUDA graphs of its own; queries are absorbed in a
 launch of their own; rows are normalised in a launch before the router's; the step's words and
 tokens are copied, not read and written by kernels; the experts' first product makes the choice
-itself (``benchmarks.choosing``); five layers in a turn of the loop."""
+itself (``benchmarks.choosing``); the output head is Triton's (``benchmarks.head``); five layers in
+a turn of the loop."""
 
 
 class _Twins:
@@ -103,6 +105,12 @@ def _choosing() -> tuple[Any, str, Any]:
     return triton_lib, "call", Choosing(triton_lib.call)
 
 
+def _head() -> tuple[Any, str, Any]:
+    from benchmarks.head import of_few_rows  # needs Triton
+
+    return decoder, "project_to_vocab", of_few_rows
+
+
 PATCHES: dict[str, tuple[Any, str, Any] | Callable[[], tuple[Any, str, Any]]] = {
     "nccl": (step, "_has_peers", lambda _: False),
     "shared_beside": (moe, "FEWEST_ROWS", 0),
@@ -114,6 +122,7 @@ PATCHES: dict[str, tuple[Any, str, Any] | Callable[[], tuple[Any, str, Any]]] = 
     "absorbed_apart": (mla, "FEW_HEADS", 0),
     "norm_apart": (moe.MoE, "_normalises", lambda *args, **facts: False),
     "choosing": _choosing,
+    "head": _head,
     "five_a_turn": (stack, "LAYERS_A_TURN", 5),
 }
 """What a trial changes in the library: a module, a name, another value; or what returns these."""

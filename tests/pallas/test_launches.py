@@ -4,6 +4,7 @@ import collections
 
 import pytest
 
+from mla_jax.model import decoder
 from mla_jax.model.presets import V2_LITE
 from mla_jax.model.stack import LAYERS_A_TURN
 from tests import aot
@@ -58,6 +59,23 @@ def test_compiles_a_decode_step_of_few_launches():
     each = collections.Counter({kind: LAYERS_A_TURN * count for kind, count in layer.items()})
     each["fusion"] += 2  # the loop's counter, the shared expert's number
     assert collections.Counter(turn) == each
+
+
+@pytest.mark.skipif(bool(WITHOUT), reason=WITHOUT)
+def test_compiles_trials_of_a_decode_step(monkeypatch):
+    """Those of ``card_trials`` with kernels of their own: as many launches, one product less."""
+    from benchmarks import choosing, head  # need Triton, as the next one
+    from mla_jax.pallas import triton_lib
+
+    def found():
+        text = launches.compiled(V2_LITE, batch=1, context=4096)
+        return collections.Counter(kind for _, kind, _ in launches.launches(text))
+
+    plain = found()
+    monkeypatch.setattr(triton_lib, "call", choosing.Choosing(triton_lib.call))
+    monkeypatch.setattr(decoder, "project_to_vocab", head.of_few_rows)
+    tried = found()
+    assert tried - plain == {"triton": 1} and plain - tried == {"product": 1}
 
 
 @pytest.mark.skipif(bool(WITHOUT), reason=WITHOUT)
