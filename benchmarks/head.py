@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from mla_jax.metadata.buckets import FEWEST_ROWS
 from mla_jax.model.embed import project_to_vocab
 from mla_jax.pallas import triton_lib
+from mla_jax.pallas.grouped_matmul import kernels_triton as products
 from mla_jax.pallas.triton_lib import jit, tl
 from mla_jax.types import Array, Float
 
@@ -24,26 +25,23 @@ __all__ = ["of_few_rows"]
 
 ROWS, COLUMNS, DEPTH, WARPS, STAGES = 16, 64, 128, 4, 6
 
+_sums = products._down_sums
+
 
 @jit
 def product(x, weight, tokens, out, SIZES: tl.constexpr, TILE: tl.constexpr):
-    """``out = x @ weight`` in float32; a block of columns, whose number divides all."""
-    HIDDEN: tl.constexpr = SIZES[0]
-    VOCAB: tl.constexpr = SIZES[1]
+    """``out = x @ weight`` in float32: ``down`` of one expert, of which each token has a row.
+
+    ``SIZES`` and ``TILE`` are those of ``kernels_triton.down``: the third and fourth are the
+    vocabulary and the channels, the columns of a program and its depth.
+    """
     ROWS: tl.constexpr = TILE[0]
-    COLUMNS: tl.constexpr = TILE[1]
-    DEPTH: tl.constexpr = TILE[2]
-    t, k = tl.arange(0, ROWS), tl.arange(0, DEPTH)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    there = (t < tokens)[:, None]
-    a = x + t[:, None] * HIDDEN + k[None, :]
-    b = weight + k[:, None].to(tl.int64) * VOCAB + column[None, :]
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for _ in range(0, HIDDEN, DEPTH):
-        total = tl.dot(tl.load(a, mask=there, other=0.0), tl.load(b), total)
-        a += DEPTH
-        b += DEPTH * VOCAB
-    tl.store(out + t[:, None].to(tl.int64) * VOCAB + column[None, :], total, mask=there)
+    block = tl.program_id(0)
+    t = tl.arange(0, ROWS)
+    y = _sums(x, weight, tl.zeros((), tl.int32), block, t, t < tokens, SIZES, ROWS, TILE)
+    column = block * TILE[2] + tl.arange(0, TILE[2])
+    to = out + t.to(tl.int64)[:, None] * SIZES[2] + column[None, :]
+    tl.store(to, y, mask=(t < tokens)[:, None])
 
 
 def of_few_rows(
@@ -59,6 +57,6 @@ def of_few_rows(
         hidden, kernel, rows,
         out=jax.ShapeDtypeStruct((rows, vocab), jnp.float32),
         grid=vocab // COLUMNS, warps=WARPS, stages=STAGES,
-        SIZES=(depth, vocab), TILE=(ROWS, COLUMNS, DEPTH),
+        SIZES=(1, 1, vocab, depth), TILE=(ROWS, ROWS, COLUMNS, DEPTH),
     )  # fmt: skip
     return found

@@ -22,46 +22,28 @@ import numpy as np
 
 from benchmarks.timing import isolated_us, once
 from mla_jax.pallas.topk import rows_sm90, select_sm90
-from mla_jax.pallas.topk.select_sm90 import MOST, Shape
-from mla_jax.types import cdiv, round_up
+from mla_jax.pallas.topk.select_sm90 import MOST, Shape, fewest_blocks
 
 TOPK = 2048
 CASES = (1024, 32768), (256, 131072), (64, 32768), (1, 131072), (4096, 8192), (128, 8192)
 
 
-def _of_groups(groups: int) -> Callable[..., Shape]:
-    """The fewest blocks of so many warpgroups; as in use up to what 512 threads hold."""
+def _of(groups: int, *, over: int = 0, most: int = rows_sm90.COLUMNS) -> Callable[..., Shape]:
+    """So many warpgroups for rows of more columns than ``over``, up to ``most``."""
     used = select_sm90.shape_of
 
     def shape_of(columns: int, rows: int = 1) -> Shape:
-        if columns <= 512 * MOST:
-            return used(columns, rows)
-        blocks = cdiv(columns, 128 * groups * MOST)
-        each = round_up(cdiv(columns, 128 * groups * blocks), 4)
-        return Shape(blocks=blocks, groups=groups, each=each)
-
-    return shape_of
-
-
-def _short(groups: int, most: int) -> Callable[..., Shape]:
-    """Rows of at most so many columns have so many warpgroups."""
-    used = select_sm90.shape_of
-
-    def shape_of(columns: int, rows: int = 1) -> Shape:
-        if columns > most:
-            return used(columns, rows)
-        each = max(round_up(cdiv(columns, 128 * groups), 4), 4)
-        return Shape(blocks=1, groups=groups, each=each)
+        return fewest_blocks(columns, groups) if over < columns <= most else used(columns, rows)
 
     return shape_of
 
 
 WAYS: dict[str, tuple[int, Callable[..., Shape]]] = {
     "in use": (rows_sm90.PART, select_sm90.shape_of),
-    "1,024 threads": (1 << 15, _of_groups(8)),
-    "short rows: 256 threads": (rows_sm90.PART, _short(2, 4096)),
-    "short rows: 512 threads": (rows_sm90.PART, _short(4, 4096)),
-    "8,192 columns: 256 threads": (rows_sm90.PART, _short(2, 8192)),
+    "1,024 threads": (1 << 15, _of(8, over=512 * MOST)),
+    "short rows: 256 threads": (rows_sm90.PART, _of(2, most=4096)),
+    "short rows: 512 threads": (rows_sm90.PART, _of(4, most=4096)),
+    "8,192 columns: 256 threads": (rows_sm90.PART, _of(2, most=8192)),
 }
 """Columns of a part, and the shape of a row's cluster."""
 

@@ -47,7 +47,8 @@ METHOD = (
     f"128 requests. Peer: vLLM, "
     "torch.compile and CUDA graphs, on the same machine right before; the faster of its expert "
     "configurations. Floor: the larger of the bytes of weights and caches that must be read / "
-    "4.25 TB/s and FLOPs / 800 TFLOP/s. Busy: the part of a step in which any kernel runs"
+    "4.25 TB/s and FLOPs / 800 TFLOP/s. Busy: the time in which any kernel runs, of a step in a "
+    "traced run, over that of a timed step"
 )
 
 
@@ -88,25 +89,22 @@ PREFILLS = tuple(
 
 
 def run(peers: Path | None, chosen: list[str], turn: AbstractContextManager) -> Iterator[dict]:
-    """Time the chosen cases; compiles outside of ``turn``, measures inside.
+    """Time the chosen cases, row by row; compiles outside of ``turn``, measures inside.
 
-    All cases of a model are timed before one is traced: a step takes longer once a profiler was on.
+    All runs of a case are timed before it is traced.
     """
     every = [c for c in CASES + PREFILLS if c.name in chosen]
     for layers in dict.fromkeys(c.layers for c in every):
         cases = [c for c in every if c.layers == layers]
         engine = _engine(cases)
-        rows = []
         for case in cases:
             with turn:
-                timed = (_decode if case.decodes else _prefill)(case, engine)
-            rows.append({"case": case.name, "layers": layers} | timed)
-            rows[-1] |= _beside(case, timed["ours_us"], peers)
-            shown = {k: v for k, v in rows[-1].items() if k.endswith("us") or k.startswith("ratio")}
-            print(case.name, {k: round(v, 3) for k, v in shown.items()}, flush=True)
-        for case, row in zip(cases, rows, strict=True):
-            with turn:
+                row = {"case": case.name, "layers": layers}
+                row |= (_decode if case.decodes else _prefill)(case, engine)
                 row |= _traced(case, engine, row["ours_us"]) | _memory(engine)
+                row |= _beside(case, row["ours_us"], peers)
+            shown = {k: v for k, v in row.items() if k.endswith("us") or k.startswith("ratio")}
+            print(case.name, {k: round(v, 3) for k, v in shown.items()}, flush=True)
             yield row
         del engine  # its weights leave the device before the next one's come
 
@@ -281,8 +279,8 @@ def _floor_us(case: Case, steps_behind: int = 0) -> float:
 def _breakdown(events: list[dict], us: float, sparse: int | None = None) -> dict:
     """Microseconds of each kernel in a step, and of the time in which any runs.
 
-    Each of the ``sparse`` layers chooses its experts once in a step. The first
-    ``TRACED`` steps count: later ones are shorter, as requests have ended. None: all is one step.
+    Each of the ``sparse`` layers chooses its experts once in a step. The first ``TRACED`` steps
+    count: later ones are shorter, as requests have ended. None: all is one step.
     """
     steps = 1
     if sparse:

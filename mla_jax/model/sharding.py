@@ -136,7 +136,6 @@ def divided[**P, R](
     ``given`` and ``returned`` have the divided axis of each argument and result, None for one
     that every device holds whole.
     """
-
     if not several(placement):
         return run
 

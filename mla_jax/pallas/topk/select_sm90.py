@@ -31,7 +31,7 @@ from mla_jax.pallas import mosaic_inline as inline
 from mla_jax.pallas import mosaic_lib as lib
 from mla_jax.types import cdiv, round_up
 
-__all__ = ["NO_CANDIDATE", "Form", "Shape", "program", "select", "shape_of"]
+__all__ = ["NO_CANDIDATE", "Form", "Shape", "fewest_blocks", "program", "select", "shape_of"]
 
 LEVELS = (21, 11), (10, 11), (0, 10)
 """Lowest bit and number of the bits that each table counts."""
@@ -95,7 +95,10 @@ class Form:
 
 
 def shape_of(columns: int, rows: int = 1) -> Shape:
-    """The fewest thread blocks: those of 512 threads, two of which share a multiprocessor.
+    """The fewest thread blocks, of 512 threads.
+
+    Two of them share a multiprocessor where a thread has 64 registers at most, which it has with 16
+    ranks, and with 32 only where neither starts nor ranks are wanted (docs/log/indexer.md).
 
     Many short rows have 128 threads each: as many ranks are in flight then, of four times the rows,
     and fewer threads wait at a barrier.
@@ -103,10 +106,15 @@ def shape_of(columns: int, rows: int = 1) -> Shape:
     Each block of a cluster reads the tables of all: 64 rows of 32,768 columns took 8.6 µs with two
     blocks, 19 with four of half the ranks, 47 with eight (H200, 2026-11-25).
     """
-    if rows >= MANY and columns <= 128 * MOST:
-        return Shape(blocks=1, groups=1, each=max(round_up(cdiv(columns, 128), 4), 4))
-    blocks = max(cdiv(columns, 512 * MOST), 1)
-    return Shape(blocks=blocks, groups=4, each=max(round_up(cdiv(columns, 512 * blocks), 4), 4))
+    return fewest_blocks(columns, 1 if rows >= MANY and columns <= 128 * MOST else 4)
+
+
+def fewest_blocks(columns: int, groups: int) -> Shape:
+    """Of so many warpgroups, for one row."""
+    threads = 128 * groups
+    blocks = max(cdiv(columns, threads * MOST), 1)
+    each = max(round_up(cdiv(columns, threads * blocks), 4), 4)
+    return Shape(blocks=blocks, groups=groups, each=each)
 
 
 @lib.lowered_once("k", "shape", "ranked")
