@@ -1,12 +1,8 @@
 """``python -m benchmarks.select_trials``: shapes of the selection's thread blocks, alone.
 
 Random ranks are selected from in several ways. A row has the microseconds of an isolated call, of
-each of its kernels, and whether the positions are those of the way in use. What asks for it: 512
-threads with 32 ranks each, when they also store ranks, take 67 registers, so one such block has a
-multiprocessor for itself, where two were planned for. 1,024 threads are held to 64 and spill
-nothing; then 32,768 columns need no parts, and 131,072 four instead of eight. Prediction for 2^25
-ranks: 58 to 65 us instead of 119 in rows of 32,768 columns, 75 instead of 117 in rows of 131,072.
-Not measured yet.
+each of its kernels, and whether the positions are those of the way in use. ``docs/log/indexer.md``
+has what was measured.
 """
 
 import argparse
@@ -40,7 +36,8 @@ def _of(groups: int, *, over: int = 0, most: int = rows_sm90.COLUMNS) -> Callabl
 
 WAYS: dict[str, tuple[int, Callable[..., Shape]]] = {
     "in use": (rows_sm90.PART, select_sm90.shape_of),
-    "1,024 threads": (1 << 15, _of(8, over=512 * MOST)),
+    "512 threads": (1 << 14, _of(4, over=512 * MOST)),
+    "1,024 threads": (rows_sm90.PART, _of(8, over=512 * MOST)),
     "short rows: 256 threads": (rows_sm90.PART, _of(2, most=4096)),
     "short rows: 512 threads": (rows_sm90.PART, _of(4, most=4096)),
     "8,192 columns: 256 threads": (rows_sm90.PART, _of(2, most=8192)),

@@ -205,9 +205,9 @@ def test_lists_of_parts_are_joined(kind, keys, rng, monkeypatch):
 
 def test_many_rows_of_many_columns_are_in_parts():
     assert rows_sm90._parts(64, 32_768) == rows_sm90._parts(1, 131_072) == 1
-    assert rows_sm90._parts(4096, 16_384) == 1 and rows_sm90._parts(4096, 32_768) == 2
-    assert rows_sm90._parts(256, 131_072) == rows_sm90._parts(256, 1 << 20) == 8
-    assert rows_sm90._parts(256, 40_000) == 3
+    assert rows_sm90._parts(4096, 32_768) == 1 and rows_sm90._parts(4096, 65_536) == 2
+    assert rows_sm90._parts(256, 131_072) == rows_sm90._parts(256, 1 << 20) == 4
+    assert rows_sm90._parts(256, 80_000) == 3
 
 
 @pytest.mark.parametrize("columns", [4, 8192, 8208, 65_536, rows_sm90.COLUMNS])
@@ -233,11 +233,11 @@ def test_on_a_gpu(kind, keys, k, rng):
 
 @pytest.mark.skipif(bool(aot.available()), reason=aot.available())
 @pytest.mark.parametrize("form", ["places", "list", "joined"])
-@pytest.mark.parametrize(("rows", "columns"), [(4096, 16_384), (64, 32_768), (1, 131_072)])
+@pytest.mark.parametrize(("rows", "columns"), [(4096, 16_384), (64, 32_768), (1024, 32_768), (1, 131_072)])
 def test_compiles_for_sm90(rows, columns, form, monkeypatch):
     """Nothing is spilled."""
     monkeypatch.setattr(DeviceInfo, "current", lambda: aot.H200)
-    spec, shape = jax.ShapeDtypeStruct, shape_of(columns)
+    spec, shape = jax.ShapeDtypeStruct, shape_of(columns, rows)
     row, ranks = spec((rows,), jnp.int32), spec((rows, columns), jnp.int32)
     given, ranked = {
         "places": ((row, row), False),

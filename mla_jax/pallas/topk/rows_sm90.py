@@ -18,7 +18,7 @@ __all__ = ["COLUMNS", "MANY", "PART", "select"]
 COLUMNS = 1 << 17
 """Of a row that are scored and selected together, at most."""
 
-PART, MANY = 1 << 14, 64
+PART, MANY = 1 << 15, 64
 """Columns of a thread block of the selection; rows from which on three of them and more are parts.
 
 Two are where rows are many (``select_sm90.MANY``)."""
@@ -96,7 +96,8 @@ def _parts(rows: int, columns: int) -> int:
 
     A row that is not cut has a cluster of thread blocks, each of which reads the tables of all.
     With many rows that costs more than joining lists: selecting from 2^25 ranks took 75 us with one
-    thread block for each row, 110 with two, 215 with eight (H200).
+    thread block for each row, 110 with two, 215 with eight (H200). Rows of 131,072 took 86 in four
+    parts of 1,024 threads each, 106 in eight of 512.
     """
     parts = cdiv(min(columns, COLUMNS), PART)
     return parts if rows >= (MANY if parts > 2 else select_sm90.MANY) else 1

@@ -48,8 +48,8 @@ TABLES = 5 * AREA
 MOST = 32
 """Ranks of a thread, at most."""
 
-MANY = 512
-"""Rows from which on a multiprocessor has several at a time."""
+FEW, MANY = 64, 512
+"""Rows up to which there are two multiprocessors for each; from which on one has several."""
 
 NO_CANDIDATE = -(2**31)
 """The rank of what is none: the lowest."""
@@ -95,18 +95,25 @@ class Form:
 
 
 def shape_of(columns: int, rows: int = 1) -> Shape:
-    """The fewest thread blocks, of 512 threads.
+    """The fewest thread blocks, of 512 threads or of 1,024.
 
-    Two of them share a multiprocessor where a thread has 64 registers at most, which it has with 16
-    ranks, and with 32 only where neither starts nor ranks are wanted (docs/log/indexer.md).
+    1,024 have a multiprocessor for themselves, and each has 64 registers. With 32 ranks each, 512
+    have one too: they take 67 registers and more. So they get the rows of up to 16 ranks each, two
+    of them at a time, and a few rows that would leave multiprocessors without work otherwise.
+    2^25 ranks in rows of 32,768: 70 µs with 1,024 threads, 112 with 512 in two thread blocks or
+    parts. 64 rows of them: 9.2 and 8.5.
 
     Many short rows have 128 threads each: as many ranks are in flight then, of four times the rows,
     and fewer threads wait at a barrier.
 
     Each block of a cluster reads the tables of all: 64 rows of 32,768 columns took 8.6 µs with two
-    blocks, 19 with four of half the ranks, 47 with eight (H200, 2026-11-25).
+    blocks, 19 with four of half the ranks, 47 with eight. One row of 131,072 took 12.1 with four
+    blocks of 1,024 threads, 13.7 with eight of 512 (H200, 2026-11-28).
     """
-    return fewest_blocks(columns, 1 if rows >= MANY and columns <= 128 * MOST else 4)
+    if rows >= MANY and columns <= 128 * MOST:
+        return fewest_blocks(columns, 1)
+    wide = columns > 1024 * MOST or (columns > 512 * MOST and rows > FEW)
+    return fewest_blocks(columns, 8 if wide else 4)
 
 
 def fewest_blocks(columns: int, groups: int) -> Shape:
