@@ -31,7 +31,7 @@ from mla_jax.errors import ArgumentError
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.types import Array
 
-__all__ = ["INTERPRETED", "call", "compiled", "jit", "scatter", "tl"]
+__all__ = ["INTERPRETED", "ask_for", "call", "compiled", "jit", "scatter", "tl"]
 
 TARGET = "triton_kernel_call_ffi"
 """Where jaxlib's CUDA plugin takes Triton kernels; typed."""
@@ -60,11 +60,27 @@ def jit(fn: Callable) -> Any:
 if INTERPRETED:
 
     @jit
+    def ask_for(pointers, mask):
+        """Bring what the pointers show to the L2 cache: of no effect on any number."""
+
+    @jit
     def scatter(pointers, values, mask):
         """Store each value where its pointer says."""
         tl.store(pointers, values, mask=mask)
 
 else:
+
+    @jit
+    def ask_for(pointers, mask):
+        """Bring the 128 bytes around each pointer to the L2 cache; nothing waits for them."""
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
+            "=r,l,r",
+            [pointers.to(tl.int64), mask.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
     @jit
     def scatter(pointers, values, mask):

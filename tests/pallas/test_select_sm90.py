@@ -233,7 +233,9 @@ def test_on_a_gpu(kind, keys, k, rng):
 
 @pytest.mark.skipif(bool(aot.available()), reason=aot.available())
 @pytest.mark.parametrize("form", ["places", "list", "joined"])
-@pytest.mark.parametrize(("rows", "columns"), [(4096, 16_384), (64, 32_768), (1024, 32_768), (1, 131_072)])
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(4096, 16_384), (64, 32_768), (1024, 32_768), (1, 131_072)]
+)
 def test_compiles_for_sm90(rows, columns, form, monkeypatch):
     """Nothing is spilled."""
     monkeypatch.setattr(DeviceInfo, "current", lambda: aot.H200)

@@ -44,7 +44,10 @@ def _row(
     SIZES: tl.constexpr, CACHE: tl.constexpr, TILE: tl.constexpr, EPS: tl.constexpr,
     INTERLEAVED: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Normalise, rotate and store a token's row; a slot that does not exist stores nothing."""
+    """Normalise, rotate and store a token's row; a slot that does not exist stores nothing.
+
+    All that it reads is asked for before the first of it is waited for.
+    """
     ROPE: tl.constexpr = SIZES[2]
     RANK: tl.constexpr = SIZES[3]
     PAIRS: tl.constexpr = TILE[2]
@@ -55,21 +58,19 @@ def _row(
     to = pages + (layer.to(tl.int64) * CACHE[1] + slot) * (RANK + ROPE)
     factor = tl.load(scale + layer)
     row = kv + token.to(tl.int64) * (RANK + ROPE)
-    c = tl.arange(0, COLUMNS)
-    x = tl.load(row + c, mask=c < RANK, other=0.0).to(tl.float32)
-    y = tl.reshape(normalise(x[None, :], RANK, EPS), (COLUMNS,))
-    y = tl.load(gain + c, mask=c < RANK, other=0.0).to(tl.float32) * y
-    y = y.to(kv.dtype.element_ty)
-    stored = tl.where(here, c, RANK) < RANK
-    tl.store(to + c, _encode(y, factor, pages, LARGEST), mask=stored)
-    p = tl.arange(0, PAIRS)
+    c, p = tl.arange(0, COLUMNS), tl.arange(0, PAIRS)
     exists = p < ROPE // 2
     first, second = (2 * p, 2 * p + 1) if INTERLEAVED else (p, p + ROPE // 2)
+    x = tl.load(row + c, mask=c < RANK, other=0.0).to(tl.float32)
+    own = tl.load(gain + c, mask=c < RANK, other=0.0).to(tl.float32)
     a = tl.load(row + RANK + first, mask=exists, other=0.0).to(tl.float32)
     b = tl.load(row + RANK + second, mask=exists, other=0.0).to(tl.float32)
     at = token * (ROPE // 2) + p
     u = tl.load(cos + at, mask=exists, other=0.0)
     v = tl.load(sin + at, mask=exists, other=0.0)
+    y = (own * tl.reshape(normalise(x[None, :], RANK, EPS), (COLUMNS,))).to(kv.dtype.element_ty)
+    stored = tl.where(here, c, RANK) < RANK
+    tl.store(to + c, _encode(y, factor, pages, LARGEST), mask=stored)
     left, right = rotate(a, b, u, v)
     left, right = left.to(kv.dtype.element_ty), right.to(kv.dtype.element_ty)
     stored = tl.where(here, p, ROPE) < ROPE // 2

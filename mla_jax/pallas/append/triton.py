@@ -34,6 +34,9 @@ HEADS = 16
 ROWS, COLUMNS = 16, 64
 """Of a program of the product: all tokens of one head, and some of the latent's columns."""
 
+REGISTERS = 128
+"""Of a thread, at most. Without a bound fewer are used, and two waits for memory where one does."""
+
 MOST_NOPE = 256
 """Channels up to which a program of the product holds them all; else it is a launch of its own."""
 
@@ -71,6 +74,7 @@ def append_latent(
         grid=programs,
         warps=4,
         stages=1,
+        registers=REGISTERS,
         SIZES=(heads, nope, rope, rank, 0 if up_k is None else tokens),
         CACHE=(layers, pages.shape[-3] * pages.shape[-2]),
         TILE=(

@@ -27,8 +27,8 @@ Imported only where Triton is there: by ``triton.py``.
 # pyright: reportAssignmentType=false
 
 from mla_jax.pallas.grouped_matmul.kernels_triton import (
+    _choices,
     _chosen,
-    _last,
     _lead,
     _own,
     _place,
@@ -189,16 +189,17 @@ def _gate_up_together(
     ROWS: tl.constexpr = TILE[0]
     token = tl.arange(0, ROWS)
     read = token * SIZES[1] < pairs
+    choices = _choices(experts, e, pairs, SIZES[1], ROWS)
     g, u = _gate_up_sums(x, weights, e, block, piece, token, read, SIZES, TILE, HOW)
     column = block * TILE[1] + tl.arange(0, TILE[1])
     if HOW[1]:
         to = out + piece * (2 * SIZES[4] * WIDTH)
-        _put(_by_rows(g, ROWS), to, experts, e, pairs, column, WIDTH, SIZES[1])
+        _put(_by_rows(g, ROWS), to, choices, column, WIDTH, SIZES[1])
         to += SIZES[4] * WIDTH
-        _put(_by_rows(u, ROWS), to, experts, e, pairs, column, WIDTH, SIZES[1])
+        _put(_by_rows(u, ROWS), to, choices, column, WIDTH, SIZES[1])
     else:
         h = _by_rows(_gated(g, u, LIMIT, out.dtype.element_ty), ROWS)
-        _put(h, out, experts, e, pairs, column, WIDTH, SIZES[1])
+        _put(h, out, choices, column, WIDTH, SIZES[1])
 
 
 @jit
@@ -277,12 +278,11 @@ def gate_up(
         if TOGETHER:
             n, last = first, first
             while n <= last:
-                e = _sole(experts, n, SIZES[0], PAIRS)
+                e, last = _sole(experts, n, pairs, SIZES[0], PAIRS)
                 if e >= 0:
                     _gate_up_together(
                         x, weights, experts, pairs, out, e, block, piece, SIZES, LIMIT, TILE, HOW
                     )
-                last = _last(experts, pairs, SIZES[0], PAIRS)
                 n += SIZES[1]
             return
         turn = _chosen(experts, pairs, SIZES[0], PAIRS)
@@ -309,14 +309,14 @@ def down(
     if TOGETHER:
         n, last = pid // BLOCKS, pid // BLOCKS
         while n <= last:
-            e = _sole(experts, n, SIZES[0], PAIRS)
+            e, last = _sole(experts, n, pairs, SIZES[0], PAIRS)
             if e >= 0:
-                pair, live = _own(experts, e, pairs, SIZES[1], ROWS)
+                choices = _choices(experts, e, pairs, SIZES[1], ROWS)
+                pair, live = _own(choices, SIZES[1], ROWS)
                 y = _down_sums(h, weight, scale, e, pid % BLOCKS, pair, live, SIZES, TILE)
                 y = _by_rows(y.to(out.dtype.element_ty), ROWS)
                 column = pid % BLOCKS * TILE[1] + tl.arange(0, TILE[1])
-                _put(y, out, experts, e, pairs, column, SIZES[2], SIZES[1])
-            last = _last(experts, pairs, SIZES[0], PAIRS)
+                _put(y, out, choices, column, SIZES[2], SIZES[1])
             n += SIZES[1]
         return
     if PAIRS > 0:

@@ -109,47 +109,52 @@ def _chosen(experts, pairs, EXPERTS: tl.constexpr, PAIRS: tl.constexpr):
 
 
 @jit
-def _sole(experts, n, EXPERTS: tl.constexpr, PAIRS: tl.constexpr):
+def _sole(experts, n, pairs, EXPERTS: tl.constexpr, PAIRS: tl.constexpr):
     """Where every token has a row of the tile: the expert of pair ``n``, if no pair before has it.
 
-    Else -1. What asks for weights waits for nothing else.
+    Else -1. And the last pair that has an expert, at most: if -1 is returned this may be any pair.
     """
     i = tl.arange(0, PAIRS)
     e = tl.load(experts + n)
-    before = tl.load(experts + i, mask=i < n, other=-1) == e
-    sole = (e >= 0) & (e < EXPERTS) & (tl.max(before.to(tl.int32), 0) == 0)
-    return tl.where(sole, e, -1)
+    each = tl.load(experts + i, mask=i < pairs, other=-1)
+    there = (each >= 0) & (each < EXPERTS)
+    last = tl.max(tl.where(there & (each == e) & (i < n), PAIRS, tl.where(there, i, -1)), 0)
+    sole = (e >= 0) & (e < EXPERTS) & (last < PAIRS)
+    return tl.where(sole, e, -1), tl.minimum(last, pairs - 1)
 
 
 @jit
-def _last(experts, pairs, EXPERTS: tl.constexpr, PAIRS: tl.constexpr):
-    """The last pair that has an expert, or -1."""
-    i = tl.arange(0, PAIRS)
-    e = tl.load(experts + i, mask=i < pairs, other=-1)
-    return tl.max(tl.where((e >= 0) & (e < EXPERTS), i, -1), 0)
+def _choices(experts, e, pairs, TOPK: tl.constexpr, ROWS: tl.constexpr):
+    """For each choice: whether the token of a row's number chose expert ``e`` by it.
+
+    They are read before the product, and its rows are stored behind it without a wait.
+    """
+    first = tl.arange(0, ROWS) * TOPK
+    own = ()
+    for k in tl.static_range(TOPK):
+        own += (tl.load(experts + first + k, mask=first + k < pairs, other=-1) == e,)
+    return own
 
 
 @jit
-def _own(experts, e, pairs, TOPK: tl.constexpr, ROWS: tl.constexpr):
-    """Of each token, which has the row of its number: a pair with expert ``e``, and whether."""
+def _own(choices, TOPK: tl.constexpr, ROWS: tl.constexpr):
+    """Of each token, which has the row of its number: the pair by which it chose, and whether."""
     first = tl.arange(0, ROWS) * TOPK
     pair = first
     live = first < 0
     for k in tl.static_range(TOPK):
-        same = tl.load(experts + first + k, mask=first + k < pairs, other=-1) == e
-        pair = tl.where(same, first + k, pair)
-        live = live | same
+        pair = tl.where(choices[k], first + k, pair)
+        live = live | choices[k]
     return pair, live
 
 
 @jit
-def _put(y, out, experts, e, pairs, column, WIDTH: tl.constexpr, TOPK: tl.constexpr):
-    """Rows of tokens to all their pairs with expert ``e``."""
+def _put(y, out, choices, column, WIDTH: tl.constexpr, TOPK: tl.constexpr):
+    """Rows of tokens to all their pairs of the ``choices``."""
     first = tl.arange(0, y.shape[0]) * TOPK
     for k in tl.static_range(TOPK):
-        same = tl.load(experts + first + k, mask=first + k < pairs, other=-1) == e
         to = out + (first + k).to(tl.int64)[:, None] * WIDTH + column[None, :]
-        tl.store(to, y, mask=same[:, None])
+        tl.store(to, y, mask=choices[k][:, None])
 
 
 @jit
@@ -242,7 +247,8 @@ def _down_sums(
     b = weight + e.to(tl.int64) * WIDTH * HIDDEN + k[:, None] * HIDDEN + column[None, :]
     y = tl.zeros((ROWS, COLUMNS), tl.float32)
     for _ in range(0, WIDTH, DEPTH):
-        y = tl.dot(tl.load(a, mask=live[:, None], other=0.0), tl.load(b), y)
+        part = tl.load(b)  # first: which rows are read may still have to be known
+        y = tl.dot(tl.load(a, mask=live[:, None], other=0.0), part, y)
         a += DEPTH
         b += DEPTH * HIDDEN
     return y
@@ -281,14 +287,14 @@ def gate_up(
         n, last, block = pid // BLOCKS, pid // BLOCKS, pid % BLOCKS
         token = tl.arange(0, ROWS)
         while n <= last:
-            e = _sole(experts, n, SIZES[0], PAIRS)
+            e, last = _sole(experts, n, pairs, SIZES[0], PAIRS)
             if e >= 0:
                 read = token * SIZES[1] < pairs
+                choices = _choices(experts, e, pairs, SIZES[1], ROWS)
                 g, u = _gate_up_sums(x, gate, up, e, block, token, read, SIZES, ROWS, TILE)
                 h = _swiglu(g, u, LIMIT).to(out.dtype.element_ty)
                 column = block * TILE[2] + tl.arange(0, TILE[2])
-                _put(h, out, experts, e, pairs, column, SIZES[3], SIZES[1])
-            last = _last(experts, pairs, SIZES[0], PAIRS)
+                _put(h, out, choices, column, SIZES[3], SIZES[1])
             n += SIZES[1]
         return
     if PAIRS > 0:
@@ -324,13 +330,13 @@ def down(
     if TOGETHER:
         n, last = pid // BLOCKS, pid // BLOCKS
         while n <= last:
-            e = _sole(experts, n, SIZES[0], PAIRS)
+            e, last = _sole(experts, n, pairs, SIZES[0], PAIRS)
             if e >= 0:
-                pair, live = _own(experts, e, pairs, SIZES[1], ROWS)
+                choices = _choices(experts, e, pairs, SIZES[1], ROWS)
+                pair, live = _own(choices, SIZES[1], ROWS)
                 y = _down_sums(h, weight, e, pid % BLOCKS, pair, live, SIZES, ROWS, TILE)
                 column = pid % BLOCKS * TILE[2] + tl.arange(0, TILE[2])
-                _put(y.to(out.dtype.element_ty), out, experts, e, pairs, column, SIZES[2], SIZES[1])
-            last = _last(experts, pairs, SIZES[0], PAIRS)
+                _put(y.to(out.dtype.element_ty), out, choices, column, SIZES[2], SIZES[1])
             n += SIZES[1]
         return
     if PAIRS > 0:
@@ -378,7 +384,7 @@ def add_norm(
         weight = tl.where(chosen, tl.load(weights + token * TOPK + k), 0.0)
         line = e.to(tl.int64) if PLACED else token * TOPK + k
         row = y + line * HIDDEN + column
-        read = column < tl.where(chosen, HIDDEN, 0)
+        read = column < tl.where(chosen, HIDDEN, 0)  # rows of padding are in no cache
         total += weight * tl.load(row, mask=read, other=0.0).to(tl.float32)
     like = out.dtype.element_ty
     h = (h + total.to(like).to(tl.float32)).to(like)

@@ -14,7 +14,7 @@ Imported only where Triton is there: by ``triton.py``.
 # pyright: reportAssignmentType=false
 # pyright: reportGeneralTypeIssues=false
 
-from mla_jax.pallas.triton_lib import jit, tl
+from mla_jax.pallas.triton_lib import ask_for, jit, tl
 
 __all__ = ["choose", "logits", "logits_first", "logits_normed"]
 
@@ -108,8 +108,9 @@ def logits_normed(
     """``logits`` of rows that are normalised first, and these rows, ``normed``.
 
     ``TILE`` are rows, experts of a program, and the channels that are read at a time for the norm.
-    Each program has one piece of channels and normalises all rows for itself. It asks for its
-    weights before it reads the rows for the norm.
+    Each program has one piece of channels and normalises all rows for itself. It asks for all that
+    it reads before it waits for any of it: the weights are exchanged between threads once they are
+    there, and what is asked for behind that waits for them too.
     """
     HIDDEN: tl.constexpr = SIZES[0]
     EXPERTS: tl.constexpr = SIZES[1]
@@ -122,17 +123,19 @@ def logits_normed(
     e = pid % TILES * COLUMNS + tl.arange(0, COLUMNS)
     k = pid // TILES * PIECE + tl.arange(0, PIECE)
     there, here = (t < tokens)[:, None], k < HIDDEN
-    mask = here[:, None] & (e < EXPERTS)[None, :]
-    weights = tl.load(kernel + k[:, None] * EXPERTS + e[None, :], mask=mask, other=0.0)
-    at = t[:, None] * HIDDEN + k[None, :]
-    own = tl.load(x + at, mask=there & here[None, :], other=0.0).to(tl.float32)
-    factor = tl.load(gain + k, mask=here, other=0.0).to(tl.float32)
-    squares = tl.zeros((ROWS,), tl.float32)
+    e32 = pid % TILES * COLUMNS + tl.arange(0, max(COLUMNS // 32, 1)) * 32
+    ask_for(kernel + k[:, None] * EXPERTS + e32[None, :], here[:, None] & (e32 < EXPERTS)[None, :])
+    squares = tl.zeros((ROWS, PART), tl.float32)
     for c in tl.static_range(0, HIDDEN, PART):
         p = (c + tl.arange(0, PART))[None, :]
         part = tl.load(x + t[:, None] * HIDDEN + p, mask=there & (p < HIDDEN), other=0.0)
-        squares += tl.sum(part.to(tl.float32) * part.to(tl.float32), 1)
-    own *= tl.rsqrt(squares / HIDDEN + EPS)[:, None]
+        squares += part.to(tl.float32) * part.to(tl.float32)
+    at = t[:, None] * HIDDEN + k[None, :]
+    own = tl.load(x + at, mask=there & here[None, :], other=0.0).to(tl.float32)
+    factor = tl.load(gain + k, mask=here, other=0.0).to(tl.float32)
+    mask = here[:, None] & (e < EXPERTS)[None, :]
+    weights = tl.load(kernel + k[:, None] * EXPERTS + e[None, :], mask=mask, other=0.0)
+    own *= tl.rsqrt(tl.sum(squares, 1) / HIDDEN + EPS)[:, None]
     rows = (factor[None, :] * own).to(x.dtype.element_ty)
     if pid % TILES == 0:
         tl.store(normed + at, rows, mask=there & here[None, :])
@@ -143,10 +146,13 @@ def logits_normed(
 
 @jit
 def _best(values, index, NONE: tl.constexpr):
-    """The largest value and the lowest of its indices; NaN is larger than all."""
-    values = tl.where(values != values, float("inf"), values)
-    most = tl.max(values)
-    return most, tl.min(tl.where(values == most, index, NONE))
+    """The lowest index of the largest value; NaN is larger than all.
+
+    Values are compared as integers of the same order, of which a warp finds the largest at once.
+    """
+    bits = (tl.where(values != values, float("inf"), values) + 0.0).to(tl.int32, bitcast=True)
+    rank = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return tl.min(tl.where(rank == tl.max(rank), index, NONE))
 
 
 @jit
@@ -192,6 +198,7 @@ def choose(
         scores = scores / tl.sum(scores)
         choice = scores
     choice = tl.where(exists, choice, -INFINITY)
+    bits = scores.to(tl.int32, bitcast=True)  # of which a warp has a sum at once
     if METHOD != "greedy":
         worth = tl.max(choice, axis=1)
         if BY_BIAS:
@@ -201,7 +208,7 @@ def choose(
         left = tl.where(group < GROUPS, group, NONE)
         kept = tl.zeros((ROWS,), tl.int32)
         for _ in tl.static_range(KEPT):
-            _, g = _best(tl.where(left < NONE, worth, -INFINITY), left, NONE)
+            g = _best(tl.where(left < NONE, worth, -INFINITY), left, NONE)
             kept = tl.where(group == g, 1, kept)
             left = tl.where(group == g, NONE, left)
         fill: tl.constexpr = -INFINITY if BY_BIAS else 0.0
@@ -213,9 +220,10 @@ def choose(
     share = tl.zeros((64,), tl.float32)
     left = number
     for j in tl.static_range(TOPK):
-        _, e = _best(tl.where(left < NONE, choice, -INFINITY), left, NONE)
+        e = _best(tl.where(left < NONE, choice, -INFINITY), left, NONE)
         found = tl.where(lane == j, e, found)
-        share = tl.where(lane == j, tl.sum(tl.where(number == e, scores, 0.0)), share)
+        own = tl.sum(tl.where(number == e, bits, 0)).to(tl.float32, bitcast=True)
+        share = tl.where(lane == j, own, share)
         left = tl.where(left == e, NONE, left)
     if NORMALISE:
         share = share / (tl.sum(share) + 1e-20)
