@@ -18,7 +18,8 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,7 +35,7 @@ from benchmarks.random_model import drawn, of_layers
 from benchmarks.timing import device_events
 from mla_jax.config_v4 import AnyConfig
 from mla_jax.engine import Engine
-from mla_jax.model import decoder, mla, moe, stack, step
+from mla_jax.model import mla, moe, step
 from mla_jax.model.family import family_of
 from mla_jax.model.presets import PRESETS
 from mla_jax.model.sampling import SamplingParams
@@ -44,6 +45,9 @@ from mla_jax.types import cdiv
 
 PAGE, CHUNK, MOST, STEPS, REPEATS = 64, 2048, 8, 64, 3
 TRACED = 12_000  # events in a file
+
+type Patches = tuple[tuple[Any, str, Any], ...]
+"""Modules or classes, a name in each, and what stands for it."""
 
 TRIALS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -65,20 +69,20 @@ TRIALS: dict[str, dict[str, Any]] = {
     "absorbed_apart": {},
     "norm_apart": {},
     "copies": {"xla_disable_hlo_passes": "rematerialization"},
+    "narrow": {},
     "choosing": {},
-    "head": {},
-    "five_a_turn": {},
+    "choosing_narrow": {},
 }
 """Options in place of a step's own: copies and sums begin early; XLA's sums are in the graph; the
-graph has a loop over layers; XLA keeps 256 captured launches of each call, not 16; every sum over
-the cards is NCCL's; shared experts do not wait for the router's logits; the choice of experts is
-launched where XLA puts it; 16-bit shared experts are cuBLAS's; kernels in the order of a plain
-schedule; tokens are elsewhere in each step; layers one after the other in the program; every other
-step runs a second copy of its program, with CUDA graphs of its own; queries are absorbed in a
-launch of their own; rows are normalised in a launch before the router's; the step's words and
-tokens are copied, not read and written by kernels; the experts' first product makes the choice
-itself (``benchmarks.choosing``); the output head is Triton's (``benchmarks.head``); five layers in
-a turn of the loop."""
+graph has a loop over layers; XLA keeps 256 captured launches of each call, not 16; every sum
+over the cards is NCCL's; shared experts do not wait for the router's logits; the choice of
+experts is launched where XLA puts it; 16-bit shared experts are cuBLAS's; kernels in the order
+of a plain schedule; tokens are elsewhere in each step; layers one after the other in the
+program; every other step runs a second copy of its program, with CUDA graphs of its own; queries
+are absorbed in a launch of their own; rows are normalised in a launch before the router's; the
+step's words and tokens are copied, not read and written by kernels; the shared experts' last
+product has 16 columns in a program, not 32; the experts' first product makes the choice itself
+(``benchmarks.choosing``); both."""
 
 
 class _Twins:
@@ -98,34 +102,40 @@ def _compiled_twice(self: Any, *args: Any) -> Any:
     return _Twins(*(_COMPILED(self, *args) for _ in range(2)))
 
 
-def _choosing() -> tuple[Any, str, Any]:
+def _narrow() -> Patches:
+    from mla_jax.pallas.grouped_matmul import triton  # needs Triton
+
+    heuristic = triton.heuristic
+
+    def of_few_columns(problem: Any, device: Any) -> Any:
+        found = heuristic(problem, device)
+        return replace(found, down_columns=16) if problem["experts"] == 1 else found
+
+    return ((triton, "heuristic", of_few_columns),)
+
+
+def _choosing() -> Patches:
     from benchmarks.choosing import Choosing  # needs Triton
     from mla_jax.pallas import triton_lib
 
-    return triton_lib, "call", Choosing(triton_lib.call)
+    return ((triton_lib, "call", Choosing(triton_lib.call)),)
 
 
-def _head() -> tuple[Any, str, Any]:
-    from benchmarks.head import of_few_rows  # needs Triton
-
-    return decoder, "project_to_vocab", of_few_rows
-
-
-PATCHES: dict[str, tuple[Any, str, Any] | Callable[[], tuple[Any, str, Any]]] = {
-    "nccl": (step, "_has_peers", lambda _: False),
-    "shared_beside": (moe, "FEWEST_ROWS", 0),
-    "shared_plain": (moe, "_beside", lambda shared, x, **facts: shared(x, **facts)),
-    "choice_anywhere": (moe, "_ahead", lambda *found: found),
-    "tokens_apart": (step, "DONATED", step.DONATED[:2]),
-    "unlooped": (lax, "scan", functools.partial(lax.scan, unroll=True)),
-    "twins": (step.Step, "_compiled", _compiled_twice),
-    "absorbed_apart": (mla, "FEW_HEADS", 0),
-    "norm_apart": (moe.MoE, "_normalises", lambda *args, **facts: False),
+PATCHES: dict[str, Patches | Callable[[], Patches]] = {
+    "nccl": ((step, "_has_peers", lambda _: False),),
+    "shared_beside": ((moe, "FEWEST_ROWS", 0),),
+    "shared_plain": ((moe, "_beside", lambda shared, x, **facts: shared(x, **facts)),),
+    "choice_anywhere": ((moe, "_ahead", lambda *found: found),),
+    "tokens_apart": ((step, "DONATED", step.DONATED[:2]),),
+    "unlooped": ((lax, "scan", functools.partial(lax.scan, unroll=True)),),
+    "twins": ((step.Step, "_compiled", _compiled_twice),),
+    "absorbed_apart": ((mla, "FEW_HEADS", 0),),
+    "norm_apart": ((moe.MoE, "_normalises", lambda *args, **facts: False),),
+    "narrow": _narrow,
     "choosing": _choosing,
-    "head": _head,
-    "five_a_turn": (stack, "LAYERS_A_TURN", 5),
+    "choosing_narrow": lambda: _choosing() + _narrow(),
 }
-"""What a trial changes in the library: a module, a name, another value; or what returns these."""
+"""What a trial changes in the library, or what returns this."""
 
 
 def main() -> None:
@@ -178,9 +188,10 @@ def compare(
 @contextmanager
 def changed(trial: str) -> Iterator[None]:
     """Within it the library is as the trial wants it."""
-    patch = PATCHES.get(trial)
-    patch = patch() if callable(patch) else patch
-    with mock.patch.object(*patch) if patch else nullcontext(), gpu_options(TRIALS[trial]):
+    patches = PATCHES.get(trial, ())
+    with ExitStack() as stack, gpu_options(TRIALS[trial]):
+        for patch in patches() if callable(patches) else patches:
+            stack.enter_context(mock.patch.object(*patch))
         yield
 
 

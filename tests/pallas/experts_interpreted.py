@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import choosing, head
+from benchmarks import choosing
 from mla_jax.config import MoEConfig
 from mla_jax.pallas import triton_lib
 from mla_jax.pallas.axes import AddNorm
@@ -195,17 +195,6 @@ def test_experts_that_choose_for_themselves(real, rng, monkeypatch):
     np.testing.assert_array_equal(np.asarray(same), np.asarray(chosen))
     np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
     assert not np.asarray(got)[~present].any()
-
-
-@pytest.mark.parametrize("rows", [1, 8])
-def test_the_head_of_few_rows(rows, rng):
-    """A trial (``benchmarks.head``)."""
-    x = jnp.asarray(draw(rng, rows, 256, dtype="float16"))
-    kernel = jnp.asarray(draw(rng, 256, 192, dtype="float16", std=1 / 16))
-    got = head.of_few_rows(x, kernel, tied=False)
-    assert got.dtype == jnp.float32
-    want = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64)
-    np.testing.assert_allclose(np.asarray(got), want, atol=1e-5)
 
 
 def placed(rng):

@@ -35,7 +35,8 @@ ROWS, COLUMNS = 16, 64
 """Of a program of the product: all tokens of one head, and some of the latent's columns."""
 
 REGISTERS = 128
-"""Of a thread, at most. Without a bound fewer are used, and two waits for memory where one does."""
+"""Of a thread that holds weights, at most. Without a bound `ptxas` gives fewer, and reads them in
+two halves, one behind the other."""
 
 MOST_NOPE = 256
 """Channels up to which a program of the product holds them all; else it is a launch of its own."""
@@ -74,7 +75,7 @@ def append_latent(
         grid=programs,
         warps=4,
         stages=1,
-        registers=REGISTERS,
+        registers=None if up_k is None else REGISTERS,
         SIZES=(heads, nope, rope, rank, 0 if up_k is None else tokens),
         CACHE=(layers, pages.shape[-3] * pages.shape[-2]),
         TILE=(
