@@ -59,6 +59,15 @@ def case(rng, tokens, moe, *, hidden=192, dtype="float32") -> Case:
     )
 
 
+BELOW = "v3", "k2", "v4"
+
+
+def below_zero(rng, tokens, name) -> Case:
+    """What is chosen by lies below zero for every expert."""
+    c = case(rng, tokens, MOES[name])
+    return replace(c, bias=c.bias - 4)
+
+
 def truth(c: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Weights and experts in float64, expert by expert; how near the next choice was."""
     moe = c.moe

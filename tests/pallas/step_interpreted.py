@@ -31,6 +31,12 @@ def test_the_router(tokens, moe, rng):
     routers.judge(router.route_tokens(*c.args, moe=moe), c)
 
 
+@pytest.mark.parametrize("name", routers.BELOW)
+def test_the_router_below_zero(name, rng):
+    c = routers.below_zero(rng, 9, name)
+    routers.judge(router.route_tokens(*c.args, moe=c.moe), c)
+
+
 @pytest.mark.parametrize(
     ("tokens", "hidden", "name"), [(5, 2048, "v2_lite"), (16, 300, "v3"), (17, 192, "k2")]
 )

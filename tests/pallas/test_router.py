@@ -15,7 +15,7 @@ from mla_jax.pallas.device import DeviceInfo
 from tests import aot
 from tests.cases import draw, run
 from tests.pallas.experts import missing, module_of
-from tests.pallas.routers import MOES, case, judge
+from tests.pallas.routers import BELOW, MOES, below_zero, case, judge
 
 triton = module_of("router.triton")
 MOST_CUT = 1024  # its own
@@ -35,6 +35,12 @@ def normed(x, kernel, bias, real, gain, *, moe, backend):
 def test_against_the_truth(tokens, moe, dtype, backend, rng):
     c = case(rng, tokens, moe, dtype=dtype)
     judge(run(route_tokens, *c.args, moe=moe, backend=backend), c)
+
+
+@pytest.mark.parametrize("name", BELOW)
+def test_choices_below_zero(name, backend, rng):
+    c = below_zero(rng, 9, name)
+    judge(run(route_tokens, *c.args, moe=c.moe, backend=backend), c)
 
 
 @pytest.mark.parametrize("tokens", [0, 3, 9])
