@@ -68,6 +68,17 @@ def below_zero(rng, tokens, name) -> Case:
     return replace(c, bias=c.bias - 4)
 
 
+def few_scores() -> Case:
+    """Four groups have one score that is not zero, three of them are kept, six experts chosen."""
+    moe = MOES["v2"]
+    logits = np.full(moe.experts, -200, np.float32)
+    logits[[0, 25, 50, 75]] = 1, 2, 2.5, 3
+    x = np.zeros((2, 128), np.float32)
+    x[:, 0] = 1
+    kernel = np.where(np.arange(128)[:, None] == 0, logits, 0).astype(np.float32)
+    return Case(x=x, kernel=kernel, bias=None, real=np.ones(2, bool), moe=moe)
+
+
 def truth(c: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Weights and experts in float64, expert by expert; how near the next choice was."""
     moe = c.moe

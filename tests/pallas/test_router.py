@@ -15,7 +15,7 @@ from mla_jax.pallas.device import DeviceInfo
 from tests import aot
 from tests.cases import draw, run
 from tests.pallas.experts import missing, module_of
-from tests.pallas.routers import BELOW, MOES, below_zero, case, judge
+from tests.pallas.routers import BELOW, MOES, below_zero, case, few_scores, judge
 
 triton = module_of("router.triton")
 MOST_CUT = 1024  # its own
@@ -41,6 +41,13 @@ def test_against_the_truth(tokens, moe, dtype, backend, rng):
 def test_choices_below_zero(name, backend, rng):
     c = below_zero(rng, 9, name)
     judge(run(route_tokens, *c.args, moe=c.moe, backend=backend), c)
+
+
+def test_a_group_that_is_not_kept_gives_no_weight(backend):
+    c = few_scores()
+    weights, experts = run(route_tokens, *c.args, moe=c.moe, backend=backend)
+    assert np.asarray(experts).tolist() == [[75, 50, 25, 0, 1, 2]] * 2
+    assert (np.asarray(weights)[:, :3] > 0).all() and not np.asarray(weights)[:, 3:].any()
 
 
 @pytest.mark.parametrize("tokens", [0, 3, 9])

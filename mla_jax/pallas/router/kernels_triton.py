@@ -123,8 +123,9 @@ def logits_normed(
     e = pid % TILES * COLUMNS + tl.arange(0, COLUMNS)
     k = pid // TILES * PIECE + tl.arange(0, PIECE)
     there, here = (t < tokens)[:, None], k < HIDDEN
-    e32 = pid % TILES * COLUMNS + tl.arange(0, max(COLUMNS // 32, 1)) * 32
-    ask_for(kernel + k[:, None] * EXPERTS + e32[None, :], here[:, None] & (e32 < EXPERTS)[None, :])
+    line = pid % TILES * COLUMNS + tl.arange(0, max(COLUMNS // 32, 1)) * 32  # of 128 bytes
+    inside = here[:, None] & (line < EXPERTS)[None, :]
+    ask_for(kernel + k[:, None] * EXPERTS + line[None, :], inside)
     squares = tl.zeros((ROWS, PART), tl.float32)
     for c in tl.static_range(0, HIDDEN, PART):
         p = (c + tl.arange(0, PART))[None, :]
@@ -198,7 +199,6 @@ def choose(
         scores = scores / tl.sum(scores)
         choice = scores
     choice = tl.where(exists, choice, -INFINITY)
-    bits = scores.to(tl.int32, bitcast=True)  # of which a warp has a sum at once
     if METHOD != "greedy":
         worth = tl.max(choice, axis=1)
         if BY_BIAS:
@@ -215,6 +215,7 @@ def choose(
         if not BY_BIAS:
             scores = tl.where(kept[:, None] > 0, scores, 0.0)
         choice = tl.where(exists & (kept[:, None] == 0), fill, choice)
+    bits = scores.to(tl.int32, bitcast=True)  # of which a warp has a sum at once
     lane = tl.arange(0, 64)
     found = tl.full((64,), -1, tl.int32)
     share = tl.zeros((64,), tl.float32)
