@@ -4,11 +4,12 @@ import collections
 
 import pytest
 
+from benchmarks.random_model import of_layers
 from mla_jax.model.presets import V2_LITE
 from mla_jax.model.stack import LAYERS_A_TURN
 from tests import aot
 from tests.pallas.experts import missing
-from tools import launches
+from tools import assembly, launches
 
 WITHOUT = aot.available() or missing("triton")
 TEXT = """
@@ -58,6 +59,28 @@ def test_compiles_a_decode_step_of_few_launches():
     each = collections.Counter({kind: LAYERS_A_TURN * count for kind, count in layer.items()})
     each["fusion"] += 2  # the loop's counter, the shared expert's number
     assert collections.Counter(turn) == each
+
+
+def test_an_order_of_instructions():
+    sass = """
+        /*0180*/  @!P4 LDG.E.128 R4, desc[UR6][R4.64] ;
+        /*01e0*/       LDG.E R16, desc[UR6][R16.64] ;
+        /*03a0*/       STS.128 [R11+UR4], R20 ;
+        /*03b0*/       BAR.SYNC.DEFER_BLOCKING 0x0 ;
+        /*03c0*/       LDGSTS.E.BYPASS.128 [R13], desc[UR16][R94.64] ;
+        /*03d0*/       FADD R1, R2, R3 ;
+    """
+    assert assembly.order(sass) == "LDG2 STS BAR LDGSTS"
+
+
+@pytest.mark.skipif(bool(WITHOUT), reason=WITHOUT)
+def test_compiles_small_kernels_that_spill_nothing():
+    found = list(assembly.kernels(of_layers(V2_LITE, 4), batch=1, context=4096))
+    names = {kernel.name for kernel in found}
+    assert {"append", "logits_normed", "choose", "gate_up", "down", "add_norm"} <= names
+    assert all("spilled bytes 0," in kernel.taken for kernel in found)
+    new_rows = next(kernel for kernel in found if kernel.name == "append")
+    assert "LDG9 STS" in new_rows.order, "weights and queries are not read at once"
 
 
 @pytest.mark.skipif(bool(WITHOUT), reason=WITHOUT)
