@@ -3,8 +3,8 @@
 The first product of a small step's experts waits for the kernel that chooses them. Here each of its
 programs makes the choice of all tokens again, from the router's logits, and does not wait. The
 kernel that chooses runs beside it, for ``down`` and the weights. For choices by softmax alone, as
-V2-Lite's. Prediction: the choice takes 3.2 us and its gap 0.4, made again it takes 1.6, so a layer
-takes 2 us less and V2-Lite's step of one request 50 us less (of 2,350). Not measured yet.
+V2-Lite's. A step of V2-Lite takes longer with one request and less long with eight: not in use
+(docs/log/served_step.md).
 """
 
 # Triton gives these functions a meaning of its own: arguments are pointers, branches may be static.

@@ -35,8 +35,8 @@ ROWS, COLUMNS = 16, 64
 """Of a program of the product: all tokens of one head, and some of the latent's columns."""
 
 REGISTERS = 128
-"""Of a thread that holds weights, at most. Without a bound `ptxas` gives fewer, and reads them in
-two halves, one behind the other."""
+"""Of a thread that holds weights, at most. Without a bound the assembler gives it fewer, too few to
+load all weights at once."""
 
 MOST_NOPE = 256
 """Channels up to which a program of the product holds them all; else it is a launch of its own."""

@@ -112,7 +112,7 @@ def _chosen(experts, pairs, EXPERTS: tl.constexpr, PAIRS: tl.constexpr):
 def _sole(experts, n, pairs, EXPERTS: tl.constexpr, PAIRS: tl.constexpr):
     """Where every token has a row of the tile: the expert of pair ``n``, if no pair before has it.
 
-    Else -1. And the last pair that has an expert, at most: if -1 is returned this may be any pair.
+    Else -1. Also the last pair that has an expert; beside a -1 it may be a later pair.
     """
     i = tl.arange(0, PAIRS)
     e = tl.load(experts + n)
@@ -384,7 +384,7 @@ def add_norm(
         weight = tl.where(chosen, tl.load(weights + token * TOPK + k), 0.0)
         line = e.to(tl.int64) if PLACED else token * TOPK + k
         row = y + line * HIDDEN + column
-        read = column < tl.where(chosen, HIDDEN, 0)  # rows of padding are in no cache
+        read = column < tl.where(chosen, HIDDEN, 0)  # rows of padding come from memory, late
         total += weight * tl.load(row, mask=read, other=0.0).to(tl.float32)
     like = out.dtype.element_ty
     h = (h + total.to(like).to(tl.float32)).to(like)

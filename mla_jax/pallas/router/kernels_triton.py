@@ -108,9 +108,9 @@ def logits_normed(
     """``logits`` of rows that are normalised first, and these rows, ``normed``.
 
     ``TILE`` are rows, experts of a program, and the channels that are read at a time for the norm.
-    Each program has one piece of channels and normalises all rows for itself. It asks for all that
-    it reads before it waits for any of it: the weights are exchanged between threads once they are
-    there, and what is asked for behind that waits for them too.
+    Each program has one piece of channels and normalises all rows for itself. It brings its weights
+    to the L2 cache first and loads them behind the rows: threads exchange loaded weights, and would
+    wait for them before they load anything else.
     """
     HIDDEN: tl.constexpr = SIZES[0]
     EXPERTS: tl.constexpr = SIZES[1]

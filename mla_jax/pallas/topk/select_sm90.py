@@ -97,9 +97,10 @@ class Form:
 def shape_of(columns: int, rows: int = 1) -> Shape:
     """The fewest thread blocks, of 512 threads or of 1,024.
 
-    1,024 have a multiprocessor for themselves, and each has 64 registers. With 32 ranks each, 512
-    have one too: they take 67 registers and more. So they get the rows of up to 16 ranks each, two
-    of them at a time, and a few rows that would leave multiprocessors without work otherwise.
+    A thread block of 1,024 has a multiprocessor for itself. So has one of 512 whose threads have 32
+    ranks each, because they take 67 registers and more; with 16 ranks two such blocks share a
+    multiprocessor. So longer rows have 1,024 threads. At most ``FEW`` rows have two blocks of 512
+    instead, where 1,024 would leave half of the multiprocessors without work.
     2^25 ranks in rows of 32,768: 70 µs with 1,024 threads, 112 with 512 in two thread blocks or
     parts. 64 rows of them: 9.2 and 8.5.
 
