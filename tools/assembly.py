@@ -8,13 +8,10 @@ threads (SHFL, REDUX), products (HMMA, HGMMA), stores (STG), spills (STL, LDL). 
 behind a barrier or an STS waits for memory more than once, and a small one takes little else.
 """
 
-import argparse
 import itertools
 import os
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +25,7 @@ import jax
 
 from benchmarks.random_model import of_layers
 from mla_jax.model.presets import PRESETS
+from tests.pallas.experts import Report, dumped, resources
 from tools import launches
 
 __all__ = ["Kernel", "kernels", "order"]
@@ -44,7 +42,7 @@ class Kernel:
 
     name: str
     launch: str  # its constants, warps and stages
-    taken: str  # registers and spilled bytes of a thread, shared memory of a thread block
+    taken: Report
     order: str
 
 
@@ -73,33 +71,13 @@ def kernels(config: Any, *, batch: int, context: int) -> Iterator[Kernel]:
     with mock.patch.object(triton_lib, "compiled", kept):
         launches.compiled(config, batch=batch, context=context)
     for (name, launch), program in made.items():
-        sass, taken = _read(program.asm["cubin"])
-        taken = f"{taken}, shared memory {program.metadata.shared}"
+        taken, sass = resources(program), dumped(program, "-sass")
         yield Kernel(name=name, launch=launch, taken=taken, order=order(sass))
 
 
-def _read(cubin: bytes) -> tuple[str, str]:
-    """Its assembly, and what a thread takes, by the programs that Triton brings."""
-    from triton import knobs
-
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        run = {"capture_output": True, "text": True, "check": True}
-        dump = knobs.nvidia.cuobjdump.path
-        sass = subprocess.run([dump, "-sass", file.name], **run).stdout
-        usage = subprocess.run([dump, "--dump-resource-usage", file.name], **run).stdout
-    registers, stack = (re.search(rf"{key}:(\d+)", usage) for key in ("REG", "STACK"))
-    assert registers and stack, usage
-    return sass, f"registers {registers[1]}, spilled bytes {stack[1]}"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[2])
-    parser.add_argument("model", choices=sorted(PRESETS))
+    parser = launches.arguments(__doc__)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--context", type=int, default=4096)
     given = parser.parse_args()
     config = of_layers(PRESETS[given.model], given.layers)
     for kernel in kernels(config, batch=given.batch, context=given.context):

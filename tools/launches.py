@@ -86,11 +86,17 @@ def launches(text: str) -> Iterator[tuple[int, str, str]]:
     yield from of(entry, 0)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[2])
+def arguments(doc: str) -> argparse.ArgumentParser:
+    """Those of a decode step; ``doc`` is the tool's, whose first paragraph is its usage."""
+    parser = argparse.ArgumentParser(description=doc.split("\n\n", 1)[1])
     parser.add_argument("model", choices=sorted(PRESETS))
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--context", type=int, default=4096)
+    return parser
+
+
+def main() -> None:
+    parser = arguments(__doc__)
     parser.add_argument("--new", type=int, default=1)
     given = parser.parse_args()
     facts = {"batch": given.batch, "context": given.context, "new": given.new}

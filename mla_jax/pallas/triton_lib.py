@@ -31,7 +31,7 @@ from mla_jax.errors import ArgumentError
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.types import Array
 
-__all__ = ["INTERPRETED", "ask_for", "call", "compiled", "jit", "scatter", "tl"]
+__all__ = ["INTERPRETED", "ask_for", "call", "compiled", "jit", "scatter", "swap_order", "tl"]
 
 TARGET = "triton_kernel_call_ffi"
 """Where jaxlib's CUDA plugin takes Triton kernels; typed."""
@@ -55,6 +55,12 @@ def jit(fn: Callable) -> Any:
     Triton reads the source, and would otherwise resolve names where the wrapper lives.
     """
     return triton.jit(inspect.unwrap(fn))
+
+
+@jit
+def swap_order(x):
+    """Between the bits of a float32 and the int32 that is ordered as it is, both ways."""
+    return x ^ ((x >> 31) & 0x7FFFFFFF)
 
 
 if INTERPRETED:

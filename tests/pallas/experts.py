@@ -162,13 +162,18 @@ def compile_triton(kernel, constants: dict, *, dtype: str, sm: int, warps: int, 
 
 def resources(compiled) -> Report:
     """What the assembler says of a compiled Triton program."""
+    text = dumped(compiled, "--dump-resource-usage")
+    registers, stack = (int(re.search(rf"{k}:(\d+)", text)[1]) for k in ("REG", "STACK"))
+    return Report(registers=registers, stack=stack, shared=compiled.metadata.shared)
+
+
+def dumped(compiled, what: str) -> str:
+    """What ``cuobjdump``, which Triton brings, says of a compiled program."""
     import triton
 
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
-        command = [tools / "cuobjdump", "--dump-resource-usage", cubin.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    registers, stack = (int(re.search(rf"{k}:(\d+)", text)[1]) for k in ("REG", "STACK"))
-    return Report(registers=registers, stack=stack, shared=compiled.metadata.shared)
+        command = [tools / "cuobjdump", what, cubin.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout

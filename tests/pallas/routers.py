@@ -79,6 +79,13 @@ def few_scores() -> Case:
     return Case(x=x, kernel=kernel, bias=None, real=np.ones(2, bool), moe=moe)
 
 
+def judge_few_scores(got) -> None:
+    """Of ``few_scores``: the expert of the group that is not kept has no weight."""
+    weights, experts = map(np.asarray, got)
+    assert experts.tolist() == [[75, 50, 25, 0, 1, 2]] * 2
+    assert (weights[:, :3] > 0).all() and not weights[:, 3:].any()
+
+
 def truth(c: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Weights and experts in float64, expert by expert; how near the next choice was."""
     moe = c.moe

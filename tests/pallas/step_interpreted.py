@@ -33,9 +33,7 @@ def test_the_router(tokens, moe, rng):
 
 def test_a_group_that_is_not_kept_gives_no_weight():
     c = routers.few_scores()
-    weights, experts = map(np.asarray, router.route_tokens(*c.args, moe=c.moe))
-    assert experts.tolist() == [[75, 50, 25, 0, 1, 2]] * 2
-    assert (weights[:, :3] > 0).all() and not weights[:, 3:].any()
+    routers.judge_few_scores(router.route_tokens(*c.args, moe=c.moe))
 
 
 @pytest.mark.parametrize("name", routers.BELOW)

@@ -15,7 +15,7 @@ from mla_jax.pallas.device import DeviceInfo
 from tests import aot
 from tests.cases import draw, run
 from tests.pallas.experts import missing, module_of
-from tests.pallas.routers import BELOW, MOES, below_zero, case, few_scores, judge
+from tests.pallas.routers import BELOW, MOES, below_zero, case, few_scores, judge, judge_few_scores
 
 triton = module_of("router.triton")
 MOST_CUT = 1024  # its own
@@ -45,9 +45,7 @@ def test_choices_below_zero(name, backend, rng):
 
 def test_a_group_that_is_not_kept_gives_no_weight(backend):
     c = few_scores()
-    weights, experts = run(route_tokens, *c.args, moe=c.moe, backend=backend)
-    assert np.asarray(experts).tolist() == [[75, 50, 25, 0, 1, 2]] * 2
-    assert (np.asarray(weights)[:, :3] > 0).all() and not np.asarray(weights)[:, 3:].any()
+    judge_few_scores(run(route_tokens, *c.args, moe=c.moe, backend=backend))
 
 
 @pytest.mark.parametrize("tokens", [0, 3, 9])

@@ -13,7 +13,7 @@ Imported only where Triton is there: by ``topk/triton.py``.
 # pyright: reportPossiblyUnboundVariable=false
 # pyright: reportGeneralTypeIssues=false
 
-from mla_jax.pallas.triton_lib import jit, tl
+from mla_jax.pallas.triton_lib import jit, swap_order, tl
 
 __all__ = ["gathered_ranks", "paged_ranks"]
 
@@ -22,8 +22,7 @@ __all__ = ["gathered_ranks", "paged_ranks"]
 def _ranks(scores):
     """int32 in the order of float32: 0 and -0 are equal, NaN is the lowest but one."""
     scores = tl.where(scores == 0.0, 0.0, scores)
-    bits = scores.to(tl.int32, bitcast=True)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    ordered = swap_order(scores.to(tl.int32, bitcast=True))
     return tl.where(scores != scores, -0x7FFFFFFF, ordered)
 
 

@@ -14,7 +14,7 @@ Imported only where Triton is there: by ``triton.py``.
 # pyright: reportAssignmentType=false
 # pyright: reportGeneralTypeIssues=false
 
-from mla_jax.pallas.triton_lib import ask_for, jit, tl
+from mla_jax.pallas.triton_lib import ask_for, jit, swap_order, tl
 
 __all__ = ["choose", "logits", "logits_first", "logits_normed"]
 
@@ -151,8 +151,8 @@ def _best(values, index, NONE: tl.constexpr):
 
     Values are compared as integers of the same order, of which a warp finds the largest at once.
     """
-    bits = (tl.where(values != values, float("inf"), values) + 0.0).to(tl.int32, bitcast=True)
-    rank = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    values = tl.where(values != values, float("inf"), values) + 0.0  # 0 and -0 are equal
+    rank = swap_order(values.to(tl.int32, bitcast=True))
     return tl.min(tl.where(rank == tl.max(rank), index, NONE))
 
 

@@ -14,18 +14,12 @@ Imported only where Triton is there: by ``triton.py``.
 # pyright: reportPossiblyUnboundVariable=false
 # pyright: reportGeneralTypeIssues=false
 
-from mla_jax.pallas.triton_lib import jit, scatter, tl
+from mla_jax.pallas.triton_lib import jit, scatter, swap_order, tl
 
 __all__ = ["best_of", "stream"]
 
 NONE = tl.constexpr(-0x7FFFFFFF - 1)
 """Rank of what is no candidate; that of NaN is one more."""
-
-
-@jit
-def _swap(x):
-    """Between a rank and the bits of its score, both ways."""
-    return x ^ ((x >> 31) & 0x7FFFFFFF)
 
 
 @jit
@@ -60,10 +54,10 @@ def _bound(ranks, wanted, total):
     few = wanted - wanted
     turn = wanted - wanted
     while (low < high) & (reach != wanted):
-        a = _swap(low).to(tl.float32, bitcast=True)
-        b = _swap(high).to(tl.float32, bitcast=True)
+        a = swap_order(low).to(tl.float32, bitcast=True)
+        b = swap_order(high).to(tl.float32, bitcast=True)
         part = (reach - wanted).to(tl.float32) / (reach - few).to(tl.float32)
-        line = _swap((a + (b - a) * part).to(tl.int32, bitcast=True))
+        line = swap_order((a + (b - a) * part).to(tl.int32, bitcast=True))
         middle = (low | high) - ((low ^ high) >> 1)
         tried = tl.minimum(tl.maximum(tl.where(turn == 2, middle, line), low + 1), high)
         count = _count(ranks >= tried)
