@@ -72,6 +72,9 @@ TRIALS: dict[str, dict[str, Any]] = {
     "narrow": {},
     "choosing": {},
     "choosing_narrow": {},
+    "through_l1": {},
+    "fetch_128": {},
+    "fetch_256": {},
 }
 """Options in place of a step's own: copies and sums begin early; XLA's sums are in the graph; the
 graph has a loop over layers; XLA keeps 256 captured launches of each call, not 16; every sum
@@ -82,7 +85,8 @@ program; every other step runs a second copy of its program, with CUDA graphs of
 are absorbed in a launch of their own; rows are normalised in a launch before the router's; the
 step's words and tokens are copied, not read and written by kernels; the shared experts' last
 product has 16 columns in a program, not 32; the experts' first product makes the choice itself
-(``benchmarks.choosing``); both."""
+(``benchmarks.choosing``); both; the experts' products copy weights by way of the L1 cache; each
+copy brings 128 or 256 bytes around it to the L2 cache."""
 
 
 class _Twins:
@@ -121,6 +125,28 @@ def _choosing() -> Patches:
     return ((triton_lib, "call", Choosing(triton_lib.call)),)
 
 
+COPY = "cp.async.cg.shared.global"
+
+
+def _copying(by: str) -> Callable[[], Patches]:
+    """Triton itself has one form of these copies only."""
+
+    def patches() -> Patches:
+        from mla_jax.pallas.triton_lib import gpu_triton  # needs Triton
+
+        make = gpu_triton.TritonKernel
+
+        def changed(name: str, warps: int, ctas: int, shared: int, ptx: str, *rest: Any) -> Any:
+            if name in ("gate_up", "down"):
+                assert COPY in ptx, f"{name} copies nothing by {COPY}"
+                ptx = ptx.replace(COPY, by)
+            return make(name, warps, ctas, shared, ptx, *rest)
+
+        return ((gpu_triton, "TritonKernel", changed),)
+
+    return patches
+
+
 PATCHES: dict[str, Patches | Callable[[], Patches]] = {
     "nccl": ((step, "_has_peers", lambda _: False),),
     "shared_beside": ((moe, "FEWEST_ROWS", 0),),
@@ -134,6 +160,9 @@ PATCHES: dict[str, Patches | Callable[[], Patches]] = {
     "narrow": _narrow,
     "choosing": _choosing,
     "choosing_narrow": lambda: _choosing() + _narrow(),
+    "through_l1": _copying("cp.async.ca.shared.global"),
+    "fetch_128": _copying(f"{COPY}.L2::128B"),
+    "fetch_256": _copying(f"{COPY}.L2::256B"),
 }
 """What a trial changes in the library, or what returns this."""
 

@@ -1,0 +1,168 @@
+"""``python -m benchmarks.cache_states --trial NAME``: a decode step after other programs ran.
+
+A step of one request has two speeds, 4 % apart, and which one it has is decided by what ran before:
+after some prompts every step is slow, and after a kernel that reads and writes much memory in the
+ordinary way every step is fast (docs/log/served_step.md). One engine of ``benchmarks.serve`` serves
+the same number of tokens again and again; a row has the microseconds of a step, of the first steps
+behind the prompt and of the last ones. The trials:
+
+default
+    the library as it is. Then each of ``resets`` is run once the steps are slow.
+cleared
+    each step with prompt tokens is followed by a kernel that reads and writes ``CLEARED`` bytes.
+of ``card_trials``
+    ``through_l1`` for one: the experts' products copy weights by way of the L1 cache.
+
+``--processes N``: so many processes share the GPU; all compile first, then they measure in turn.
+"""
+
+import argparse
+import ctypes
+import fcntl
+import itertools
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import card_trials
+from benchmarks.serve import CASES, _engine, _generate, _lead, _Watch
+from mla_jax.engine import Engine
+from mla_jax.model.step import Step
+
+STEPS, FIRST, LAST = 100, 20, 60
+RUNS, MOST = 12, 12
+SLOW = 1.03
+CLEARED = 2**27
+SIZES = {"64 MB": 2**26, "256 MB": 2**28, "2 GB": 2**31}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.cache_states", description=__doc__)
+    parser.add_argument("--trial", choices=["cleared", *card_trials.TRIALS], default="default")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--runs", type=int, default=RUNS)
+    given = parser.parse_args()
+    with changed(given.trial):
+        with mock.patch.object(Step, "compile", return_value=None):
+            engine = _engine([CASES[0]])
+        _generate(engine, CASES[0], 4)  # compiles what it needs
+        every = resets() if given.trial == "default" else {}
+        with _turn(given.trial, given.processes):
+            found = [_shown(engine, given.trial, f"run {n}") for n in range(given.runs)]
+            for name, reset in every.items():
+                for n in range(MOST):
+                    if _shown(engine, given.trial, f"before {name}, {n}") > SLOW * min(found):
+                        break
+                reset()
+                _shown(engine, given.trial, f"after {name}")
+
+
+def changed(trial: str) -> AbstractContextManager[None]:
+    """Within it the library is as the trial wants it."""
+    return mock.patch.object(*_cleared()) if trial == "cleared" else card_trials.changed(trial)
+
+
+def _cleared() -> tuple[Any, str, Any]:
+    clear, run = clearing(CLEARED), Step.run
+
+    def then_cleared(self: Step, caches: Any, given: Any, *rest: Any) -> Any:
+        found = run(self, caches, given, *rest)
+        if not getattr(given.decision, "decodes_only", False):
+            clear()
+        return found
+
+    return Step, "run", then_cleared
+
+
+def clearing(size: int) -> Callable[[], Any]:
+    """Adds 1 to an array of so many bytes; the device is not waited for."""
+    held = [jnp.zeros(size // 2, jnp.bfloat16)]
+    add = jax.jit(lambda x: x + 1, donate_argnums=0)
+
+    def run() -> Any:
+        held[0] = add(held[0])
+        return held[0]
+
+    jax.block_until_ready(run())
+    return run
+
+
+def _many_nodes() -> Callable[[], Any]:
+    """A CUDA graph of 200 small kernels."""
+    x = jnp.full((64, 64), 0.01)
+
+    @jax.jit
+    def run(x: Any) -> Any:
+        w = x
+        for _ in range(100):
+            x = jnp.sin(x @ w)
+        return x
+
+    run(x), run(x)
+    return lambda: run(x)
+
+
+def _driver() -> Callable[[], Any]:
+    """Lines that leave the L2 cache last become ordinary ones."""
+    cuda = ctypes.CDLL("libcuda.so.1")
+    context = ctypes.c_void_p()
+    assert cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
+
+    def run() -> Any:
+        assert cuda.cuCtxPushCurrent_v2(context) == 0
+        status = cuda.cuCtxResetPersistingL2Cache()
+        cuda.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+        assert status == 0, status
+        return ()
+
+    return run
+
+
+def resets() -> dict[str, Callable[[], Any]]:
+    """What may make slow steps fast, by name."""
+    every = {"nothing": lambda: (), "200 small kernels": _many_nodes()}
+    if jax.default_backend() == "gpu":
+        every["cuCtxResetPersistingL2Cache"] = _driver()
+    every |= {f"{name} read and written": clearing(size) for name, size in SIZES.items()}
+
+    def waited(run: Callable[[], Any]) -> Callable[[], Any]:
+        return lambda: jax.block_until_ready(run())
+
+    return {name: waited(run) for name, run in every.items()}
+
+
+@contextmanager
+def _turn(name: str, processes: int) -> Iterator[None]:
+    """Entered by one process at a time, when all are ready."""
+    folder = Path(tempfile.gettempdir()) / "cache_states"
+    folder.mkdir(exist_ok=True)
+    (folder / name).touch()
+    while len([*folder.iterdir()]) < processes:
+        time.sleep(0.2)
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _shown(engine: Engine, trial: str, what: str) -> float:
+    """Microseconds of the last steps of one run."""
+    watch = _Watch(CASES[0], STEPS)
+    _generate(engine, CASES[0], _lead(CASES[0]) + STEPS + 2, watch)
+    us = [1e6 * (b - a) for a, b in itertools.pairwise(watch.times)]
+    first, last = statistics.mean(us[:FIRST]), statistics.mean(us[-LAST:])
+    row = {"trial": trial, "what": what, "first": round(first), "last": round(last)}
+    print(json.dumps(row), flush=True)
+    return last
+
+
+if __name__ == "__main__":
+    main()
