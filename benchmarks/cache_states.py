@@ -8,8 +8,9 @@ behind the prompt and of the last ones. The trials:
 
 default
     the library as it is. Then each of ``resets`` is run once the steps are slow.
-cleared
-    each step with prompt tokens is followed by a kernel that reads and writes ``CLEARED`` bytes.
+written, read
+    each step with prompt tokens is followed by a kernel that adds 1 to ``CLEARED`` bytes, or finds
+    their maximum.
 of ``card_trials``
     ``through_l1`` for one: the experts' products copy weights by way of the L1 cache.
 
@@ -47,7 +48,7 @@ SIZES = {"64 MB": 2**26, "256 MB": 2**28, "2 GB": 2**31}
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.cache_states", description=__doc__)
-    parser.add_argument("--trial", choices=["cleared", *card_trials.TRIALS], default="default")
+    parser.add_argument("--trial", choices=[*KINDS, *card_trials.TRIALS], default="default")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--runs", type=int, default=RUNS)
     given = parser.parse_args()
@@ -68,11 +69,14 @@ def main() -> None:
 
 def changed(trial: str) -> AbstractContextManager[None]:
     """Within it the library is as the trial wants it."""
-    return mock.patch.object(*_cleared()) if trial == "cleared" else card_trials.changed(trial)
+    if trial in KINDS:
+        return mock.patch.object(Step, "run", _cleared(KINDS[trial](CLEARED)))
+    return card_trials.changed(trial)
 
 
-def _cleared() -> tuple[Any, str, Any]:
-    clear, run = clearing(CLEARED), Step.run
+def _cleared(clear: Callable[[], Any]) -> Callable[..., Any]:
+    """``Step.run``, and that behind each step with prompt tokens."""
+    run = Step.run
 
     def then_cleared(self: Step, caches: Any, given: Any, *rest: Any) -> Any:
         found = run(self, caches, given, *rest)
@@ -80,10 +84,10 @@ def _cleared() -> tuple[Any, str, Any]:
             clear()
         return found
 
-    return Step, "run", then_cleared
+    return then_cleared
 
 
-def clearing(size: int) -> Callable[[], Any]:
+def writing(size: int) -> Callable[[], Any]:
     """Adds 1 to an array of so many bytes; the device is not waited for."""
     held = [jnp.zeros(size // 2, jnp.bfloat16)]
     add = jax.jit(lambda x: x + 1, donate_argnums=0)
@@ -94,6 +98,17 @@ def clearing(size: int) -> Callable[[], Any]:
 
     jax.block_until_ready(run())
     return run
+
+
+def reading(size: int) -> Callable[[], Any]:
+    """Finds the maximum of so many bytes."""
+    held = jnp.zeros(size // 2, jnp.bfloat16)
+    most = jax.jit(jnp.max)
+    jax.block_until_ready(most(held))
+    return lambda: most(held)
+
+
+KINDS = {"written": writing, "read": reading}
 
 
 def _many_nodes() -> Callable[[], Any]:
@@ -132,7 +147,8 @@ def resets() -> dict[str, Callable[[], Any]]:
     every = {"nothing": lambda: (), "200 small kernels": _many_nodes()}
     if jax.default_backend() == "gpu":
         every["cuCtxResetPersistingL2Cache"] = _driver()
-    every |= {f"{name} read and written": clearing(size) for name, size in SIZES.items()}
+    for kind, make in KINDS.items():
+        every |= {f"{name} {kind}": make(size) for name, size in SIZES.items()}
 
     def waited(run: Callable[[], Any]) -> Callable[[], Any]:
         return lambda: jax.block_until_ready(run())

@@ -19,7 +19,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -69,9 +68,11 @@ TRIALS: dict[str, dict[str, Any]] = {
     "absorbed_apart": {},
     "norm_apart": {},
     "copies": {"xla_disable_hlo_passes": "rematerialization"},
-    "narrow": {},
     "choosing": {},
-    "choosing_narrow": {},
+    "in_kernels": {
+        "xla_disable_hlo_passes": f"{step.IN_PLACE['xla_disable_hlo_passes']},"
+        "host-memory-transfer-asyncifier"
+    },
     "through_l1": {},
     "fetch_128": {},
     "fetch_256": {},
@@ -83,10 +84,10 @@ experts is launched where XLA puts it; 16-bit shared experts are cuBLAS's; kerne
 of a plain schedule; tokens are elsewhere in each step; layers one after the other in the
 program; every other step runs a second copy of its program, with CUDA graphs of its own; queries
 are absorbed in a launch of their own; rows are normalised in a launch before the router's; the
-step's words and tokens are copied, not read and written by kernels; the shared experts' last
-product has 16 columns in a program, not 32; the experts' first product makes the choice itself
-(``benchmarks.choosing``); both; the experts' products copy weights by way of the L1 cache; each
-copy brings 128 or 256 bytes around it to the L2 cache."""
+step's words and tokens are copied, not read and written by kernels; the experts' first product
+makes the choice itself (``benchmarks.choosing``); over several cards too kernels read and write the
+host's memory; the experts' products copy weights by way of the L1 cache; each copy brings 128 or
+256 bytes around it to the L2 cache."""
 
 
 class _Twins:
@@ -104,18 +105,6 @@ _COMPILED = step.Step._compiled
 
 def _compiled_twice(self: Any, *args: Any) -> Any:
     return _Twins(*(_COMPILED(self, *args) for _ in range(2)))
-
-
-def _narrow() -> Patches:
-    from mla_jax.pallas.grouped_matmul import triton  # needs Triton
-
-    heuristic = triton.heuristic
-
-    def of_few_columns(problem: Any, device: Any) -> Any:
-        found = heuristic(problem, device)
-        return replace(found, down_columns=16) if problem["experts"] == 1 else found
-
-    return ((triton, "heuristic", of_few_columns),)
 
 
 def _choosing() -> Patches:
@@ -157,9 +146,7 @@ PATCHES: dict[str, Patches | Callable[[], Patches]] = {
     "twins": ((step.Step, "_compiled", _compiled_twice),),
     "absorbed_apart": ((mla, "FEW_HEADS", 0),),
     "norm_apart": ((moe.MoE, "_normalises", lambda *args, **facts: False),),
-    "narrow": _narrow,
     "choosing": _choosing,
-    "choosing_narrow": lambda: _choosing() + _narrow(),
     "through_l1": _copying("cp.async.ca.shared.global"),
     "fetch_128": _copying(f"{COPY}.L2::128B"),
     "fetch_256": _copying(f"{COPY}.L2::256B"),
