@@ -15,6 +15,7 @@ import functools
 import gc
 import itertools
 import json
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -76,6 +77,9 @@ TRIALS: dict[str, dict[str, Any]] = {
     "through_l1": {},
     "fetch_128": {},
     "fetch_256": {},
+    "evict_first": {},
+    "evict_normal": {},
+    "evict_last": {},
 }
 """Options in place of a step's own: copies and sums begin early; XLA's sums are in the graph; the
 graph has a loop over layers; XLA keeps 256 captured launches of each call, not 16; every sum
@@ -87,7 +91,8 @@ are absorbed in a launch of their own; rows are normalised in a launch before th
 step's words and tokens are copied, not read and written by kernels; the experts' first product
 makes the choice itself (``benchmarks.choosing``); over several cards too kernels read and write the
 host's memory; the experts' products copy weights by way of the L1 cache; each copy brings 128 or
-256 bytes around it to the L2 cache."""
+256 bytes around it to the L2 cache; what they copy leaves that cache first, as other lines do, or
+last."""
 
 
 class _Twins:
@@ -117,8 +122,26 @@ def _choosing() -> Patches:
 COPY = "cp.async.cg.shared.global"
 
 
-def _copying(by: str) -> Callable[[], Patches]:
-    """Triton itself has one form of these copies only."""
+def _copying(by: str) -> Callable[[str], str]:
+    """Weights are copied by another instruction."""
+    return lambda ptx: ptx.replace(COPY, by)
+
+
+def _leaving(policy: str) -> Callable[[str], str]:
+    """What is copied leaves the L2 cache by ``policy``: ``evict_first`` for one."""
+
+    def changed(ptx: str) -> str:
+        made = f"\n.reg .b64 left; createpolicy.fractional.L2::{policy}.b64 left, 1.0;\n"
+        head, entry, body = ptx.partition(".entry")
+        before, brace, rest = body.partition("{")
+        rest = re.sub(rf"({re.escape(COPY)})([^;]*);", r"\1.L2::cache_hint\2, left;", rest)
+        return head + entry + before + brace + made + rest
+
+    return changed
+
+
+def _experts_by(change: Callable[[str], str]) -> Callable[[], Patches]:
+    """The text of the experts' products in another form, of which Triton itself has one only."""
 
     def patches() -> Patches:
         from mla_jax.pallas.triton_lib import gpu_triton  # needs Triton
@@ -128,7 +151,7 @@ def _copying(by: str) -> Callable[[], Patches]:
         def changed(name: str, warps: int, ctas: int, shared: int, ptx: str, *rest: Any) -> Any:
             if name in ("gate_up", "down"):
                 assert COPY in ptx, f"{name} copies nothing by {COPY}"
-                ptx = ptx.replace(COPY, by)
+                ptx = change(ptx)
             return make(name, warps, ctas, shared, ptx, *rest)
 
         return ((gpu_triton, "TritonKernel", changed),)
@@ -147,9 +170,12 @@ PATCHES: dict[str, Patches | Callable[[], Patches]] = {
     "absorbed_apart": ((mla, "FEW_HEADS", 0),),
     "norm_apart": ((moe.MoE, "_normalises", lambda *args, **facts: False),),
     "choosing": _choosing,
-    "through_l1": _copying("cp.async.ca.shared.global"),
-    "fetch_128": _copying(f"{COPY}.L2::128B"),
-    "fetch_256": _copying(f"{COPY}.L2::256B"),
+    "through_l1": _experts_by(_copying("cp.async.ca.shared.global")),
+    "fetch_128": _experts_by(_copying(f"{COPY}.L2::128B")),
+    "fetch_256": _experts_by(_copying(f"{COPY}.L2::256B")),
+    "evict_first": _experts_by(_leaving("evict_first")),
+    "evict_normal": _experts_by(_leaving("evict_normal")),
+    "evict_last": _experts_by(_leaving("evict_last")),
 }
 """What a trial changes in the library, or what returns this."""
 
