@@ -1,32 +1,29 @@
 """``python -m benchmarks.cache_states --trial NAME``: a decode step after other programs ran.
 
-A step of one request has two speeds, 4 % apart, and which one it has is decided by what ran before:
-after some prompts every step is slow, and after a kernel that reads and writes much memory in the
-ordinary way every step is fast (docs/log/served_step.md). One engine of ``benchmarks.serve`` serves
-the same number of tokens again and again; a row has the microseconds of a step, of the first steps
-behind the prompt and of the last ones. The trials:
+A step of one request has two speeds, 4 % apart. After some prompts every step is slow; after small
+programs that measured the GPU every step was fast, and which of them did it is not known
+(docs/log/served_step.md). One engine of ``benchmarks.serve`` serves the same number of tokens again
+and again. A row has the microseconds of a step, of the first steps behind the prompt and of the
+last ones. The trials:
 
 default
-    the library as it is. Then each of ``resets`` is run once the steps are slow.
+    The library as it is. Once its steps are slow, each of ``resets`` is run.
 written, read
-    each step with prompt tokens is followed by a kernel that adds 1 to ``CLEARED`` bytes, or finds
-    their maximum.
-of ``card_trials``
-    ``through_l1`` for one: the experts' products copy weights by way of the L1 cache.
+    Behind each step with prompt tokens a kernel adds 1 to ``CLEARED`` bytes, or finds their
+    maximum.
+any other
+    One of ``card_trials``, such as ``through_l1``.
 
-``--processes N``: so many processes share the GPU; all compile first, then they measure in turn.
+With ``--turn FILE --everyone N`` N processes share the GPU, as those of ``benchmarks.run`` do: all
+compile first, then they measure one after the other. Each set of processes needs a new file.
 """
 
 import argparse
 import ctypes
-import fcntl
-import itertools
 import json
 import statistics
-import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,7 +32,8 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import card_trials
-from benchmarks.serve import CASES, _engine, _generate, _lead, _Watch
+from benchmarks.run import turn
+from benchmarks.serve import CASES, engine_of, generate, step_times
 from mla_jax.engine import Engine
 from mla_jax.model.step import Step
 
@@ -49,15 +47,15 @@ SIZES = {"64 MB": 2**26, "256 MB": 2**28, "2 GB": 2**31}
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.cache_states", description=__doc__)
     parser.add_argument("--trial", choices=[*KINDS, *card_trials.TRIALS], default="default")
-    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--turn", type=Path, help="file that a process locks to use the device")
+    parser.add_argument("--everyone", type=int, default=1, help="processes that share --turn")
     parser.add_argument("--runs", type=int, default=RUNS)
     given = parser.parse_args()
     with changed(given.trial):
-        with mock.patch.object(Step, "compile", return_value=None):
-            engine = _engine([CASES[0]])
-        _generate(engine, CASES[0], 4)  # compiles what it needs
+        engine = engine_of([CASES[0]])
+        generate(engine, CASES[0], 4)  # compiles what it needs
         every = resets() if given.trial == "default" else {}
-        with _turn(given.trial, given.processes):
+        with turn(given.turn, given.everyone):
             found = [_shown(engine, given.trial, f"run {n}") for n in range(given.runs)]
             for name, reset in every.items():
                 for n in range(MOST):
@@ -122,7 +120,8 @@ def _many_nodes() -> Callable[[], Any]:
             x = jnp.sin(x @ w)
         return x
 
-    run(x), run(x)
+    for _ in range(2):  # XLA makes the graph in the second call
+        jax.block_until_ready(run(x))
     return lambda: run(x)
 
 
@@ -156,24 +155,9 @@ def resets() -> dict[str, Callable[[], Any]]:
     return {name: waited(run) for name, run in every.items()}
 
 
-@contextmanager
-def _turn(name: str, processes: int) -> Iterator[None]:
-    """Entered by one process at a time, when all are ready."""
-    folder = Path(tempfile.gettempdir()) / "cache_states"
-    folder.mkdir(exist_ok=True)
-    (folder / name).touch()
-    while len([*folder.iterdir()]) < processes:
-        time.sleep(0.2)
-    with folder.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
 def _shown(engine: Engine, trial: str, what: str) -> float:
     """Microseconds of the last steps of one run."""
-    watch = _Watch(CASES[0], STEPS)
-    _generate(engine, CASES[0], _lead(CASES[0]) + STEPS + 2, watch)
-    us = [1e6 * (b - a) for a, b in itertools.pairwise(watch.times)]
+    us, _ = step_times(CASES[0], engine, STEPS)
     first, last = statistics.mean(us[:FIRST]), statistics.mean(us[-LAST:])
     row = {"trial": trial, "what": what, "first": round(first), "last": round(last)}
     print(json.dumps(row), flush=True)

@@ -49,12 +49,11 @@ TRACED = 12_000  # events in a file
 type Patches = tuple[tuple[Any, str, Any], ...]
 """Modules or classes, a name in each, and what stands for it."""
 
+PASSES = "xla_disable_hlo_passes"
+
 TRIALS: dict[str, dict[str, Any]] = {
     "default": {},
-    "beside": {
-        "xla_disable_hlo_passes": "rematerialization",
-        "xla_gpu_disable_async_collectives": "",
-    },
+    "beside": {PASSES: "rematerialization", "xla_gpu_disable_async_collectives": ""},
     "one_graph": {name: f"{kinds},COLLECTIVES" for name, kinds in LOOPS_IN_GRAPHS.items()},
     "looped": {"xla_gpu_command_buffer_unroll_loops": False},
     "more_captures": {"xla_cmd_buffer_trace_cache_size": 256},
@@ -68,12 +67,9 @@ TRIALS: dict[str, dict[str, Any]] = {
     "twins": {},
     "absorbed_apart": {},
     "norm_apart": {},
-    "copies": {"xla_disable_hlo_passes": "rematerialization"},
+    "copies": {PASSES: "rematerialization"},
     "choosing": {},
-    "in_kernels": {
-        "xla_disable_hlo_passes": f"{step.IN_PLACE['xla_disable_hlo_passes']},"
-        "host-memory-transfer-asyncifier"
-    },
+    "in_kernels": {PASSES: f"{step.IN_PLACE[PASSES]},{step.IN_KERNELS[PASSES]}"},
     "through_l1": {},
     "fetch_128": {},
     "fetch_256": {},
@@ -141,7 +137,7 @@ def _leaving(policy: str) -> Callable[[str], str]:
 
 
 def _experts_by(change: Callable[[str], str]) -> Callable[[], Patches]:
-    """The text of the experts' products in another form, of which Triton itself has one only."""
+    """``change`` of the PTX of the experts' products, for Triton writes one kind of copy only."""
 
     def patches() -> Patches:
         from mla_jax.pallas.triton_lib import gpu_triton  # needs Triton

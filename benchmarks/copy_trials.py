@@ -1,7 +1,7 @@
 """``python -m benchmarks.copy_trials TRIAL SUITE …``: a suite of ``benchmarks.run``, other copies.
 
-Sparse attention copies rows of elements to shared memory by ``cp.async.cg``. The L2 cache may count
-such copies as the first to leave (docs/log/served_step.md). ``through_l1`` copies by way of the L1
+Sparse attention copies rows of elements to shared memory by ``cp.async.cg``. What such copies
+bring may leave the L2 cache first (docs/log/served_step.md). ``through_l1`` copies by way of the L1
 cache, ``as_is`` is the library as it is. Not with ``--jobs``: those processes know no trial.
 """
 

@@ -30,7 +30,7 @@ from mla_jax.model.step import empty_batch
 from mla_jax.scheduler import Event
 from mla_jax.types import cdiv
 
-__all__ = ["CASES", "METHOD", "PREFILLS", "Case", "run"]
+__all__ = ["CASES", "METHOD", "PREFILLS", "Case", "engine_of", "generate", "run", "step_times"]
 
 PAGE, CHUNK, ROWS = 64, 16384, 32768
 LONGEST = 33280
@@ -96,7 +96,8 @@ def run(peers: Path | None, chosen: list[str], turn: AbstractContextManager) -> 
     every = [c for c in CASES + PREFILLS if c.name in chosen]
     for layers in dict.fromkeys(c.layers for c in every):
         cases = [c for c in every if c.layers == layers]
-        engine = _engine(cases)
+        engine = engine_of(cases)
+        _compile(engine)
         for case in cases:
             with turn:
                 row = {"case": case.name, "layers": layers}
@@ -109,8 +110,8 @@ def run(peers: Path | None, chosen: list[str], turn: AbstractContextManager) -> 
         del engine  # its weights leave the device before the next one's come
 
 
-def _engine(cases: Sequence[Case]) -> Engine:
-    """An engine for cases of one model, with the programs that they run compiled side by side."""
+def engine_of(cases: Sequence[Case]) -> Engine:
+    """An engine for cases of one model; nothing is compiled yet."""
     config = cases[0].config
     pages = sorted({cdiv(4096 + STEPS + 64, PAGE), LONGEST // PAGE})
     decodes = sorted({FEWEST_ROWS, *(c.batch for c in cases if c.batch > FEWEST_ROWS)})
@@ -123,7 +124,7 @@ def _engine(cases: Sequence[Case]) -> Engine:
         context_rows=ROWS,
         mixed=((most, CHUNK), (0, CHUNK)),
     )
-    engine = Engine(
+    return Engine(
         drawn(config),
         config,
         num_pages=1 + max(most * pages[0], pages[-1]),
@@ -134,6 +135,10 @@ def _engine(cases: Sequence[Case]) -> Engine:
         ladder=ladder,
         absorb_prefills=False,
     )
+
+
+def _compile(engine: Engine) -> None:
+    """The programs that the cases run, side by side."""
     used = [d for d in engine.builder.rungs() if d.bucket.prefills in (0, 8)]
 
     def ready(decision) -> None:
@@ -142,7 +147,6 @@ def _engine(cases: Sequence[Case]) -> Engine:
 
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(ready, used))
-    return engine
 
 
 class _Watch:
@@ -178,7 +182,7 @@ def _decode(case: Case, engine: Engine) -> dict:
     """The median of ``REPEATS`` runs; one run where the prompts alone take seconds."""
     few = case.batch * case.context <= 140_000
     if few:
-        _generate(engine, case, 8)
+        generate(engine, case, 8)
     runs = [_decode_once(case, engine) for _ in range(REPEATS if few else 1)]
     median = sorted(runs, key=lambda run: run["ours_us"])[len(runs) // 2]
     return median | {"runs": [run["ours_us"] for run in runs]}
@@ -186,19 +190,24 @@ def _decode(case: Case, engine: Engine) -> dict:
 
 def _decode_once(case: Case, engine: Engine) -> dict:
     """Steps behind each other, all requests decoding."""
-    watch = _Watch(case, STEPS)
-    _generate(engine, case, _lead(case) + STEPS + 2, watch)
-    times = watch.times
-    assert len(times) == STEPS + 1, f"{case.name}: {len(times)} steps in which all decode"
-    us = [1e6 * (b - a) for a, b in itertools.pairwise(times)]
+    us, last = step_times(case, engine, STEPS)
     mean = sum(us) / len(us)
     return {
         "ours_us": mean,
         "median_us": statistics.median(us),
         "tokens_per_s": 1e6 * case.batch / mean,
         **_floor(case, mean, steps_behind=STEPS // 2),
-        "distinct_last_tokens": len(set(watch.last.values())),
+        "distinct_last_tokens": len(set(last)),
     }
+
+
+def step_times(case: Case, engine: Engine, steps: int) -> tuple[list[float], list[int]]:
+    """Microseconds of so many steps in which all requests decode, and the last token of each."""
+    watch = _Watch(case, steps)
+    generate(engine, case, _lead(case) + steps + 2, watch)
+    times = watch.times
+    assert len(times) == steps + 1, f"{case.name}: {len(times)} steps in which all decode"
+    return [1e6 * (b - a) for a, b in itertools.pairwise(times)], list(watch.last.values())
 
 
 def _lead(case: Case) -> int:
@@ -208,11 +217,11 @@ def _lead(case: Case) -> int:
 
 def _prefill(case: Case, engine: Engine) -> dict:
     """Whole calls with one new token a prompt."""
-    _generate(engine, case, 1)
+    generate(engine, case, 1)
     seconds = []
     for _ in range(REPEATS):
         begin = time.perf_counter()
-        _generate(engine, case, 1)
+        generate(engine, case, 1)
         seconds.append(time.perf_counter() - begin)
     us = 1e6 * statistics.median(seconds)
     return {
@@ -228,14 +237,15 @@ def _traced(case: Case, engine: Engine, us: float) -> dict:
     with device_events() as (start, events):
         if case.decodes:
             new = _lead(case) + SETTLED + TRACED + 2
-            _generate(engine, case, new, _Watch(case, SETTLED, start))
+            generate(engine, case, new, _Watch(case, SETTLED, start))
         else:
             start()
-            _generate(engine, case, 1)
+            generate(engine, case, 1)
     return _breakdown(events, us, sum(case.config.sparse_layers) if case.decodes else None)
 
 
-def _generate(engine: Engine, case: Case, new: int, watch: Callable | None = None) -> None:
+def generate(engine: Engine, case: Case, new: int, watch: Callable | None = None) -> None:
+    """Serve the case's requests with prompts that no one saw before, ``new`` tokens each."""
     rng = np.random.default_rng(engine.stats().new_tokens)  # no prompt twice
     prompts = [rng.integers(100, 99_000, case.context).tolist() for _ in range(case.batch)]
     wish = SamplingParams(max_new_tokens=new, ignore_eos=True)
