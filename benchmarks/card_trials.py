@@ -15,7 +15,6 @@ import functools
 import gc
 import itertools
 import json
-import re
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -70,12 +69,6 @@ TRIALS: dict[str, dict[str, Any]] = {
     "copies": {PASSES: "rematerialization"},
     "choosing": {},
     "in_kernels": {PASSES: f"{step.IN_PLACE[PASSES]},{step.IN_KERNELS[PASSES]}"},
-    "through_l1": {},
-    "fetch_128": {},
-    "fetch_256": {},
-    "evict_first": {},
-    "evict_normal": {},
-    "evict_last": {},
 }
 """Options in place of a step's own: copies and sums begin early; XLA's sums are in the graph; the
 graph has a loop over layers; XLA keeps 256 captured launches of each call, not 16; every sum
@@ -86,9 +79,7 @@ program; every other step runs a second copy of its program, with CUDA graphs of
 are absorbed in a launch of their own; rows are normalised in a launch before the router's; the
 step's words and tokens are copied, not read and written by kernels; the experts' first product
 makes the choice itself (``benchmarks.choosing``); over several cards too kernels read and write the
-host's memory; the experts' products copy weights by way of the L1 cache; each copy brings 128 or
-256 bytes around it to the L2 cache; what they copy leaves that cache first, as other lines do, or
-last."""
+host's memory."""
 
 
 class _Twins:
@@ -115,46 +106,6 @@ def _choosing() -> Patches:
     return ((triton_lib, "call", Choosing(triton_lib.call)),)
 
 
-COPY = "cp.async.cg.shared.global"
-
-
-def _copying(by: str) -> Callable[[str], str]:
-    """Weights are copied by another instruction."""
-    return lambda ptx: ptx.replace(COPY, by)
-
-
-def _leaving(policy: str) -> Callable[[str], str]:
-    """What is copied leaves the L2 cache by ``policy``: ``evict_first`` for one."""
-
-    def changed(ptx: str) -> str:
-        made = f"\n.reg .b64 left; createpolicy.fractional.L2::{policy}.b64 left, 1.0;\n"
-        head, entry, body = ptx.partition(".entry")
-        before, brace, rest = body.partition("{")
-        rest = re.sub(rf"({re.escape(COPY)})([^;]*);", r"\1.L2::cache_hint\2, left;", rest)
-        return head + entry + before + brace + made + rest
-
-    return changed
-
-
-def _experts_by(change: Callable[[str], str]) -> Callable[[], Patches]:
-    """``change`` of the PTX of the experts' products, for Triton writes one kind of copy only."""
-
-    def patches() -> Patches:
-        from mla_jax.pallas.triton_lib import gpu_triton  # needs Triton
-
-        make = gpu_triton.TritonKernel
-
-        def changed(name: str, warps: int, ctas: int, shared: int, ptx: str, *rest: Any) -> Any:
-            if name in ("gate_up", "down"):
-                assert COPY in ptx, f"{name} copies nothing by {COPY}"
-                ptx = change(ptx)
-            return make(name, warps, ctas, shared, ptx, *rest)
-
-        return ((gpu_triton, "TritonKernel", changed),)
-
-    return patches
-
-
 PATCHES: dict[str, Patches | Callable[[], Patches]] = {
     "nccl": ((step, "_has_peers", lambda _: False),),
     "shared_beside": ((moe, "FEWEST_ROWS", 0),),
@@ -166,12 +117,6 @@ PATCHES: dict[str, Patches | Callable[[], Patches]] = {
     "absorbed_apart": ((mla, "FEW_HEADS", 0),),
     "norm_apart": ((moe.MoE, "_normalises", lambda *args, **facts: False),),
     "choosing": _choosing,
-    "through_l1": _experts_by(_copying("cp.async.ca.shared.global")),
-    "fetch_128": _experts_by(_copying(f"{COPY}.L2::128B")),
-    "fetch_256": _experts_by(_copying(f"{COPY}.L2::256B")),
-    "evict_first": _experts_by(_leaving("evict_first")),
-    "evict_normal": _experts_by(_leaving("evict_normal")),
-    "evict_last": _experts_by(_leaving("evict_last")),
 }
 """What a trial changes in the library, or what returns this."""
 

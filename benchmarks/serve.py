@@ -7,6 +7,7 @@ JSON files; ``--peers`` is their folder. Of several files for one depth the fast
 import itertools
 import json
 import math
+import os
 import statistics
 import time
 from collections import Counter
@@ -30,6 +31,8 @@ from mla_jax.model.step import empty_batch
 from mla_jax.scheduler import Event
 from mla_jax.types import cdiv
 
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as the command line sets it
+
 __all__ = ["CASES", "METHOD", "PREFILLS", "Case", "engine_of", "generate", "run", "step_times"]
 
 PAGE, CHUNK, ROWS = 64, 16384, 32768
@@ -48,7 +51,8 @@ METHOD = (
     "torch.compile and CUDA graphs, on the same machine right before; the faster of its expert "
     "configurations. Floor: the larger of the bytes of weights and caches that must be read / "
     "4.25 TB/s and FLOPs / 800 TFLOP/s. Busy: the time in which any kernel runs, of a step in a "
-    "traced run, over that of a timed step"
+    "traced run, over that of a timed step. Ours with CUDA_DEVICE_MAX_CONNECTIONS=1, as the "
+    "command line has it"
 )
 
 

@@ -27,10 +27,13 @@ from jax.sharding import (
 
 from mla_jax.errors import ArgumentError
 
-__all__ = ["SHARDS", "Placement", "default_device", "put", "several"]
+__all__ = ["PAGE_LOCKED", "SHARDS", "Placement", "default_device", "put", "several"]
 
 SHARDS = "shards"
 """The axis of a placement's mesh."""
+
+PAGE_LOCKED = "pinned_host"
+"""JAX's name of the host's memory that a GPU reads and writes by itself."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ class Placement:
     @property
     def page_locked(self) -> Sharding:
         """Of an array in the host's memory that a GPU reads and writes by itself."""
-        return self.everywhere.with_memory_kind("pinned_host")
+        return self.everywhere.with_memory_kind(PAGE_LOCKED)
 
     @contextmanager
     def working(self) -> Iterator[None]:

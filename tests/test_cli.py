@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from types import ModuleType
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -396,6 +397,21 @@ def test_devices_are_counted(settings, run, folder):
     args = ("generate", folder, "--prompt-ids", "1")
     assert settings(*args, "--devices", 1)["devices"] is None
     assert settings(*args, "--devices", 0)["devices"] == jax.local_devices()
+
+
+@pytest.mark.parametrize(
+    ("devices", "given", "then"), [(1, None, "1"), (1, "4", "4"), (0, None, None)]
+)
+def test_one_gpu_has_one_hardware_queue_unless_told_otherwise(
+    settings, folder, devices, given, then
+):
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    with mock.patch.dict(os.environ):
+        os.environ.pop(name, None)
+        if given is not None:
+            os.environ[name] = given
+        settings("generate", folder, "--prompt-ids", "1", "--devices", devices)
+        assert os.environ.get(name) == then
 
 
 def test_more_devices_than_there_are_are_refused(run, folder, tmp_path, monkeypatch):

@@ -16,10 +16,10 @@ import jax
 import numpy as np
 
 from mla_jax.metadata.packed import Packed
-from mla_jax.placement import Placement, put
+from mla_jax.placement import PAGE_LOCKED, Placement, put
 from mla_jax.types import Array, Int, made
 
-__all__ = ["StagedFunction", "Staging", "received", "staged"]
+__all__ = ["StagedFunction", "Staging", "fetched", "received", "staged"]
 
 SLOTS = 3
 """Buffers of one size: a step that is still queued keeps its own."""
@@ -47,6 +47,18 @@ def _view(buffer: Array, size: int) -> np.ndarray:
     """Of the host on an array in page-locked memory."""
     place = (ctypes.c_int32 * size).from_address(buffer.unsafe_buffer_pointer())
     return np.ctypeslib.as_array(place)
+
+
+def fetched(words: Int[Array, "*shape"]) -> Int[np.ndarray, "*shape"]:
+    """The values of an int32 array of which every device has the same, when they are there.
+
+    Page-locked memory is read where it is. ``np.asarray`` goes through XLA's streams for copies: if
+    all streams share one hardware queue, a step that was sent meanwhile may come first.
+    """
+    if words.sharding.memory_kind != PAGE_LOCKED:
+        return np.asarray(words)
+    one = words.addressable_shards[0].data.block_until_ready()
+    return _view(one, one.size).reshape(one.shape).copy()
 
 
 class Staging:

@@ -25,7 +25,7 @@ from mla_jax.errors import ArgumentError, MetadataError
 from mla_jax.metadata.builder import AttentionMetadataBuilder
 from mla_jax.metadata.common import build_common
 from mla_jax.metadata.packed import Layout, Packed, pack
-from mla_jax.metadata.staging import Staging, received
+from mla_jax.metadata.staging import Staging, fetched, received
 from mla_jax.model.activations import quantising
 from mla_jax.model.loops import nested
 from mla_jax.model.program_store import ProgramStore, source_of
@@ -169,12 +169,12 @@ class StepOutput:
         On a GPU the program itself leaves them in the host's memory: asking for two results
         afterwards takes as long again as a short step (0.8 ms).
         """
-        token_ids, bits = np.asarray(self.drawn)[:2]
+        token_ids, bits = fetched(self.drawn)[:2]
         return token_ids, bits.view(np.float32)
 
     def likeliest(self) -> tuple[Int[np.ndarray, "most _"], Float[np.ndarray, "most _"]]:
         """The likeliest tokens, as many as a request of the step wanted, and log-probabilities."""
-        ids, bits = np.split(np.asarray(self.drawn)[2:], 2)
+        ids, bits = np.split(fetched(self.drawn)[2:], 2)
         return ids, bits.view(np.float32)
 
 

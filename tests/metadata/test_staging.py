@@ -24,6 +24,18 @@ def test_every_call_sees_its_own_words():
     check_every_call_sees_its_own_words()
 
 
+def test_what_is_fetched_is_a_copy_of_page_locked_memory():
+    placement = Placement.of(None)
+    wanted = np.arange(12, dtype=np.int32).reshape(3, 4)
+    for sharding in (placement.page_locked, placement.everywhere):
+        there = jax.device_put(wanted, sharding)
+        found = staging.fetched(there)
+        np.testing.assert_array_equal(found, wanted)
+        if found.flags.writeable:
+            found[:] = 7
+        np.testing.assert_array_equal(staging.fetched(there), wanted)
+
+
 @pytest.mark.gpu
 def test_every_call_sees_its_own_words_on_device():
     """The device is busy with the first call while the host writes for the others."""
