@@ -9,6 +9,7 @@ import argparse
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from unittest import mock
 
@@ -34,6 +35,14 @@ def _of(groups: int, *, over: int = 0, most: int = rows_sm90.COLUMNS) -> Callabl
     return shape_of
 
 
+def _asking(columns: int, rows: int = 1) -> Shape:
+    """As in use; thread blocks ask for the ranks of those that start when they end (H200)."""
+    shape = _USED(columns, rows)
+    return replace(shape, ahead=132 * (1024 // shape.threads))
+
+
+_USED = select_sm90.shape_of
+
 WAYS: dict[str, tuple[int, Callable[..., Shape]]] = {
     "in use": (rows_sm90.PART, select_sm90.shape_of),
     "512 threads": (1 << 14, _of(4, over=512 * MOST)),
@@ -41,6 +50,7 @@ WAYS: dict[str, tuple[int, Callable[..., Shape]]] = {
     "short rows: 256 threads": (rows_sm90.PART, _of(2, most=4096)),
     "short rows: 512 threads": (rows_sm90.PART, _of(4, most=4096)),
     "8,192 columns: 256 threads": (rows_sm90.PART, _of(2, most=8192)),
+    "later ranks asked for": (rows_sm90.PART, _asking),
 }
 """Columns of a part, and the shape of a row's cluster."""
 

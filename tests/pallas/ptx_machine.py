@@ -39,6 +39,7 @@ class Machine:
         self.registers["%cluster_ctarank"] = np.repeat(np.arange(blocks), threads).astype(U64)
         self.block = np.repeat(np.arange(blocks), threads)
         self.waits = np.full(n, "", object)
+        self.asked: set[int] = set()  # bytes whose line is asked for in the L2 cache
 
     def run(self, text: str) -> None:
         for line in instructions(text):
@@ -136,6 +137,10 @@ class Machine:
         p = self.registers[a[3]].astype(bool)
         self.put(a[0], np.where(p, self.get(a[1]), self.get(a[2])), active)
 
+    def do_prefetch(self, op, a, active) -> None:
+        assert op[1:] == ["global", "L2"]
+        self.asked |= set(self.get(a[0].strip("[]"), "u64")[active].tolist())
+
     def do_bfe(self, op, a, active) -> None:
         x, low, bits = self.get(a[1]), int(a[2]), int(a[3])
         self.put(a[0], (x >> U32(low)) & U32((1 << bits) - 1), active)
@@ -220,8 +225,20 @@ class Machine:
         np.add.at(self.shared, (block[active], word[active]), self.get(a[1])[active])
 
 
-def select(ranks, starts, ends, origins=None, places=None, first=0, *, k: int, shape, ranked=False):
-    """``select_sm90.select``."""
+def select(
+    ranks,
+    starts,
+    ends,
+    origins=None,
+    places=None,
+    first=0,
+    *,
+    k: int,
+    shape,
+    ranked=False,
+    asked=None,
+):
+    """``select_sm90.select``. ``asked``: of each row the bytes whose lines are asked for."""
     from mla_jax.pallas.topk import select_sm90 as kernel
 
     rows, columns = ranks.shape
@@ -236,10 +253,13 @@ def select(ranks, starts, ends, origins=None, places=None, first=0, *, k: int, s
     parts = [np.ascontiguousarray(x, np.int32).ravel() for x in (ranks, *given, *results)]
     at = np.cumsum([0, *map(len, parts)])
     memory = np.concatenate(parts).view(U32)
-    text = kernel.program(k, columns, shape, form)
+    text = kernel.program(k, columns, rows, shape, form)
     for row in range(rows):
         operands = [*(4 * at[:6]), 4 * at[5 + ranked], 0, row, first + row]
         size = {"blocks": shape.blocks, "threads": shape.threads}
-        Machine(memory, operands, **size, shared_words=shape.words(k, form)).run(text)
+        machine = Machine(memory, operands, **size, shared_words=shape.words(k, form))
+        machine.run(text)
+        if asked is not None:
+            asked[row] = machine.asked
     found = memory[at[5] :].view(np.int32).reshape(results.shape)
     return tuple(found) if ranked else found[0]

@@ -1,5 +1,7 @@
 """Hopper's selection of ranks: its assembly on a CPU, instruction by instruction, and on a GPU."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -89,6 +91,22 @@ def test_the_program_equals_the_oracle(kind, shape, rng):
     got = ptx_machine.select(ranks, *limits.T, k=k, shape=shape)
     want = [oracle(row, a, b, k) for row, (a, b) in zip(ranks, limits, strict=True)]
     np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("groups", "each", "columns"), [(8, 32, 30_000), (4, 16, 8192), (4, 4, 600)]
+)
+def test_a_row_asks_for_the_ranks_of_a_later_one(groups, each, columns, rng):
+    """All lines of that row and of no other; nothing behind the last row."""
+    ranks, asked = drawn("random", rng, 5, columns), {}
+    ends = np.full(5, columns)
+    alone = Shape(blocks=1, groups=groups, each=each)
+    got = ptx_machine.select(ranks, None, ends, k=300, shape=replace(alone, ahead=2), asked=asked)
+    np.testing.assert_array_equal(got, ptx_machine.select(ranks, None, ends, k=300, shape=alone))
+    for row, found in asked.items():
+        begin, end = ((row + 2) * 4 * columns, (row + 3) * 4 * columns) if row < 3 else (0, 0)
+        assert {at // 128 for at in found} == set(range(begin // 128, -(-end // 128)))
+        assert all(begin <= at < end for at in found)
 
 
 def test_rows_may_all_begin_with_the_first_column(rng):

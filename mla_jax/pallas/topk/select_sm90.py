@@ -59,11 +59,16 @@ NONE = "0x80000000"
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Of a row's cluster: thread blocks, warpgroups of each, and ranks of a thread."""
+    """Of a row's cluster: thread blocks, warpgroups of each, and ranks of a thread.
+
+    The ranks of the row ``ahead`` rows behind are asked for in the L2 cache (0: of none), for the
+    thread block that starts when this one ends. Not yet measured: ``benchmarks.select_trials``.
+    """
 
     blocks: int
     groups: int
     each: int
+    ahead: int = 0
 
     @property
     def threads(self) -> int:
@@ -156,7 +161,8 @@ def select(
         places=places is not None,
         ranked=ranked,
     )
-    body = functools.partial(_row, k=k, columns=columns, shape=shape, form=form)
+    facts = {"columns": columns, "rows": rows, "shape": shape, "form": form}
+    body = functools.partial(_row, k=k, **facts)
     out = jax.ShapeDtypeStruct((rows, k), jnp.int32)
     kernel = lib.kernel(
         body,
@@ -178,13 +184,14 @@ def select(
 
 
 def _row(
-    ranks_g, starts_g, ends_g, origins_g, places_g, row_g, *chosen_g, k, columns, shape, form, table
-) -> None:
+    ranks_g, starts_g, ends_g, origins_g, places_g, row_g, *chosen_g, k, columns, rows, shape, form,
+    table,
+) -> None:  # fmt: skip
     @plgpu.inline_mgpu(arg_types=(*(plgpu.RefType(),) * 8, *(inline.SCALAR,) * 2))
     def run(_, *operands):
         pointers = [mgpu.utils.memref_ptr(r) for r in operands[:8]]
         numbers = [x.registers.item() for x in operands[8:]]
-        code = program(k, columns, shape, form)
+        code = program(k, columns, rows, shape, form)
         inline.asm(code, [*pointers, *numbers], "l,l,l,l,l,l,l,l,r,r,~{memory}")
 
     chosen, best = chosen_g[0], chosen_g[-1]
@@ -193,7 +200,7 @@ def _row(
     run(*refs, row, row_g[0] + row)
 
 
-def program(k: int, columns: int, shape: Shape, form: Form) -> str:
+def program(k: int, columns: int, rows: int, shape: Shape, form: Form) -> str:
     """Operands: ranks, starts, ends, origins, places, chosen, their ranks, table, the row, and its
     number in starts, ends and origins.
 
@@ -227,7 +234,7 @@ def program(k: int, columns: int, shape: Shape, form: Form) -> str:
         sub.s32 count, end, start;
         setp.le.s32 p, count, {k};
         @p bra EVERYTHING;
-        {_load(columns, shape)}
+        {_load(columns, rows, shape)}
         mov.u32 wanted, {k};
         mov.u32 base, 0;
         {" ".join(_level(n, shape) for n in range(3))}
@@ -243,7 +250,7 @@ def program(k: int, columns: int, shape: Shape, form: Form) -> str:
         }}"""
 
 
-def _load(columns: int, shape: Shape) -> str:
+def _load(columns: int, rows: int, shape: Shape) -> str:
     """``x0``, …: of each 128 columns of a warp a lane has four side by side; clear the tables.
 
     ``place`` is the column of ``x0``, ``start`` and ``end`` are counted from there on now; what the
@@ -269,6 +276,13 @@ def _load(columns: int, shape: Shape) -> str:
         lines += [f"mov.b32 x{i + j}, {NONE};" for j in range(4)]
         lines.append(f"setp.gt.s32 p, end, {n}; setp.lt.and.s32 p, start, {n + 4}, p;")
         lines.append(f"@p ld.global.v4.b32 {{x{i}, x{i + 1}, x{i + 2}, x{i + 3}}}, [at+{4 * n}];")
+    if shape.ahead and shape.blocks == 1:
+        lines += [
+            f"add.s32 u, $8, {shape.ahead}; mul.lo.u32 t, tid, {shape.each};",
+            f"setp.lt.s32 p, u, {rows}; setp.lt.and.u32 p, t, {columns}, p;",
+            f"mul.wide.s32 to, u, {4 * columns}; add.u64 to, to, $0; mad.wide.u32 to, t, 4, to;",
+            "@p prefetch.global.L2 [to];",
+        ]
     lines.append("mov.b32 t, 0; mad.lo.u32 u, tid, 16, table;")
     for n in range(0, 12 * ENTRIES, 16 * shape.threads):
         lines.append(f"setp.lt.u32 p, tid, {(12 * ENTRIES - n) // 16};")
