@@ -30,8 +30,11 @@ def instructions(text: str) -> list[str]:
 class Machine:
     """A cluster of thread blocks; ``memory`` are words, ``operands`` the program's ``$0``, …"""
 
-    def __init__(self, memory, operands, *, blocks: int, threads: int, shared_words: int):
+    def __init__(
+        self, memory, operands, *, blocks: int, threads: int, shared_words: int, rows: int = 1
+    ):
         n = blocks * threads
+        self.meetings = blocks * rows  # groups of threads that wait for each other
         self.memory, self.blocks, self.threads, self.n = memory, blocks, threads, n
         self.shared = np.full((blocks, shared_words), 0xDEADBEEF, U32)
         self.registers = {f"${i}": np.full(n, x, U64) for i, x in enumerate(operands)}
@@ -54,12 +57,12 @@ class Machine:
             return
         op, arguments, active = self.parsed(line, active)
         if op[0] == "bra":
-            here = active.reshape(self.blocks, -1)
+            here = active.reshape(self.meetings, -1)
             assert (here.all(1) | ~here.any(1)).all(), "a branch of a part of a block"
             self.waits[active] = arguments[0]
             return
         if op[0] in ("bar", "barrier"):
-            here = active.reshape(self.blocks, -1)
+            here = active.reshape(self.meetings, -1)
             assert here.all() if op[0] == "barrier" else (here.all(1) | ~here.any(1)).all(), line
             return
         if not active.any():
@@ -168,7 +171,7 @@ class Machine:
             self.put(ok, good.astype(U64), active)
 
     def do_redux(self, op, a, active) -> None:
-        assert active.all() or active.reshape(self.blocks, -1).all(1).any()
+        assert active.all() or active.reshape(self.meetings, -1).all(1).any()
         sums = self.get(a[1]).reshape(-1, 32).sum(1, dtype=U32)
         self.put(a[0], np.repeat(sums, 32), active)
 
@@ -254,12 +257,13 @@ def select(
     at = np.cumsum([0, *map(len, parts)])
     memory = np.concatenate(parts).view(U32)
     text = kernel.program(k, columns, rows, shape, form)
-    for row in range(rows):
-        operands = [*(4 * at[:6]), 4 * at[5 + ranked], 0, row, first + row]
-        size = {"blocks": shape.blocks, "threads": shape.threads}
-        machine = Machine(memory, operands, **size, shared_words=shape.words(k, form))
+    size = {"blocks": shape.blocks, "threads": shape.rows * shape.threads, "rows": shape.rows}
+    size["shared_words"] = shape.rows * shape.words(k, form)
+    for cluster in range(-(-rows // shape.rows)):
+        operands = [*(4 * at[:6]), 4 * at[5 + ranked], 0, cluster, first]
+        machine = Machine(memory, operands, **size)
         machine.run(text)
         if asked is not None:
-            asked[row] = machine.asked
+            asked[cluster] = machine.asked
     found = memory[at[5] :].view(np.int32).reshape(results.shape)
     return tuple(found) if ranked else found[0]
