@@ -3,7 +3,7 @@
 With eight queues, as CUDA has by itself, a step of one request has two speeds, 4 % apart: in the
 slow one each kernel starts 0.3 us later behind the one before. Prompts make steps slow, other
 programs make them fast again. With one queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``, the default here)
-steps are fast. docs/log/served_step.md has the story.
+no slow step was seen yet. docs/log/served_step.md has the story.
 
 A chain calls the step's program again and again with one batch, without an engine's host, so many
 steps ``ahead`` of the one that is read. A row has what ran before, the microseconds of a step in

@@ -49,8 +49,8 @@ METHOD = (
     f"Prefill: wall time of a call with one new token a prompt. Medians of {REPEATS} runs, except "
     f"128 requests. Peer: vLLM, "
     "torch.compile and CUDA graphs, on the same machine right before; the faster of its expert "
-    "configurations. Floor: the larger of the bytes of weights and caches that must be read / "
-    "4.25 TB/s and FLOPs / 800 TFLOP/s. Busy: the time in which any kernel runs, of a step in a "
+    "configurations that were run. Floor: the larger of the bytes of weights and caches that must "
+    "be read / 4.25 TB/s and FLOPs / 800 TFLOP/s. Busy: the time in which any kernel runs, of a step in a "
     "traced run, over that of a timed step. Ours with CUDA_DEVICE_MAX_CONNECTIONS=1, as the "
     "command line has it"
 )

@@ -111,8 +111,8 @@ Out = Annotated[
 ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS", "1"
 """One hardware queue for what is launched. CUDA reads it when it starts.
 
-By itself it has eight. Then a step of one request has two speeds: V2-Lite 2.26 or 2.36 ms on an
-H200; with one queue 2.24. Over several devices this was not tried.
+By itself it has eight. Then a step of one request took 2.26 or 2.36 ms (V2-Lite, H200), by what ran
+before; with one queue 2.24 to 2.29. Over several devices this was not tried.
 """
 
 
