@@ -50,9 +50,9 @@ METHOD = (
     f"128 requests. Peer: vLLM, "
     "torch.compile and CUDA graphs, on the same machine right before; the faster of its expert "
     "configurations that were run. Floor: the larger of the bytes of weights and caches that must "
-    "be read / 4.25 TB/s and FLOPs / 800 TFLOP/s. Busy: the time in which any kernel runs, of a step in a "
-    "traced run, over that of a timed step. Ours with CUDA_DEVICE_MAX_CONNECTIONS=1, as the "
-    "command line has it"
+    "be read / 4.25 TB/s and FLOPs / 800 TFLOP/s. Busy: the time in which any kernel runs, of a "
+    "step in a traced run, over that of a timed step. Ours with CUDA_DEVICE_MAX_CONNECTIONS=1, as "
+    "the command line has it"
 )
 
 
