@@ -7,15 +7,14 @@ no slow step was seen yet. docs/log/served_step.md has the story.
 
 A chain calls the step's program again and again with one batch, without an engine's host, so many
 steps ``ahead`` of the one that is read. A row has what ran before, the microseconds of a step in
-each chain, and (``--traced``) the median of the gaps between kernels in one more chain. A trace
-makes slow steps fast too: see the slow speed without it.
+each chain, and (``--traced``) the median of the gaps between kernels in one more chain. Tracing
+makes slow steps fast too, so only a run without ``--traced`` shows the slow speed.
 """
 
 import argparse
 import json
 import os
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.decodes import decodes_of
+from benchmarks.decodes import chained, decodes_of
 from benchmarks.run import turn
 from benchmarks.serve import CASES, engine_of, generate
 from mla_jax.engine import Engine
@@ -69,17 +68,7 @@ class Chain:
 
     def us(self, ahead: int, calls: int = CALLS) -> float:
         """Microseconds of a step."""
-        engine, sent = self._engine, []
-        begun = time.perf_counter()
-        for _ in range(calls):
-            out, engine._caches = engine._step.run(engine._caches, self._batch, engine._tokens)
-            engine._tokens = out.tokens
-            sent.append(out)
-            if len(sent) > ahead:
-                sent.pop(0).read()
-        while sent:
-            sent.pop(0).read()
-        return 1e6 * (time.perf_counter() - begun) / calls
+        return chained(self._engine, self._batch, calls, ahead)[0]
 
     def gap(self, ahead: int) -> float:
         """Median of the microseconds between kernels."""

@@ -28,12 +28,14 @@ CASES = (
 )  # fmt: skip
 
 
+_USED = select_sm90.shape_of
+
+
 def _of(groups: int, *, over: int = 0, most: int = rows_sm90.COLUMNS) -> Callable[..., Shape]:
     """So many warpgroups for rows of more columns than ``over``, up to ``most``."""
-    used = select_sm90.shape_of
 
     def shape_of(columns: int, rows: int = 1) -> Shape:
-        return fewest_blocks(columns, groups) if over < columns <= most else used(columns, rows)
+        return fewest_blocks(columns, groups) if over < columns <= most else _USED(columns, rows)
 
     return shape_of
 
@@ -52,10 +54,8 @@ def _sharing(columns: int, rows: int = 1) -> Shape:
     return replace(fewest_blocks(columns, groups), rows=8 // groups)
 
 
-_USED = select_sm90.shape_of
-
 WAYS: dict[str, tuple[int, Callable[..., Shape]]] = {
-    "in use": (rows_sm90.PART, select_sm90.shape_of),
+    "in use": (rows_sm90.PART, _USED),
     "512 threads": (1 << 14, _of(4, over=512 * MOST)),
     "1,024 threads": (rows_sm90.PART, _of(8, over=512 * MOST)),
     "short rows: 256 threads": (rows_sm90.PART, _of(2, most=4096)),

@@ -28,10 +28,11 @@ from mla_jax.metadata.packed import pack
 from mla_jax.model.presets import V2_LITE
 from mla_jax.model.sampling import SamplingParams
 from mla_jax.model.step import empty_batch
+from mla_jax.placement import ONE_QUEUE
 from mla_jax.scheduler import Event
 from mla_jax.types import cdiv
 
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as the command line sets it
+os.environ.setdefault(*ONE_QUEUE)  # as the command line does
 
 __all__ = ["CASES", "METHOD", "PREFILLS", "Case", "engine_of", "generate", "run", "step_times"]
 

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from benchmarks.card_trials import MOST, PAGE, TRIALS, changed, engine_of, weights_of
-from benchmarks.decodes import decodes_of
+from benchmarks.decodes import chained, decodes_of
 from benchmarks.random_model import of_layers
 from mla_jax.config_v4 import AnyConfig
 from mla_jax.metadata.packed import pack
@@ -53,25 +53,14 @@ def _measured(
     """Of a step of one request, and of the most."""
     engine = engine_of(weights, config, placement, longest=context + PAGE, requests=1 + MOST)
     row: dict[str, Any] = {"compile_s": 0.0}
-    caches, tokens, step = engine._caches, engine._tokens, engine._step
     for requests in (1, MOST):
         batch = pack(decodes_of(engine, requests, context))
         begun = time.perf_counter()
-        step.compile(batch.layout, caches)
+        engine._step.compile(batch.layout, engine._caches)
         row["compile_s"] += round(time.perf_counter() - begun, 1)
-        times = []
-        for _ in range(1 + REPEATS):
-            sent, begun = [], time.perf_counter()
-            for _ in range(CALLS):
-                out, caches = step.run(caches, batch, tokens)
-                tokens = out.tokens
-                sent.append(out)
-                if len(sent) > AHEAD:
-                    sent.pop(0).read()
-            found = sent.pop().read()
-            times.append((time.perf_counter() - begun) / CALLS)
-        row[f"us_{requests}"] = [round(1e6 * s, 1) for s in times[1:]]
-        row[f"drawn_{requests}"] = np.asarray(found[0])[:requests].tolist()
+        runs = [chained(engine, batch, CALLS, AHEAD) for _ in range(1 + REPEATS)]
+        row[f"us_{requests}"] = [round(us, 1) for us, _ in runs[1:]]
+        row[f"drawn_{requests}"] = np.asarray(runs[-1][1][0])[:requests].tolist()
     return row
 
 

@@ -41,6 +41,7 @@ from mla_jax.model.presets import PRESETS
 from mla_jax.model.sampling import SamplingParams
 from mla_jax.model.weight_table import num_params
 from mla_jax.pallas.device import PEAKS, DeviceInfo, peaks_of
+from mla_jax.placement import ONE_QUEUE
 from mla_jax.prompts import Prompt, Reader, ids_of
 from mla_jax.scheduler import Completion, Event
 from mla_jax.text import TextProcessor
@@ -106,14 +107,6 @@ Out = Annotated[
     Path | None,
     typer.Option(callback=checked_out, help="Also write it: a name ending in .html or .svg."),
 ]
-
-
-ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS", "1"
-"""One hardware queue for what is launched. CUDA reads it when it starts.
-
-By itself it has eight. Then a step of one request took 2.26 or 2.36 ms (V2-Lite, H200), by what ran
-before; with one queue 2.24 to 2.29. Over several devices this was not tried.
-"""
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -52,8 +52,8 @@ def _view(buffer: Array, size: int) -> np.ndarray:
 def fetched(words: Int[Array, "*shape"]) -> Int[np.ndarray, "*shape"]:
     """The values of an int32 array of which every device has the same, when they are there.
 
-    Page-locked memory is read where it is. ``np.asarray`` goes through XLA's streams for copies: if
-    all streams share one hardware queue, a step that was sent meanwhile may come first.
+    Page-locked memory is read in place. ``np.asarray`` would use one of XLA's streams for copies,
+    which may have to wait for the next step if all streams share one hardware queue.
     """
     if words.sharding.memory_kind != PAGE_LOCKED:
         return np.asarray(words)

@@ -48,9 +48,9 @@ def params():
 
 
 INTERPRETED = {  # workers, and what is drawn; ``tuned``: the tuning
-    "by_stages": (2, {"keys": 150, "tuned": {"stages": 2}}),
-    "records_by_stages": (2, {"keys": 150, "form": "ds_mla", "tuned": {"stages": 2}}),
-    "held": (1, {"keys": 70, "tokens": 1, "tuned": {"holds": True}}),
+    "by_stages": (2, {"keys": 150, "tuned": BY_STAGES}),
+    "records_by_stages": (2, {"keys": 150, "form": "ds_mla", "tuned": BY_STAGES}),
+    "held": (1, {"keys": 70, "tokens": 1, "tuned": HELD}),
     "pieces_across_tokens": (2, {"keys": 150}),
     "more_workers_than_blocks": (99, {"keys": 70, "heads": 70, "tokens": 1}),
     "one_block_of_many_tokens": (2, {"keys": 9, "tokens": 7}),

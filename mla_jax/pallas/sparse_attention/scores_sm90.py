@@ -94,17 +94,17 @@ class Scores:
         def _():
             of.results[3][part, of.tile] = lse2
 
-    def _held(self) -> tuple[jax.Array, ...]:
-        """The left columns of the queries in registers, or nothing.
+    def _held(self) -> jax.Array | None:
+        """The left columns of the queries in registers; None: products read them where they are.
 
         Of a block's 2560 cycles of shared memory 256 are reads of these columns. The fence behind
         each block orders the loads here before the copy of the next queries.
         """
         if not self.holds or self.stream.simulate:
-            return ()
+            return None
         chunks = (pl.ds(first, CHUNK) for first in range(0, HALF, CHUNK))
         parts = [plgpu.load(self.buffers.q.at[0, :, c], layout=WGMMA) for c in chunks]
-        return (jnp.concatenate(parts, axis=1),)
+        return jnp.concatenate(parts, axis=1)
 
     def _products(self, g, s, held) -> jax.Array:
         """``Q K^T`` of block ``g`` in slot ``s``, minus infinity where there is no key."""
@@ -113,11 +113,10 @@ class Scores:
 
         def products(acc):
             plgpu.barrier_wait(b.full.at[s])
-            for queries in held:
-                plgpu.wgmma(acc, queries, b.left.at[s].T)
-            for k, keys in list(enumerate((b.left, b.right)))[len(held) :]:
-                columns = b.q.at[i, :, pl.ds(k * HALF, HALF)]
-                lib.matmul(acc, columns, keys.at[s].T, simulate=simulate)
+            left, right = (b.q.at[i, :, pl.ds(k * HALF, HALF)] for k in range(2))
+            left = left if held is None else held
+            for queries, keys in ((left, b.left), (right, b.right)):
+                lib.matmul(acc, queries, keys.at[s].T, simulate=simulate)
             if b.q_rope is not None:
                 lib.matmul(acc, b.q_rope.at[i], b.weights.at[s].T, simulate=simulate)
             return acc[...]
