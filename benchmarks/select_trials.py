@@ -9,7 +9,6 @@ import argparse
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from unittest import mock
 
@@ -22,47 +21,26 @@ from mla_jax.pallas.topk import rows_sm90, select_sm90
 from mla_jax.pallas.topk.select_sm90 import MOST, Shape, fewest_blocks
 
 TOPK = 2048
-CASES = (
-    (1024, 32768), (256, 131072), (64, 32768), (1, 131072), (4096, 8192), (128, 8192),
-    (2048, 16384), (8192, 4096),
-)  # fmt: skip
-
-
-_USED = select_sm90.shape_of
+CASES = (1024, 32768), (256, 131072), (64, 32768), (1, 131072), (4096, 8192), (128, 8192)
 
 
 def _of(groups: int, *, over: int = 0, most: int = rows_sm90.COLUMNS) -> Callable[..., Shape]:
     """So many warpgroups for rows of more columns than ``over``, up to ``most``."""
+    used = select_sm90.shape_of
 
     def shape_of(columns: int, rows: int = 1) -> Shape:
-        return fewest_blocks(columns, groups) if over < columns <= most else _USED(columns, rows)
+        return fewest_blocks(columns, groups) if over < columns <= most else used(columns, rows)
 
     return shape_of
 
 
-def _asking(columns: int, rows: int = 1) -> Shape:
-    """As in use; thread blocks ask for the ranks of those that start when they end (H200)."""
-    shape = _USED(columns, rows)
-    return replace(shape, ahead=132 * (1024 // shape.threads))
-
-
-def _sharing(columns: int, rows: int = 1) -> Shape:
-    """Short rows, if they are many, share thread blocks of 1,024 threads."""
-    if rows < select_sm90.MANY or columns > 512 * MOST:
-        return _USED(columns, rows)
-    groups = next(n for n in (1, 2, 4) if columns <= 128 * n * MOST)
-    return replace(fewest_blocks(columns, groups), rows=8 // groups)
-
-
 WAYS: dict[str, tuple[int, Callable[..., Shape]]] = {
-    "in use": (rows_sm90.PART, _USED),
+    "in use": (rows_sm90.PART, select_sm90.shape_of),
     "512 threads": (1 << 14, _of(4, over=512 * MOST)),
     "1,024 threads": (rows_sm90.PART, _of(8, over=512 * MOST)),
     "short rows: 256 threads": (rows_sm90.PART, _of(2, most=4096)),
     "short rows: 512 threads": (rows_sm90.PART, _of(4, most=4096)),
     "8,192 columns: 256 threads": (rows_sm90.PART, _of(2, most=8192)),
-    "later ranks asked for": (rows_sm90.PART, _asking),
-    "rows share thread blocks": (rows_sm90.PART, _sharing),
 }
 """Columns of a part, and the shape of a row's cluster."""
 

@@ -279,7 +279,7 @@ def landed(x: jax.Array, later: int) -> jax.Array:
 
 
 def matmul(acc, a, b, *, simulate: bool) -> None:
-    """``acc += a b``, operands in shared memory, ``a`` on a device in registers too; no wait."""
+    """``acc += a b`` with both operands in shared memory; does not wait."""
     if simulate:  # plain loads, which the interpreter's race detector sees
         a[...], b[...]
         plgpu.commit_smem()

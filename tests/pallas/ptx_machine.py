@@ -30,11 +30,8 @@ def instructions(text: str) -> list[str]:
 class Machine:
     """A cluster of thread blocks; ``memory`` are words, ``operands`` the program's ``$0``, …"""
 
-    def __init__(
-        self, memory, operands, *, blocks: int, threads: int, shared_words: int, rows: int = 1
-    ):
+    def __init__(self, memory, operands, *, blocks: int, threads: int, shared_words: int):
         n = blocks * threads
-        self.meetings = blocks * rows  # groups of threads that wait for each other
         self.memory, self.blocks, self.threads, self.n = memory, blocks, threads, n
         self.shared = np.full((blocks, shared_words), 0xDEADBEEF, U32)
         self.registers = {f"${i}": np.full(n, x, U64) for i, x in enumerate(operands)}
@@ -42,7 +39,6 @@ class Machine:
         self.registers["%cluster_ctarank"] = np.repeat(np.arange(blocks), threads).astype(U64)
         self.block = np.repeat(np.arange(blocks), threads)
         self.waits = np.full(n, "", object)
-        self.asked: set[int] = set()  # bytes whose line is asked for in the L2 cache
 
     def run(self, text: str) -> None:
         for line in instructions(text):
@@ -57,12 +53,12 @@ class Machine:
             return
         op, arguments, active = self.parsed(line, active)
         if op[0] == "bra":
-            here = active.reshape(self.meetings, -1)
+            here = active.reshape(self.blocks, -1)
             assert (here.all(1) | ~here.any(1)).all(), "a branch of a part of a block"
             self.waits[active] = arguments[0]
             return
         if op[0] in ("bar", "barrier"):
-            here = active.reshape(self.meetings, -1)
+            here = active.reshape(self.blocks, -1)
             assert here.all() if op[0] == "barrier" else (here.all(1) | ~here.any(1)).all(), line
             return
         if not active.any():
@@ -140,10 +136,6 @@ class Machine:
         p = self.registers[a[3]].astype(bool)
         self.put(a[0], np.where(p, self.get(a[1]), self.get(a[2])), active)
 
-    def do_prefetch(self, op, a, active) -> None:
-        assert op[1:] == ["global", "L2"]
-        self.asked |= set(self.get(a[0].strip("[]"), "u64")[active].tolist())
-
     def do_bfe(self, op, a, active) -> None:
         x, low, bits = self.get(a[1]), int(a[2]), int(a[3])
         self.put(a[0], (x >> U32(low)) & U32((1 << bits) - 1), active)
@@ -171,7 +163,7 @@ class Machine:
             self.put(ok, good.astype(U64), active)
 
     def do_redux(self, op, a, active) -> None:
-        assert active.all() or active.reshape(self.meetings, -1).all(1).any()
+        assert active.all() or active.reshape(self.blocks, -1).all(1).any()
         sums = self.get(a[1]).reshape(-1, 32).sum(1, dtype=U32)
         self.put(a[0], np.repeat(sums, 32), active)
 
@@ -228,20 +220,8 @@ class Machine:
         np.add.at(self.shared, (block[active], word[active]), self.get(a[1])[active])
 
 
-def select(
-    ranks,
-    starts,
-    ends,
-    origins=None,
-    places=None,
-    first=0,
-    *,
-    k: int,
-    shape,
-    ranked=False,
-    asked=None,
-):
-    """``select_sm90.select``. ``asked``: of each row the bytes whose lines are asked for."""
+def select(ranks, starts, ends, origins=None, places=None, first=0, *, k: int, shape, ranked=False):
+    """``select_sm90.select``."""
     from mla_jax.pallas.topk import select_sm90 as kernel
 
     rows, columns = ranks.shape
@@ -256,14 +236,10 @@ def select(
     parts = [np.ascontiguousarray(x, np.int32).ravel() for x in (ranks, *given, *results)]
     at = np.cumsum([0, *map(len, parts)])
     memory = np.concatenate(parts).view(U32)
-    text = kernel.program(k, columns, rows, shape, form)
-    size = {"blocks": shape.blocks, "threads": shape.rows * shape.threads, "rows": shape.rows}
-    size["shared_words"] = shape.rows * shape.words(k, form)
-    for cluster in range(-(-rows // shape.rows)):
-        operands = [*(4 * at[:6]), 4 * at[5 + ranked], 0, cluster, first]
-        machine = Machine(memory, operands, **size)
-        machine.run(text)
-        if asked is not None:
-            asked[cluster] = machine.asked
+    text = kernel.program(k, columns, shape, form)
+    for row in range(rows):
+        operands = [*(4 * at[:6]), 4 * at[5 + ranked], 0, row, first + row]
+        size = {"blocks": shape.blocks, "threads": shape.threads}
+        Machine(memory, operands, **size, shared_words=shape.words(k, form)).run(text)
     found = memory[at[5] :].view(np.int32).reshape(results.shape)
     return tuple(found) if ranked else found[0]

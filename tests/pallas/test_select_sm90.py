@@ -1,7 +1,5 @@
 """Hopper's selection of ranks: its assembly on a CPU, instruction by instruction, and on a GPU."""
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +7,7 @@ import pytest
 
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.topk import rows_sm90
-from mla_jax.pallas.topk.select_sm90 import Shape, fewest_blocks, select, shape_of
+from mla_jax.pallas.topk.select_sm90 import Shape, select, shape_of
 from tests import aot
 from tests.pallas import ptx_machine
 
@@ -76,8 +74,6 @@ SHAPES = (
     Shape(blocks=2, groups=4, each=8),
     Shape(blocks=3, groups=8, each=20),
     Shape(blocks=1, groups=8, each=32),
-    Shape(blocks=1, groups=2, each=8, rows=4),
-    Shape(blocks=1, groups=1, each=12, rows=3),
 )
 
 
@@ -93,22 +89,6 @@ def test_the_program_equals_the_oracle(kind, shape, rng):
     got = ptx_machine.select(ranks, *limits.T, k=k, shape=shape)
     want = [oracle(row, a, b, k) for row, (a, b) in zip(ranks, limits, strict=True)]
     np.testing.assert_array_equal(got, want)
-
-
-@pytest.mark.parametrize(
-    ("groups", "each", "columns"), [(8, 32, 30_000), (4, 16, 8192), (4, 4, 600)]
-)
-def test_a_row_asks_for_the_ranks_of_a_later_one(groups, each, columns, rng):
-    """All lines of that row and of no other; nothing behind the last row."""
-    ranks, asked = drawn("random", rng, 5, columns), {}
-    ends = np.full(5, columns)
-    alone = Shape(blocks=1, groups=groups, each=each)
-    got = ptx_machine.select(ranks, None, ends, k=300, shape=replace(alone, ahead=2), asked=asked)
-    np.testing.assert_array_equal(got, ptx_machine.select(ranks, None, ends, k=300, shape=alone))
-    for row, found in asked.items():
-        begin, end = ((row + 2) * 4 * columns, (row + 3) * 4 * columns) if row < 3 else (0, 0)
-        assert {at // 128 for at in found} == set(range(begin // 128, -(-end // 128)))
-        assert all(begin <= at < end for at in found)
 
 
 def test_rows_may_all_begin_with_the_first_column(rng):
@@ -251,30 +231,6 @@ def test_on_a_gpu(kind, keys, k, rng):
     np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "shape",
-    [
-        Shape(blocks=1, groups=2, each=32, rows=4),
-        Shape(blocks=1, groups=4, each=16, rows=2, ahead=3),
-        Shape(blocks=1, groups=1, each=32, rows=8, ahead=1),
-    ],
-    ids=str,
-)
-def test_rows_share_thread_blocks_on_a_gpu(shape, rng):
-    """Some see everything, some little or nothing; the last thread block is not full."""
-    keys, k = shape.columns - 92, 2048
-    limits = np.tile(bounds(rng, keys, k), (30, 1))[:299]
-    ranks = drawn("random", rng, len(limits), keys)
-    given = [jnp.asarray(x, jnp.int32) for x in (ranks, *limits.T)]
-    alone = fewest_blocks(keys, shape.groups)
-    for ranked in (False, True):
-        got = select(*given, given[1], k=k, shape=shape, ranked=ranked)
-        want = select(*given, given[1], k=k, shape=alone, ranked=ranked)
-        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-            np.testing.assert_array_equal(a, b)
-
-
 @pytest.mark.skipif(bool(aot.available()), reason=aot.available())
 @pytest.mark.parametrize("form", ["places", "list", "joined"])
 @pytest.mark.parametrize(
@@ -293,15 +249,3 @@ def test_compiles_for_sm90(rows, columns, form, monkeypatch):
     call = lambda *a: select(*a, k=2048, shape=shape, ranked=ranked)  # noqa: E731
     _, (report,) = aot.compile_sm90(call, ranks, *given)
     assert not report.spilled, report.log
-
-
-@pytest.mark.skipif(bool(aot.available()), reason=aot.available())
-@pytest.mark.parametrize(("groups", "spilled"), [(4, 16), (2, 48), (1, 136)])
-def test_rows_that_share_thread_blocks_compile_for_sm90(groups, spilled, monkeypatch):
-    """A thread block of 1,024 threads leaves 64 registers for each."""
-    monkeypatch.setattr(DeviceInfo, "current", lambda: aot.H200)
-    shape = Shape(blocks=1, groups=groups, each=32, rows=8 // groups, ahead=528)
-    row, ranks = (jax.ShapeDtypeStruct(n, jnp.int32) for n in ((4096,), (4096, shape.columns)))
-    call = lambda *a: select(*a, k=2048, shape=shape, ranked=True)  # noqa: E731
-    _, (report,) = aot.compile_sm90(call, ranks, row, row, row)
-    assert report.registers <= 64 and report.spilled <= spilled, report.log

@@ -17,12 +17,10 @@ from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mla_jax.cache import RECORD_FORMATS, LatentCache, RecordCache, SparseScope
-from mla_jax.errors import ArgumentError
 from mla_jax.ops import explain, mla_sparse_decode
 from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.merge.ref import apply_sinks
 from mla_jax.pallas.mosaic_lib import SHARED_MEMORY, shared_bytes
-from mla_jax.pallas.registry import Tuned
 from mla_jax.pallas.sparse_attention import line_plan, mosaic, mosaic_sm90
 from tests import aot
 from tests.cases import V3
@@ -31,15 +29,14 @@ from tests.pallas.test_sparse_attention import SCALE, V4, drawn, judged, value_o
 
 OP = "mla_sparse_decode"
 Tuning = functools.partial(mosaic.Tuning, early_launch=True)
-HELD, BY_STAGES = {"holds": True}, {"stages": 2}
 
 
-def attend(d, workers, *, extra=None, interpret=None, layer=None, tuned=None, **more):
+def attend(d, workers, *, extra=None, interpret=None, layer=None, **more):
     scopes = [(d.cache, jnp.asarray(d.slots), layer)]
     scopes += [] if extra is None else [(extra.cache, jnp.asarray(extra.slots), None)]
     return mosaic.sparse_decode(
         jnp.asarray(d.q), tuple(scopes), scale=SCALE, value=512, out_dtype=d.q.dtype,
-        tuning=Tuning(workers=workers, **(tuned or {})), interpret=interpret, **more,
+        tuning=Tuning(workers=workers), interpret=interpret, **more,
     )  # fmt: skip
 
 
@@ -47,10 +44,7 @@ def params():
     return plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=4)
 
 
-INTERPRETED = {  # workers, and what is drawn; ``tuned``: the tuning
-    "by_stages": (2, {"keys": 150, "tuned": BY_STAGES}),
-    "records_by_stages": (2, {"keys": 150, "form": "ds_mla", "tuned": BY_STAGES}),
-    "held": (1, {"keys": 70, "tokens": 1, "tuned": HELD}),
+INTERPRETED = {  # workers, and what is drawn
     "pieces_across_tokens": (2, {"keys": 150}),
     "more_workers_than_blocks": (99, {"keys": 70, "heads": 70, "tokens": 1}),
     "one_block_of_many_tokens": (2, {"keys": 9, "tokens": 7}),
@@ -66,11 +60,9 @@ INTERPRETED = {  # workers, and what is drawn; ``tuned``: the tuning
 def test_interpreted_with_race_detection(name, rng, capsys):
     """Control flow, barriers and races on a CPU; not asynchrony, registers or assembly."""
     workers, case = INTERPRETED[name]
-    tuned = case.get("tuned", {})
-    drawing = {k: v for k, v in case.items() if k != "tuned"}
-    d = drawn(rng, **({"dims": V3, "heads": 5, "tokens": 3, "pages": 20} | drawing))
+    d = drawn(rng, **({"dims": V3, "heads": 5, "tokens": 3, "pages": 20} | case))
     d.slots[0, -2:] = 2**31 - 1, -(2**31)
-    judged(attend(d, workers, interpret=params(), tuned=tuned), d, d.parts(value=512))
+    judged(attend(d, workers, interpret=params()), d, d.parts(value=512))
     assert not get_races().races_found  # of the last kernel
     assert "RACE DETECTED" not in capsys.readouterr().out
 
@@ -123,12 +115,6 @@ def test_a_negative_scale_interpreted(rng):
     facts = {"value": 512, "out_dtype": d.q.dtype, "tuning": Tuning(workers=2)}
     got = mosaic.sparse_decode(*given, scale=-SCALE, **facts, interpret=params())
     judged(got, d, [(-q, *rest) for q, *rest in d.parts()])
-
-
-def test_records_leave_no_registers_for_queries(rng):
-    d = drawn(rng, dims=V3, keys=20, form="ds_mla", pages=20)
-    with pytest.raises(ArgumentError, match=r"tuning: holds.*elements only"):
-        attend(d, 2, tuned=HELD)
 
 
 @given(
@@ -186,15 +172,12 @@ def _cache(form, page, pages, layers=8):
     return jax.eval_shape(lambda: LatentCache.alloc(**facts, rank=512, rope=64))
 
 
-COMPILED = [  # format, tokens, heads, keys, entries of a second list over pages of two, tuning
-    ("ds_mla", 128, 128, 2048, 0, {}),
-    ("ds_mla", 1, 16, 2048, 0, BY_STAGES),
-    ("bf16", 32, 128, 2048, 0, {}),
-    ("bf16", 32, 128, 2048, 0, HELD),
-    ("bf16", 32, 128, 2048, 0, BY_STAGES),
-    ("bf16", 32, 128, 2048, 0, HELD | BY_STAGES),
-    ("v4", 128, 64, 128, 512, {}),
-    ("v4", 2, 128, 100, 500, {}),
+COMPILED = [  # format, tokens, heads, keys, entries of a second list over pages of two
+    ("ds_mla", 128, 128, 2048, 0),
+    ("ds_mla", 1, 16, 2048, 0),
+    ("bf16", 32, 128, 2048, 0),
+    ("v4", 128, 64, 128, 512),
+    ("v4", 2, 128, 100, 500),
 ]
 
 SPILLS = {"ds_mla": 64, "v4": 96, "bf16": 0}
@@ -203,12 +186,10 @@ SPILLS = {"ds_mla": 64, "v4": 96, "bf16": 0}
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(aot.available()), reason=aot.available() or "available")
-@pytest.mark.parametrize(("form", "tokens", "heads", "keys", "more", "changes"), COMPILED)
-def test_compiles_for_sm90(form, tokens, heads, keys, more, changes, monkeypatch):
+@pytest.mark.parametrize(("form", "tokens", "heads", "keys", "more"), COMPILED)
+def test_compiles_for_sm90(form, tokens, heads, keys, more, monkeypatch):
     """Products stay asynchronous, the register division holds, and nothing of a cache is copied."""
     monkeypatch.setattr(DeviceInfo, "current", lambda: aot.H200)
-    tuned = Tuned(value=Tuning(workers=aot.H200.sms, **changes), source="this test")
-    monkeypatch.setattr(mosaic, "tune", lambda problem, device: tuned)
     spec = jax.ShapeDtypeStruct
     caches = [_cache(form, 64, 512)] + ([_cache(form, 2, 8192)] if more else [])
     lists = [spec((tokens, n), jnp.int32) for n in (keys, more) if n]
@@ -288,14 +269,3 @@ def test_rows_beyond_four_gigabytes(form, rng):
     call = (*d.args[:2], cache, slots)
     got = mla_sparse_decode(*call, scale=SCALE, layer=2, backend="mosaic", **value)
     same_bits(got, want)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("keys", [9, 150, 2048])
-@pytest.mark.parametrize("tuned", [HELD, BY_STAGES, HELD | BY_STAGES])
-def test_other_tunings_on_device(tuned, keys, rng):
-    """Whole tokens and pieces; the same products in the same order."""
-    d = drawn(rng, dims=V3, heads=70, tokens=140, keys=keys, missing=0.1, pages=80, page=64)
-    got = attend(d, 132, tuned=tuned)
-    judged(got, d, d.parts(value=512))
-    same_bits(got, attend(d, 132))

@@ -379,18 +379,15 @@ def on_machine(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("form", "pages", "keys", "stages"),
+    ("form", "pages", "keys"),
     [
-        ("ds_mla", (5,), (100,), 1),
-        ("ds_mla", (5,), (100,), 2),
-        ("v4", (64, 2), (40, 100), 1),
-        ("576", (4,), (100,), 1),
-        ("576", (4,), (100,), 2),
-        ("512", (4, 7), (40, 100), 1),
-        ("512", (4, 7), (40, 100), 2),
+        ("ds_mla", (5,), (100,)),
+        ("v4", (64, 2), (40, 100)),
+        ("576", (4,), (100,)),
+        ("512", (4, 7), (40, 100)),
     ],
 )
-def test_all_blocks_of_a_worker(form, pages, keys, stages, rng, on_machine, monkeypatch):
+def test_all_blocks_of_a_worker(form, pages, keys, rng, on_machine, monkeypatch):
     """The feed itself: which text runs when, of which row; blocks 1 to 3 of two tokens' lists."""
     found = [filled(form, page, rng) for page in pages]
     arrays, scopes = zip(
@@ -435,7 +432,6 @@ def test_all_blocks_of_a_worker(form, pages, keys, stages, rng, on_machine, monk
         marks=marks,
         full=e,
         freed=e,
-        stages=stages,
     ).run(simulate=False)
     every = [
         (i, t, first)

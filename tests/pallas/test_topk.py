@@ -445,11 +445,10 @@ def test_on_a_gpu_over_shuffled_pages(module, workspace, columns, queries, form,
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("module", "apart"), [(mosaic, False), (mosaic, True), (topk, False)])
+@pytest.mark.parametrize("module", [mosaic, topk])
 @pytest.mark.parametrize(("workspace", "columns"), [(1 << 25, 1 << 17), (1 << 25, 4096), (1, 4096)])
-def test_on_a_gpu_over_gathered_codes(module, apart, workspace, columns, rng, monkeypatch):
+def test_on_a_gpu_over_gathered_codes(module, workspace, columns, rng, monkeypatch):
     """Two requests behind each other, NaN behind both, queries that see little or nothing."""
-    monkeypatch.setattr(mosaic, "APART", apart)
     monkeypatch.setattr(module, "WORKSPACE", workspace)
     if module is mosaic:
         monkeypatch.setattr(rows_sm90, "COLUMNS", columns)
@@ -505,10 +504,8 @@ def test_mosaic_compiles_for_sm90(queries, form, monkeypatch):
 
 
 @pytest.mark.skipif(bool(WITHOUT), reason=WITHOUT)
-@pytest.mark.parametrize("apart", [False, True])
-def test_mosaic_over_gathered_codes_compiles_for_sm90(apart, monkeypatch):
+def test_mosaic_over_gathered_codes_compiles_for_sm90(monkeypatch):
     """No register is spilled, no product waits for another."""
-    monkeypatch.setattr(mosaic, "APART", apart)
     monkeypatch.setattr(DeviceInfo, "current", lambda: aot.H200)
     spec, code = jax.ShapeDtypeStruct, jnp.float8_e4m3fn
     bounds = [spec((4096,), jnp.int32)] * 2

@@ -22,7 +22,6 @@ over pages is in ``paged_sm90``.
 # pyright: reportReturnType=false
 
 import functools
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -64,11 +63,10 @@ PARAMS = plgpu.CompilerParams(
 )
 
 
-@lib.lowered_once("rows", "columns", "queries", "apart")
+@lib.lowered_once("rows", "columns", "queries")
 def gathered_ranks(
     q: jax.Array, side: jax.Array, keys: jax.Array, scales: jax.Array, bounds: jax.Array,
     base: jax.Array, first: jax.Array, *, rows: int, columns: int, queries: int,
-    apart: bool = False,
 ) -> jax.Array:  # fmt: skip
     """Ranks ``[rows, columns]`` of keys from ``base`` on; what nobody sees is left as it was.
 
@@ -76,12 +74,11 @@ def gathered_ranks(
     queries from ``first`` on, a multiple of ``rows``. ``side`` [all queries, words] are words:
     halves of weights, then the key behind the last one. ``bounds`` [groups, 2] are the first key
     and the one behind the last of each ``queries`` queries, those of each ``rows`` queries apart.
-    ``base`` and the number of keys are multiples of 8. ``apart``: the two queries of a pair are
-    products of their own, and the first one is summed while the second runs.
+    ``base`` and the number of keys are multiples of 8.
     """
     heads, words, groups = q.shape[1], side.shape[1], cdiv(rows, queries)
     facts = {"rows": rows, "columns": columns, "queries": queries, "heads": heads}
-    body = functools.partial(_gathered, **facts, apart=apart)
+    body = functools.partial(_gathered, **facts)
     kernel = lib.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((rows, columns), I32),
@@ -105,9 +102,10 @@ def gathered_ranks(
     return kernel(q.reshape(-1, DIM), side, keys, scales, bounds, numbers)
 
 
-def _gathered(*operands, rows, columns, queries, heads, apart, **refs) -> None:
+def _gathered(
+    q_g, side_g, k_g, s_g, bounds_g, numbers_g, ranks_g, *, rows, columns, queries, heads, **refs
+) -> None:
     """One thread block: its keys, and its queries two by two."""
-    q_g, side_g, k_g, s_g, bounds_g, numbers_g, ranks_g = operands
     wg, item = lax.axis_index("wg"), lax.axis_index("item")
     tiles = cdiv(columns, KEYS)
     group, tile = lax.div(item, tiles), lax.rem(item, tiles)
@@ -149,23 +147,13 @@ def _gathered(*operands, rows, columns, queries, heads, apart, **refs) -> None:
         limit = columns - mine
         facts = {"lanes": lanes, "column": mine, "columns": columns, "base": key - column}
 
-        def multiplied(slot, *rows):
-            queries = refs["q"].at[slot, *rows]
-            return multiply(k, queries, EIGHT, shared_as(F8))
-
         @pl.loop(0, pairs)
         def _(p):
             pl.when((wg == 0) & (p + AHEAD < pairs))(lambda: load(p + AHEAD))
             slot = lax.rem(p, PAIRS)
             plgpu.barrier_wait(full.at[slot])
-            side, sums = refs["side"].at[slot], ()
-            if apart:
-                x, y = (multiplied(slot, pl.ds(i * heads, heads)) for i in range(2))
-                sums = sums_of(lib.landed(x, 1), side, lanes[0])
-                x = lib.landed(y, 0)
-            else:
-                x = lib.landed(multiplied(slot), 0)
-            store_ranks(x, side, scale, ranks_g, first + 2 * p, limit, sums=sums, **facts)
+            both = lib.landed(multiply(k, refs["q"].at[slot], EIGHT, shared_as(F8)), 0)
+            store_ranks(both, refs["side"].at[slot], scale, ranks_g, first + 2 * p, limit, **facts)
             plgpu.barrier_arrive(free.at[slot])
 
 
@@ -282,15 +270,15 @@ _TWICE, _ONCE = "abs.f32 y, {x}; add.f32 y, y, {x};", "max.NaN.f32 y, {x}, 0f000
 
 
 def _sums(
-    queries: Sequence[int], heads: int, words: int, first: int, some: int, *, relu: str, space: str
+    count: int, heads: int, words: int, first: int, some: int, *, relu: str, space: str
 ) -> str:
-    """``s[2 i + row]``: a thread's part of the sums of query ``i``, of operands from ``$first`` on.
+    """``s[2 i + row]``: a thread's part of query ``i``'s sums, of operands from ``$first`` on.
 
     ``part`` is where the thread's weights begin, ``words`` those of a query; of ``some`` tiles of
     eight heads they lie side by side, in the state space ``space``. ``relu`` makes ``y`` of ``x``.
     """
     lines, tiles = [], heads // 8
-    for number, i in enumerate(queries):
+    for i in range(count):
         sums = [[f"s{2 * i + row}", f"r{row}"] for row in range(2)]
         for tile in range(tiles):
             if tile % some == 0:
@@ -298,7 +286,7 @@ def _sums(
                 at = 4 * (i * words + 8 * tile)
                 lines.append(f"ld.{space}.v{2 * some}.f32 {{{names}}}, [part+{at}];")
             for n in range(4):
-                x = f"${first + 4 * (number * tiles + tile) + n}"
+                x = f"${first + 4 * (i * tiles + tile) + n}"
                 sum_, weight = sums[n // 2][n % 2], f"w{2 * (tile % some) + n % 2}"
                 lines.append(relu.format(x=x))
                 lines.append(
@@ -309,60 +297,24 @@ def _sums(
     return " ".join(lines)
 
 
-def sums_of(x, side, lane) -> tuple[jax.Array, jax.Array]:
-    """A thread's part of the sums of the first of two queries, for ``store_ranks``: two floats."""
-
-    @plgpu.inline_mgpu(
-        arg_types=(lib.WGMMA, plgpu.RefType(), inline.SCALAR), return_type=(inline.NUMBER,) * 2
-    )
-    def add(_, x, side, lane):
-        f32 = ir.F32Type.get()
-        values = [v for r in x.registers.flat for v in inline.words(r)]
-        heads, words = 2 * len(values), ir.MemRefType(side.type).shape[1]
-        some = _together(heads)
-        code = f"""{{
-            .reg .u64 part;
-            .reg .f32 y, s<2>, r<2>, w<4>;
-            mad.wide.u32 part, $3, {8 * some}, $2;
-            {_sums([0], heads, words, 4, some, relu=_TWICE, space="shared")}
-            mov.b32 $0, s0;
-            mov.b32 $1, s1;
-            }}"""
-        floats = [arith.bitcast(f32, v) for v in values]
-        operands = [mgpu.utils.memref_ptr(side), lane.registers.item(), *floats]
-        kinds = "=&r,=&r,l,r" + ",f" * len(floats) + ",~{memory}"
-        found = inline.asm(code, operands, kinds, result="struct<(i32, i32)>")
-        return tuple(inline.number(s) for s in inline.unpacked(found, 2))
-
-    return add(x, side, lane)
-
-
-def _together(heads: int) -> int:
-    """Tiles of eight heads whose weights a thread reads together, of two queries."""
-    return 2 if heads > 8 else 1
-
-
 def store_ranks(
-    x, side, scale, ranks, query, limit, *, lanes, column, base, columns: int, codes: bool = True,
-    sums: Sequence[jax.Array] = (),
-) -> None:  # fmt: skip
+    x, side, scale, ranks, query, limit, *, lanes, column, base, columns: int, codes: bool = True
+) -> None:
     """Sum up ``x`` [64, heads], and store ranks of keys whose row of it is below ``limit``.
 
     ``x`` may be of two queries side by side: ``side`` are words of each, halves of weights, then
-    the key behind the last one; column 0 is key ``base``. With ``sums_of`` the first one ``x`` is
-    of the second alone. Of one query ``side`` are its weights, in order, and its page may be
-    missing. Products of ``codes`` are finite.
+    the key behind the last one; column 0 is key ``base``. Of one query ``side`` are its weights,
+    in order, and its page may be missing. Products of ``codes`` are finite.
     """
-    kinds = lib.WGMMA, plgpu.RefType(), plgpu.RefType(), *(inline.SCALAR,) * (7 + len(sums))
+    kinds = lib.WGMMA, plgpu.RefType(), plgpu.RefType(), *(inline.SCALAR,) * 7
 
     @plgpu.inline_mgpu(arg_types=kinds)
     def store(_, x, side, ranks, *numbers):
         f32 = ir.F32Type.get()
         values = [v for r in x.registers.flat for v in inline.words(r)]
         count, words = ir.MemRefType(side.type).shape
-        queries = [1] if sums else range(count)
-        heads = 2 * len(values) // len(queries)
-        some = _together(heads) if count == 2 else 1
+        heads = 2 * len(values) // count
+        some = 2 if count == 2 and heads > 8 else 1
         space = "shared" if mgpu.utils.is_smem_ref(side) else "global.nc"
         relu = _TWICE if codes else _ONCE
         code = f"""{{
@@ -371,8 +323,7 @@ def store_ranks(
             .reg .u64 at, part;
             .reg .f32 y, z, s<4>, r<2>, w<4>;
             mad.wide.u32 part, $2, {8 * some}, $1;
-            {_sums(queries, heads, words, 9 + len(sums), some, relu=relu, space=space)}
-            {"mov.b32 s0, $9; mov.b32 s1, $10;" if sums else ""}
+            {_sums(count, heads, words, 9, some, relu=relu, space=space)}
             and.b32 t, $2, 1;
             setp.ne.u32 odd, t, 0;
             setp.ge.u32 other, $2, 2;
@@ -398,7 +349,7 @@ def store_ranks(
         kinds = ",".join("ll" + "r" * len(scalars) + "f" * len(floats))
         inline.asm(code, [*pointers, *scalars, *floats], kinds + ",~{memory}")
 
-    store(x, side, ranks, *lanes, scale, query, limit, column, base, *sums)
+    store(x, side, ranks, *lanes, scale, query, limit, column, base)
 
 
 _OF_TWO = """

@@ -23,7 +23,7 @@ key is zeros, and ``marks`` says so to the scores.
 # pyright: reportAbstractUsage=false
 # pyright: reportInvalidTypeForm=false
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +67,6 @@ class Feed:
     marks: Any  # [MARKS, 64]
     full: Any
     freed: Any
-    stages: int  # in which a slot is freed
 
     @property
     def format(self) -> str:
@@ -89,15 +88,10 @@ class Feed:
             self._run_elements()
         count = self.stop - self.start
         for k in range(SLOTS, 0, -1):
-            pl.when(count >= k)(lambda k=k: self._await(count - k, range(self.stages)))
+            pl.when(count >= k)(lambda k=k: plgpu.barrier_wait(self.freed.at[_ring(count - k)]))
 
-    def _wait(self, g, *stages: int) -> None:
-        """Until the slot of block ``g`` may be written, or what these stages free."""
-        pl.when(g >= SLOTS)(lambda: self._await(g, stages or range(self.stages)))
-
-    def _await(self, g, stages: Iterable[int]) -> None:
-        for stage in stages:
-            plgpu.barrier_wait(self.freed.at[_ring(g) * self.stages + stage])
+    def _wait(self, g) -> None:
+        pl.when(g >= SLOTS)(lambda: plgpu.barrier_wait(self.freed.at[_ring(g)]))
 
     def _publish(self, g, *, simulate: bool) -> None:
         lib.fence(simulate=simulate)
@@ -182,17 +176,10 @@ class Feed:
         lax.fori_loop(self.start, self.stop, step, carry)
 
     def _run_elements(self) -> None:
-        tiles = rows.tiles_of(self.format, self.scopes[0].width)
-        parts = [tiles]
-        if self.stages == 2:  # a half's first product reads its first two tiles
-            first = [tile for tile in tiles if tile.place in (LEFT, RIGHT) and tile.number < 2]
-            parts = [first, [tile for tile in tiles if tile not in first]]
-
         def step(e, slots):
             g = e - self.start
-            for stage, some in enumerate(parts):
-                self._wait(g, stage)
-                self._copy(slots, self._place(e)[1], _ring(g), lax.rem(g, I32(MARKS)), some)
+            self._wait(g)
+            self._copy(slots, self._place(e)[1], _ring(g), lax.rem(g, I32(MARKS)))
             slots = self._look_up("block", e + 1)
             _wait_for_copies()
             self._publish(g, simulate=False)
@@ -322,9 +309,9 @@ class Feed:
         held = () if begin else (words,)
         return issue(*held, slots, *places, self.marks.at[mark], *self.pages, *self.layers, second)
 
-    def _copy(self, slots, second, s, mark, tiles: Sequence[rows.Tile]) -> None:
-        """Begin to copy tiles of a block's rows to slot ``s``; say which rows there are."""
-        n = len(self.pages)
+    def _copy(self, slots, second, s, mark) -> None:
+        """Begin to copy the rows of a block to slot ``s``; say which of them there are."""
+        n, tiles = len(self.pages), rows.tiles_of(self.format, self.scopes[0].width)
         layout = plgpu.Layout.WG_STRIDED((512,), vec_size=4)
         kinds = layout, *(SWIZZLED,) * 3, PLAIN, *(PLAIN,) * n, *(inline.SCALAR,) * (n + 1)
 

@@ -49,10 +49,6 @@ class Half:
         n, _ = of.piece_of(token)
         row = of.row_of(token)
 
-        def free(j, s, stage):
-            freed = b.freed.at[s * of.stages + stage]
-            pl.when(j < n - 1)(lambda: plgpu.barrier_arrive(freed))
-
         def step(j, o):
             s = ring(g0 + j)
             plgpu.barrier_wait(b.p_ready.at[s])
@@ -62,12 +58,9 @@ class Half:
                 for k, part in enumerate(acc):
                     values = keys.at[s, :, pl.ds(k * PART, PART)]
                     lib.matmul(part, b.weights.at[s], values, simulate=simulate)
-                if of.stages == 2:
-                    plgpu.wgmma_wait(1)
-                    free(j, s, 0)
 
             o = lib.accumulate(o, products, simulate=simulate)
-            free(j, s, of.stages - 1)
+            pl.when(j < n - 1)(lambda: plgpu.barrier_arrive(b.freed.at[s]))
             return o
 
         o = [lib.tile(0.0, (ROWS, PART), jnp.float32) for _ in range(HALF // PART)]
@@ -84,8 +77,7 @@ class Half:
         if self.is_right and self.early_launch:  # sooner, and the merge would only wait longer
             pl.when(token == of.last_token)(plgpu.griddepcontrol_launch_dependents)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for stage in range(of.stages):
-            plgpu.barrier_arrive(b.freed.at[s * of.stages + stage])
+        plgpu.barrier_arrive(b.freed.at[s])
 
     def _rescale(self, o: list[jax.Array], shrink) -> list[jax.Array]:
         """``o`` times a factor of each row; all of a warp's are one in most blocks."""

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from mla_jax.cache import RECORD_FORMATS, LatentCache, RecordCache
-from mla_jax.errors import ArgumentError
+from mla_jax.cache import LatentCache, RecordCache
 from mla_jax.pallas import tuning as tuning_table
 from mla_jax.pallas.axes import RowQueries
 from mla_jax.pallas.dense_decode import combine_sm90
@@ -27,13 +26,9 @@ class Tuning:
 
     early_launch: bool  # the merge is launched while the main kernel ends
     workers: int  # thread blocks in all: as many as there are multiprocessors
-    holds: bool = False  # half of the queries in registers, where rows are elements
-    stages: int = 1  # in which a slot of keys is freed and filled: 1 or 2
 
     def __post_init__(self):
         tuning_table.at_least_one("mla_sparse_decode", workers=self.workers)
-        if self.stages not in (1, 2):
-            raise ArgumentError("mla_sparse_decode: tuning.stages", self.stages, "1 or 2")
 
 
 def tune(problem: Problem, device: DeviceInfo) -> Tuned:
@@ -131,11 +126,6 @@ def _attend(
             out=jnp.zeros((tokens, heads, mosaic_sm90.VALUE), q.dtype),
             lse=jnp.full((tokens, heads), -jnp.inf, jnp.float32),
         )
-    if tuning.holds and scopes[0].format in RECORD_FORMATS:
-        raise ArgumentError(
-            "tuning: holds", f"True, over {scopes[0].format} records", "True over elements only",
-            "Widening records takes the registers.",
-        )  # fmt: skip
     if scale <= 0:  # the kernel takes the maximum before it scales
         q, scale = q * jnp.asarray(jnp.sign(scale), q.dtype), abs(scale) or 1.0
     padded = round_up(heads, 8)
@@ -163,8 +153,6 @@ def _attend(
         heads=padded,
         scale=scale,
         early_launch=early_launch,
-        holds=tuning.holds,
-        stages=tuning.stages,
         interpret=interpret,
     )
     if line.split:

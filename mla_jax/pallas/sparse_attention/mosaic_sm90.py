@@ -43,14 +43,12 @@ from mla_jax.types import cdiv
 
 __all__ = ["ROWS", "VALUE", "attend", "scratch"]
 
-REGISTERS_OF_FEED, REGISTERS_LEFT = 112, 40  # of a thread; where scores hold queries
+REGISTERS_OF_FEED = 112  # of a thread; the launch gives 128 each
 
 F32 = jnp.float32
 
 
-@lib.lowered_once(
-    "scopes", "line", "heads", "scale", "early_launch", "holds", "stages", "interpret"
-)
+@lib.lowered_once("scopes", "line", "heads", "scale", "early_launch", "interpret")
 def attend(
     queries: tuple[jax.Array, ...],
     layers: tuple[jax.Array, ...],
@@ -64,8 +62,6 @@ def attend(
     heads: int,
     scale: float,
     early_launch: bool,
-    holds: bool,
-    stages: int,
     interpret: object = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """``out`` [tokens * heads, 512] and ``lse`` [tokens * heads] of tokens in one piece, and the
@@ -76,9 +72,7 @@ def attend(
     caches; ``first_slots`` is that of the line, if anything is split. ``pages`` are the caches, all
     layers of each, ``[pages, bytes]`` of records and ``[rows, width]`` of elements. ``sinks`` are
     none, or one array of as many as there are rows of tiles; they are for tokens in one piece. Rows
-    of tokens in several pieces are left as they were allocated. ``holds``: rows are elements, and
-    scores hold half of the queries in registers that the feed does not need. ``stages``: 2 if
-    elements are copied to half of a slot's columns as soon as these were multiplied.
+    of tokens in several pieces are left as they were allocated.
     """
     count, width, dtype = queries[0].shape[0], sum(q.shape[1] for q in queries), queries[0].dtype
     tiles = cdiv(heads, ROWS)
@@ -90,8 +84,6 @@ def attend(
         heads=heads,
         scale=scale * math.log2(math.e),
         early_launch=early_launch,
-        holds=holds,
-        stages=stages,
         simulate=interpret is not None,
         operands=len(queries),
     )
@@ -104,7 +96,7 @@ def attend(
             shape((slots * tiles * ROWS, VALUE), dtype),
             shape((slots, tiles, ROWS), F32),
         ),
-        scratch_types=scratch(dtype, width, stages),
+        scratch_types=scratch(dtype, width),
         grid=(line.workers, tiles),  # tiles of a worker run side by side: one read of its rows
         grid_names=("worker", "tile"),
         num_threads=4,
@@ -118,25 +110,23 @@ def attend(
     return kernel(*queries, *layers, *first_slots, *lists, *pages, *sinks)
 
 
-def _body(
-    *refs, scopes, line, heads, scale, early_launch, holds, stages, simulate, operands, **buffers
-) -> None:
+def _body(*refs, scopes, line, heads, scale, early_launch, simulate, operands, **buffers) -> None:
     """The roles of the four warpgroups, on their operands and the ``scratch``."""
     wg = lax.axis_index("wg")
-    facts = {"scopes": scopes, "line": line, "heads": heads, "stages": stages}
-    of, b = Stream.of(refs, **facts, simulate=simulate, operands=operands), Buffers(**buffers)
-    pl.when(wg == 0)(Scores(stream=of, buffers=b, scale=scale, holds=holds).run)
+    facts = {"scopes": scopes, "line": line, "heads": heads, "simulate": simulate}
+    of, b = Stream.of(refs, **facts, operands=operands), Buffers(**buffers)
+    pl.when(wg == 0)(Scores(stream=of, buffers=b, scale=scale).run)
     for i, is_right in ((1, False), (2, True)):
         half = Half(stream=of, buffers=b, is_right=is_right, early_launch=early_launch)
         pl.when(wg == i)(half.run)
-    pl.when(wg == 3)(lambda: _feed(of, b, REGISTERS_LEFT if holds else REGISTERS_OF_FEED))
+    pl.when(wg == 3)(lambda: _feed(of, b))
 
 
-def _feed(of: Stream, b: Buffers, registers: int) -> None:
+def _feed(of: Stream, b: Buffers) -> None:
     """Warpgroup 3."""
-    plgpu.set_max_registers(registers, action="decrease")
+    plgpu.set_max_registers(REGISTERS_OF_FEED, action="decrease")
     Feed(
         scopes=of.scopes, lists=of.lists, pages=of.pages, layers=of.layers, start=of.start,
         stop=of.stop, keys=(b.left, b.right), rotary=b.weights, marks=b.marks, full=b.full,
-        freed=b.freed, stages=of.stages,
+        freed=b.freed,
     ).run(simulate=of.simulate)  # fmt: skip

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mla_jax.pallas import mosaic_lib as lib
-from mla_jax.pallas.mosaic_lib import LOWEST, ROW, WGMMA
+from mla_jax.pallas.mosaic_lib import LOWEST, ROW
 from mla_jax.pallas.sparse_attention import stream_sm90 as shared
 from mla_jax.pallas.sparse_attention.feed_sm90 import MARKS
 from mla_jax.pallas.sparse_attention.rows_sm90 import BLOCK
@@ -22,8 +22,7 @@ from mla_jax.pallas.sparse_attention.stream_sm90 import HALF, ROWS, Buffers, Str
 
 __all__ = ["Scores"]
 
-REGISTERS, REGISTERS_HELD = 80, 152  # of a thread; where it holds queries
-CHUNK = 64  # columns
+REGISTERS = 80  # of a thread
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
 I32 = jnp.int32
 F32 = jnp.float32
@@ -36,13 +35,9 @@ class Scores:
     stream: Stream
     buffers: Buffers
     scale: float  # of scores, base 2
-    holds: bool  # left columns of the queries in registers
 
     def run(self) -> None:
-        if self.holds:
-            plgpu.set_max_registers(REGISTERS_HELD, action="increase")
-        else:
-            plgpu.set_max_registers(REGISTERS, action="decrease")
+        plgpu.set_max_registers(REGISTERS, action="decrease")
         self._load(self.stream.first_token)
         self.stream.walk(self._piece)
         plgpu.wait_smem_to_gmem(0)
@@ -61,13 +56,12 @@ class Scores:
         n, _whole = of.piece_of(token)
         row, count = of.row_of(token), of.count
         plgpu.barrier_wait(b.q_full)
-        held = self._held()
 
         def step(j, carry):
             top, total = carry
             g = g0 + j
             s = ring(g)
-            x = self._products(g, s, held)
+            x = self._products(g, s)
             top, shrink = lib.lagging_top(x, top, scale, simulate=of.simulate)
             w = jnp.exp2(x * scale - lib.fill_rows(top, BLOCK))
             b.stats[shared.ALPHA + s] = shrink
@@ -94,29 +88,16 @@ class Scores:
         def _():
             of.results[3][part, of.tile] = lse2
 
-    def _held(self) -> jax.Array | None:
-        """The left columns of the queries in registers; None: products read them where they are.
-
-        Of a block's 2560 cycles of shared memory 256 are reads of these columns. The fence behind
-        each block orders the loads here before the copy of the next queries.
-        """
-        if not self.holds or self.stream.simulate:
-            return None
-        chunks = (pl.ds(first, CHUNK) for first in range(0, HALF, CHUNK))
-        parts = [plgpu.load(self.buffers.q.at[0, :, c], layout=WGMMA) for c in chunks]
-        return jnp.concatenate(parts, axis=1)
-
-    def _products(self, g, s, held) -> jax.Array:
+    def _products(self, g, s) -> jax.Array:
         """``Q K^T`` of block ``g`` in slot ``s``, minus infinity where there is no key."""
         b, simulate = self.buffers, self.stream.simulate
         i = lib.afresh(I32(0), simulate=simulate)
 
         def products(acc):
             plgpu.barrier_wait(b.full.at[s])
-            left, right = (b.q.at[i, :, pl.ds(k * HALF, HALF)] for k in range(2))
-            left = left if held is None else held
-            for queries, keys in ((left, b.left), (right, b.right)):
-                lib.matmul(acc, queries, keys.at[s].T, simulate=simulate)
+            for k, keys in enumerate((b.left, b.right)):
+                columns = b.q.at[i, :, pl.ds(k * HALF, HALF)]
+                lib.matmul(acc, columns, keys.at[s].T, simulate=simulate)
             if b.q_rope is not None:
                 lib.matmul(acc, b.q_rope.at[i], b.weights.at[s].T, simulate=simulate)
             return acc[...]

@@ -40,11 +40,10 @@ I32 = jnp.int32
 F32 = jnp.float32
 
 
-def scratch(dtype, width: int, stages: int = 1) -> dict:
+def scratch(dtype, width: int) -> dict:
     """Shared memory and barriers of one thread block.
 
-    Barriers: who arrives -> who waits, once for every use of what they guard. A slot is freed in
-    ``stages``.
+    Barriers: who arrives -> who waits, once for every use of what they guard.
     """
     more = width - VALUE
     buffers = {
@@ -57,7 +56,7 @@ def scratch(dtype, width: int, stages: int = 1) -> dict:
         "q_full": lib.barrier(1 + (more > 0)),  # copy engine -> scores
         "full": lib.barrier(count=SLOTS),  # feed -> scores: keys and marks
         "p_ready": lib.barrier(count=SLOTS),  # scores -> left, right: P and its factor
-        "freed": lib.barrier(2, SLOTS * stages),  # left, right -> feed: keys, P, factor were read
+        "freed": lib.barrier(2, SLOTS),  # left, right -> feed: keys, P and factor were read
         "inverse_ready": lib.barrier(count=2),  # scores -> left, right: 1 / sum of a piece
     }
     return buffers | ({"q_rope": lib.swizzled((1, ROWS, more), dtype)} if more else {})
@@ -88,7 +87,6 @@ class Stream:
     scopes: tuple[Scope, ...]
     line: Line
     heads: int
-    stages: int  # in which a slot is freed: both halves of the left and right columns, then all
     simulate: bool
     tile: Any
     queries: list  # [tokens * heads, columns]: of the value, and behind it
@@ -105,9 +103,7 @@ class Stream:
     count: Any  # rows of this tile
 
     @classmethod
-    def of(
-        cls, refs, *, scopes, line: Line, heads: int, stages: int, simulate: bool, operands: int
-    ) -> "Stream":
+    def of(cls, refs, *, scopes, line: Line, heads: int, simulate: bool, operands: int) -> "Stream":
         """That of a running thread block, from its operands and results."""
         worker, tile = lax.axis_index("worker"), lax.axis_index("tile")
         n, rest = len(scopes), list(refs)
@@ -122,10 +118,10 @@ class Stream:
         blocks = I32(line.blocks)
         first_token, last_token = lax.div(start, blocks), lax.div(stop - 1, blocks)
         return cls(
-            scopes=scopes, line=line, heads=heads, stages=stages, simulate=simulate, tile=tile,
-            queries=queries, layers=layers, first_slot=first_slot, lists=rest[:n],
-            pages=rest[n : 2 * n], sinks=rest[2 * n : -4], results=rest[-4:], start=start,
-            stop=stop, first_token=first_token, last_token=last_token,
+            scopes=scopes, line=line, heads=heads, simulate=simulate, tile=tile, queries=queries,
+            layers=layers, first_slot=first_slot, lists=rest[:n], pages=rest[n : 2 * n],
+            sinks=rest[2 * n : -4], results=rest[-4:], start=start, stop=stop,
+            first_token=first_token, last_token=last_token,
             count=jnp.clip(heads - tile * ROWS, 0, ROWS),
         )  # fmt: skip
 

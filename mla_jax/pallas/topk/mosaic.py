@@ -25,10 +25,6 @@ WORKSPACE = 1 << 25
 UNROLLED = 32
 """Parts of the rows up to which the loop over them is none."""
 
-APART = False
-"""Whether the two queries of a pair over gathered keys are products of their own. Not measured yet:
-``benchmarks.kernel_trials apart``."""
-
 START = 4
 """Pairs of queries that a thread block over gathered keys could have had before it begins."""
 
@@ -99,9 +95,8 @@ def select_prefill(
             high = _by_blocks(jnp.where(scored, ends, 0), rows, block, nothing=0)
             bounds = jnp.stack([low.min(axis=1), high.max(axis=1)], axis=1)
             return scores.gathered_ranks(
-                q, side, keys, scales, bounds, base, row,
-                rows=rows, columns=columns, queries=block, apart=APART,
-            )  # fmt: skip
+                q, side, keys, scales, bounds, base, row, rows=rows, columns=columns, queries=block
+            )
 
         return rows_sm90.select(ranks, starts, ends, count, k=k, some=(row, rows))
 

@@ -48,9 +48,6 @@ TABLES = 5 * AREA
 MOST = 32
 """Ranks of a thread, at most."""
 
-FIRST_BARRIER = 8
-"""Of the hardware barriers for rows that share a thread block; Mosaic has 0 to 3."""
-
 FEW, MANY = 64, 512
 """Rows up to which there are two multiprocessors for each; from which on one has several."""
 
@@ -62,23 +59,14 @@ NONE = "0x80000000"
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Of a row's cluster: thread blocks, warpgroups of each, and ranks of a thread.
-
-    The ranks of the row ``ahead`` rows behind are asked for in the L2 cache (0: of none), for the
-    thread block that starts when this one ends. A thread block may have several ``rows``, of so
-    many warpgroups each, which wait for each other nowhere. Neither is measured yet:
-    ``benchmarks.select_trials``.
-    """
+    """Of a row's cluster: thread blocks, warpgroups of each, and ranks of a thread."""
 
     blocks: int
     groups: int
     each: int
-    ahead: int = 0
-    rows: int = 1
 
     @property
     def threads(self) -> int:
-        """Of a row, in one thread block."""
         return 128 * self.groups
 
     @property
@@ -92,9 +80,8 @@ class Shape:
         return self.blocks * self.block
 
     def words(self, k: int, form: "Form") -> int:
-        """Of shared memory, for a row."""
-        kept = round_up(min(k, self.block), 4)
-        return TABLES // 4 + max(3 * ENTRIES, kept * (1 + form.ranked))
+        """Of shared memory."""
+        return TABLES // 4 + max(3 * ENTRIES, min(k, self.block) * (1 + form.ranked))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +149,6 @@ def select(
     """
     rows, columns = ranks.shape
     assert columns % 4 == 0 and columns <= shape.columns
-    assert shape.rows == 1 or (shape.blocks == 1 and shape.groups in (1, 2, 4))
     assert places is None or (starts is None and origins is None)
     form = Form(
         starts=starts is not None,
@@ -170,18 +156,17 @@ def select(
         places=places is not None,
         ranked=ranked,
     )
-    facts = {"columns": columns, "rows": rows, "shape": shape, "form": form}
-    body = functools.partial(_row, k=k, **facts)
+    body = functools.partial(_row, k=k, columns=columns, shape=shape, form=form)
     out = jax.ShapeDtypeStruct((rows, k), jnp.int32)
     kernel = lib.kernel(
         body,
         out_type=(out, out) if ranked else out,
-        scratch_types={"table": plgpu.SMEM((shape.rows * shape.words(k, form),), jnp.int32)},
-        grid=(cdiv(rows, shape.rows),),
+        scratch_types={"table": plgpu.SMEM((shape.words(k, form),), jnp.int32)},
+        grid=(rows,),
         grid_names=("row",),
         cluster=(shape.blocks,),
         cluster_names=("part",),
-        num_threads=shape.rows * shape.groups,
+        num_threads=shape.groups,
         thread_name="wg",
         kernel_name="mla_select",
         compiler_params=plgpu.CompilerParams(
@@ -193,55 +178,42 @@ def select(
 
 
 def _row(
-    ranks_g, starts_g, ends_g, origins_g, places_g, row_g, *chosen_g, k, columns, rows, shape, form,
-    table,
-) -> None:  # fmt: skip
+    ranks_g, starts_g, ends_g, origins_g, places_g, row_g, *chosen_g, k, columns, shape, form, table
+) -> None:
     @plgpu.inline_mgpu(arg_types=(*(plgpu.RefType(),) * 8, *(inline.SCALAR,) * 2))
     def run(_, *operands):
         pointers = [mgpu.utils.memref_ptr(r) for r in operands[:8]]
         numbers = [x.registers.item() for x in operands[8:]]
-        code = program(k, columns, rows, shape, form)
+        code = program(k, columns, shape, form)
         inline.asm(code, [*pointers, *numbers], "l,l,l,l,l,l,l,l,r,r,~{memory}")
 
     chosen, best = chosen_g[0], chosen_g[-1]
+    row = lax.axis_index("row")
     refs = ranks_g, starts_g, ends_g, origins_g, places_g, chosen, best, table
-    run(*refs, lax.axis_index("row"), row_g[0])
+    run(*refs, row, row_g[0] + row)
 
 
-def program(k: int, columns: int, rows: int, shape: Shape, form: Form) -> str:
-    """Operands: ranks, starts, ends, origins, places, chosen, their ranks, table, the cluster's
-    number, and the number of the first row in starts, ends and origins.
+def program(k: int, columns: int, shape: Shape, form: Form) -> str:
+    """Operands: ranks, starts, ends, origins, places, chosen, their ranks, table, the row, and its
+    number in starts, ends and origins.
 
     Those that ``form`` does not have are not read.
     """
     registers = ", ".join(f"x{i}" for i in range(shape.each))
     start = "ld.global.b32 start, [out]; max.s32 start, start, 0;"
-    mine = "mov.b32 row, $8;"
-    if shape.rows > 1:
-        mine = f"""
-        shr.u32 part, tid, {shape.threads.bit_length() - 1};
-        and.b32 tid, tid, {shape.threads - 1};
-        mad.lo.u32 row, $8, {shape.rows}, part;
-        mad.lo.u32 table, part, {4 * shape.words(k, form)}, table;
-        add.u32 meeting, part, {FIRST_BARRIER};
-        setp.ge.u32 p, row, {rows};
-        @p bra END;"""
     return f"""{{
         .reg .pred p, q;
         .reg .b32 {registers};
         .reg .b32 tid, lane, warp, part, start, end, origin, count, place, table, wanted, base;
-        .reg .b32 row, first, meeting;
         .reg .b32 before, earlier, some, all, mine, found, t, u, v;
         .reg .b32 h<{max(ENTRIES // shape.threads, 2)}>, c<2>, i<2>;
         .reg .b64 at, out, to, best;
         mov.u32 tid, %tid.x;
-        cvt.u32.u64 table, $7;
-        {mine}
         and.b32 lane, tid, 31;
         shr.u32 warp, tid, 5;
         {"mov.u32 part, %cluster_ctarank;" if shape.blocks > 1 else "mov.u32 part, 0;"}
-        add.u32 first, row, $9;
-        mul.wide.s32 at, first, 4;
+        cvt.u32.u64 table, $7;
+        mul.wide.s32 at, $9, 4;
         add.u64 out, at, $1;
         {start if form.starts else "mov.b32 start, 0;"}
         add.u64 out, at, $3;
@@ -249,13 +221,13 @@ def program(k: int, columns: int, rows: int, shape: Shape, form: Form) -> str:
         add.u64 out, at, $2;
         ld.global.b32 end, [out];
         min.s32 end, end, {columns};
-        mul.wide.s32 at, row, {4 * k};
+        mul.wide.s32 at, $8, {4 * k};
         add.u64 out, at, $5;
         add.u64 best, at, $6;
         sub.s32 count, end, start;
         setp.le.s32 p, count, {k};
         @p bra EVERYTHING;
-        {_load(columns, rows, shape)}
+        {_load(columns, shape)}
         mov.u32 wanted, {k};
         mov.u32 base, 0;
         {" ".join(_level(n, shape) for n in range(3))}
@@ -271,7 +243,7 @@ def program(k: int, columns: int, rows: int, shape: Shape, form: Form) -> str:
         }}"""
 
 
-def _load(columns: int, rows: int, shape: Shape) -> str:
+def _load(columns: int, shape: Shape) -> str:
     """``x0``, …: of each 128 columns of a warp a lane has four side by side; clear the tables.
 
     ``place`` is the column of ``x0``, ``start`` and ``end`` are counted from there on now; what the
@@ -283,7 +255,7 @@ def _load(columns: int, rows: int, shape: Shape) -> str:
         "sub.s32 v, end, place;",
         f"mad.lo.u32 place, warp, {32 * shape.each}, place;",
         "mad.lo.u32 place, lane, 4, place;",
-        f"mul.wide.s32 at, row, {4 * columns};",
+        f"mul.wide.s32 at, $8, {4 * columns};",
         "add.u64 at, at, $0;",
         "mad.wide.u32 at, place, 4, at;",
         # q: the thread block sees all of its columns
@@ -297,18 +269,11 @@ def _load(columns: int, rows: int, shape: Shape) -> str:
         lines += [f"mov.b32 x{i + j}, {NONE};" for j in range(4)]
         lines.append(f"setp.gt.s32 p, end, {n}; setp.lt.and.s32 p, start, {n + 4}, p;")
         lines.append(f"@p ld.global.v4.b32 {{x{i}, x{i + 1}, x{i + 2}, x{i + 3}}}, [at+{4 * n}];")
-    if shape.ahead and shape.blocks == 1:
-        lines += [
-            f"add.s32 u, row, {shape.ahead}; mul.lo.u32 t, tid, {shape.each};",
-            f"setp.lt.s32 p, u, {rows}; setp.lt.and.u32 p, t, {columns}, p;",
-            f"mul.wide.s32 to, u, {4 * columns}; add.u64 to, to, $0; mad.wide.u32 to, t, 4, to;",
-            "@p prefetch.global.L2 [to];",
-        ]
     lines.append("mov.b32 t, 0; mad.lo.u32 u, tid, 16, table;")
     for n in range(0, 12 * ENTRIES, 16 * shape.threads):
         lines.append(f"setp.lt.u32 p, tid, {(12 * ENTRIES - n) // 16};")
         lines.append(f"@p st.shared.v4.b32 [u+{TABLES + n}], {{t, t, t, t}};")
-    lines.append(_row_meets(shape))
+    lines.append("bar.sync 0;")
     lines.append("@q bra SEEN;")
     for i in range(shape.each):
         n = 32 * (i // 4 * 4) + i % 4
@@ -318,15 +283,10 @@ def _load(columns: int, rows: int, shape: Shape) -> str:
     return " ".join(lines)
 
 
-def _row_meets(shape: Shape) -> str:
-    """The threads of a row in this thread block; what they wrote to shared memory is there."""
-    return "bar.sync 0;" if shape.rows == 1 else f"bar.sync meeting, {shape.threads};"
-
-
 def _meet(shape: Shape) -> str:
     """All threads of the cluster; what they wrote to shared memory is there."""
     if shape.blocks == 1:
-        return _row_meets(shape)
+        return "bar.sync 0;"
     return "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
 
 
@@ -362,7 +322,7 @@ def _level(level: int, shape: Shape) -> str:
         "mad.lo.u32 t, warp, 4, table; setp.eq.u32 p, lane, 31;",
         f"@p st.shared.b32 [t+{area}], before;",
         "sub.u32 before, before, some;",
-        _row_meets(shape),
+        "bar.sync 0;",
         _warps(area, shape),
         "add.u32 before, before, t;",
         "add.u32 t, before, some;",
@@ -376,7 +336,7 @@ def _level(level: int, shape: Shape) -> str:
             "not.pred q, q; and.pred p, p, q; mov.b32 before, t;",
         ]
     lines += [
-        _row_meets(shape),
+        "bar.sync 0;",
         f"ld.shared.v4.b32 {{found, before, all, t}}, [table+{area + 192}];",
         "sub.u32 wanted, wanted, before;",
         f"xor.b32 found, found, {1 << (bits - 1)};" if level == 0 else "",
@@ -454,7 +414,7 @@ def _scan(step: int, kept: str, shape: Shape) -> str:
     lines += [
         "mad.lo.u32 t, warp, 4, table; setp.eq.u32 p, lane, 0;",
         f"@p st.shared.b32 [t+{area}], some;",
-        _row_meets(shape),
+        "bar.sync 0;",
         _warps(area, shape),
         "mov.b32 before, t; mov.b32 earlier, 0;",
     ]
@@ -522,10 +482,10 @@ def _store(k: int, columns: int, shape: Shape, form: Form) -> str:
             if form.ranked:
                 lines.append(f"@p st.shared.b32 [u+{ranks}], x{i};")
             lines.append("@p add.u32 u, u, 4;")
-    lines.append(_row_meets(shape))
+    lines.append("bar.sync 0;")
     lines.append("mad.lo.u32 u, tid, 4, table; add.u32 t, tid, earlier;")
     lines.append("mad.wide.u32 out, t, 4, out; mad.wide.u32 best, t, 4, best;")
-    lines.append(f"mul.wide.s32 at, row, {4 * columns}; add.u64 at, at, $4;")
+    lines.append(f"mul.wide.s32 at, $8, {4 * columns}; add.u64 at, at, $4;")
     rounds = list(enumerate(range(0, most, shape.threads)))
     for j, n in rounds:  # all loads before all stores
         lines.append(f"add.u32 t, tid, {n}; setp.lt.u32 p, t, all;")
@@ -549,7 +509,7 @@ def _everything(k: int, columns: int, shape: Shape, form: Form) -> str:
     """A row that sees at most ``k`` columns takes them."""
     lines = [f"mad.lo.u32 u, part, {shape.threads}, tid;", "sub.s32 origin, start, origin;"]
     if form.ranked:
-        lines.append(f"mul.wide.s32 at, row, {4 * columns}; add.u64 at, at, $0;")
+        lines.append(f"mul.wide.s32 at, $8, {4 * columns}; add.u64 at, at, $0;")
         lines.append("mad.wide.u32 at, start, 4, at;")
     for n in range(0, k, shape.threads * shape.blocks):
         lines += [
