@@ -35,6 +35,7 @@ from mla_jax.metadata.mla import (
 from mla_jax.ops import (
     AddNorm,
     RowNorm,
+    all_reduce,
     append_latent,
     append_window,
     apply_sinks,
@@ -64,6 +65,7 @@ from mla_jax.ops import (
     write_latent,
     write_rows,
 )
+from mla_jax.peers import PeerMemory
 from mla_jax.types import AttnState, BlockScaled
 from mla_jax.version import __version__
 
@@ -104,6 +106,7 @@ __all__ = [
     "MetadataError",
     "MoEConfig",
     "ModelConfig",
+    "PeerMemory",
     "PrefillBackendError",
     "PrefillMetadata",
     "RecordCache",
@@ -119,6 +122,7 @@ __all__ = [
     "WeightsError",
     "YarnConfig",
     "__version__",
+    "all_reduce",
     "append_latent",
     "append_window",
     "apply_sinks",

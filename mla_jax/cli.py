@@ -102,7 +102,9 @@ Folder = Annotated[
         "room for --max-requests requests of --max-model-len tokens then, as in ``warm``."
     ),
 ]
-ModelName = Annotated[str, typer.Argument(help=f"A folder, or one of {', '.join(PRESETS)}.")]
+ModelName = Annotated[
+    str, typer.Argument(help=f"A folder, a hub id, or one of {', '.join(PRESETS)}.")
+]
 Out = Annotated[
     Path | None,
     typer.Option(callback=checked_out, help="Also write it: a name ending in .html or .svg."),
@@ -377,18 +379,17 @@ def _named(token: int, engine: Engine) -> str:
 
 @app.command()
 def inspect(
-    model: Model,
+    model: ModelName,
     dtype: Dtype = "bfloat16",
     ignore_key: IgnoreKey = None,
-    as_json: Annotated[bool, typer.Option("--json")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Print what config.json says: family, widths, bytes of weights and of a cached token.
 
     ``programs`` are those that an engine of default settings compiles on this machine. What fits
     into a memory is printed by ``mla-jax fit``.
     """
-    folder = folder_of(model, weights=False)
-    facts = _facts(read_config(folder, ignore_keys=ignore_key or ()), dtype)
+    facts = _facts(model_of(model, ignore_keys=ignore_key or ()), dtype)
     if as_json:
         print(json.dumps(facts))
         return
@@ -558,7 +559,8 @@ def parity_command(
 ) -> None:
     """Compare every tensor with transformers, and name the convention where they part.
 
-    Exit code 1 if they do. Needs torch and transformers: pip install torch transformers.
+    Exit code 1 if they do. Needs the extra ``parity`` (torch and transformers): in a checkout,
+    pip install -e '.[parity]'.
     """
     keys = ignore_key or ()
     model_dir = folder_of(model)
@@ -584,14 +586,18 @@ def parity_command(
 def roofline_command(
     model: ModelName,
     device: Annotated[str, typer.Option(help=f"One of {', '.join(PEAKS)}.")] = "H200",
-    phase: Literal["decode", "prefill"] = "decode",
+    phase: Annotated[
+        Literal["decode", "prefill"], typer.Option(help="A new token each, or whole prompts.")
+    ] = "decode",
     batch: Annotated[int, typer.Option(help="Requests.")] = 1,
     context: Annotated[
         int | None,
         typer.Option(help="Tokens of each, cached or new. Default: 4096, or the model's limit."),
     ] = None,
-    weights: Literal["bf16", "fp8"] = "bf16",
-    cache_dtype: Literal["bf16", "fp16", "fp32", "fp8_e4m3"] = "bf16",
+    weights: Annotated[Literal["bf16", "fp8"], typer.Option(help="Of the layers.")] = "bf16",
+    cache_dtype: Annotated[
+        Literal["bf16", "fp16", "fp32", "fp8_e4m3"], typer.Option(help="Of cached rows.")
+    ] = "bf16",
     results: Annotated[
         Path | None, typer.Option(help="Measured tables: benchmarks/results of a checkout.")
     ] = None,

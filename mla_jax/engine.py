@@ -122,9 +122,16 @@ class WarmUp:
 
 
 def load_model(
-    folder: str | Path, *, dtype: DTypeLike = jnp.bfloat16, progress: Progress | None = None
+    folder: str | Path,
+    *,
+    dtype: DTypeLike = jnp.bfloat16,
+    progress: Progress | None = None,
+    ignore_keys: Collection[str] = (),
 ) -> tuple[Any, Any]:
     """The model of a Hugging Face folder or hub id, and its configuration.
+
+    ``dtype``: of weights and activations, on a CPU too. ``progress(bytes read, bytes in all)`` is
+    called while weights are read. ``ignore_keys`` names keys of config.json to pass over.
 
     Raises:
         ConfigError: config.json has a key that this library does not implement.
@@ -133,7 +140,7 @@ def load_model(
     """
     dtype = checked_dtype(dtype)
     folder = folder_of(folder)
-    config = checked_config(folder)
+    config = checked_config(folder, ignore_keys=ignore_keys)
     family, here = family_of(config.family), Placement.of(None)
     return _read_model(folder, config, family, here, dtype=dtype, progress=progress), config
 
@@ -167,6 +174,9 @@ class Engine:
     Args:
         model: with weights loaded; or a function that makes it, called once every setting was
             accepted and, with ``num_pages``, the caches allocated.
+        config: the model's, as ``read_config`` gives it.
+        dtype: of activations and derived weights; None: that of the model's weights, or bfloat16
+            of a function that makes the model.
         num_pages: pages of each layer that hold the tokens of all requests in the first cache group
             (other groups hold as many tokens, windows only what is seen of them); page 0 is never
             given to a request. None: what fits beside the weights in 90 % of the memory that JAX
@@ -308,6 +318,8 @@ class Engine:
         ``folder`` may be a hub id (``"deepseek-ai/DeepSeek-V2-Lite"``) where ``huggingface_hub``
         is installed. The folder's tokenizer, chat template and generation_config.json are used
         where they are there and ``text`` and ``defaults`` are not given.
+        ``dtype``: of weights and activations, bfloat16 on a CPU too. ``progress(bytes read, bytes
+        in all)`` is called while weights are read.
         ``ignore_keys`` names keys of config.json to pass over, as in ``ModelConfig.from_hf``.
         ``fp8_weights``: whether e4m3 weights stay e4m3 on the device, which halves what they take
         and what a step reads; False widens them to ``dtype``. None: they stay on GPUs with a 16-bit

@@ -29,11 +29,11 @@ PAGES = sorted(str(p.relative_to(DOCS).with_suffix("")) for p in DOCS.rglob("*.m
 """Every page: ``metadata``, ``kernels/indexer``, …"""
 
 EXAMPLES = [(name, i) for name in PAGES for i in range(len(blocks(f"docs/{name}.md")))]
-SHOWN_ELSEWHERE = {"README", "commands", "performance"}
+SHOWN_ELSEWHERE = {"README", "commands", "performance", "step_time"}
 """Pages without an example of their own: the index, one whose console examples
-tests/test_commands.py runs, and one of tables. So are diaries, ``log/…``."""
+tests/test_commands.py runs, and two of measurements. So are diaries, ``log/…``."""
 
-COMPILE = {("starting", 0), ("sharding", 0), ("deepseek_v4", 0), ("serving", 0)}
+COMPILE = {("starting", 0), ("sharding", 0), ("deepseek_v4", 0), ("serving", 0), ("serving", 1)}
 """Examples that compile several programs."""
 
 TINY = ModelConfig(

@@ -12,6 +12,7 @@ import typer
 from mla_jax.checks import checked_size
 from mla_jax.config import MLADims
 from mla_jax.config_v4 import AnyConfig
+from mla_jax.errors import EngineError
 from mla_jax.generation_config import GenerationDefaults
 from mla_jax.model.sampling import SamplingParams
 from mla_jax.prompts import bias_of, ids_of
@@ -110,8 +111,10 @@ class SamplingOptions:
     """How tokens are drawn, and when a request ends."""
 
     max_new_tokens: Annotated[int | None, typer.Option(help=f"{_ADVISED} 16.")] = None
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos")] = False
-    stop_ids: Annotated[str, typer.Option(help="More tokens that end a request.")] = ""
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="The model's own end tokens end no request.")
+    ] = False
+    stop_ids: Annotated[str, typer.Option(help="More ids that end a request, as 1,2,3.")] = ""
     stop: Annotated[
         list[str] | None, typer.Option(help="Text that ends a request; may be given again.")
     ] = None
@@ -124,7 +127,13 @@ class SamplingOptions:
     frequency_penalty: Annotated[float, typer.Option(help="-2 to 2.")] = 0.0
     logit_bias: Annotated[str, typer.Option(help="TOKEN:BIAS, as 12:1.5,7:-100.")] = ""
     logprobs: Annotated[int, typer.Option(help="Print so many likeliest tokens at each.")] = 0
-    seed: Annotated[int, typer.Option(help="Equal prompts and seeds draw equal tokens.")] = 0
+    seed: Annotated[
+        str,
+        typer.Option(
+            help="A number: equal prompts draw equal tokens, each time. Or ``random``: another "
+            "number for each request."
+        ),
+    ] = "0"
 
     def params(self, defaults: GenerationDefaults, *, vocab: int) -> SamplingParams:
         """What is given here, and what ``defaults`` advise where nothing is.
@@ -143,11 +152,19 @@ class SamplingOptions:
             frequency_penalty=self.frequency_penalty,
             logit_bias=bias_of(self.logit_bias, vocab=vocab, where="--logit-bias"),
             logprobs=self.logprobs,
-            seed=self.seed,
+            seed=_seed(self.seed),
             stop=self.stop or (),
             stop_token_ids=tuple(ids_of(self.stop_ids, vocab=vocab, where="--stop-ids")),
             ignore_eos=self.ignore_eos,
         )
+
+
+def _seed(text: str) -> int | None:
+    if text == "random":
+        return None
+    if not (text.isascii() and text.isdecimal() and len(text) <= 10 and int(text) < 2**32):
+        raise EngineError("--seed", text, "0 to 2**32 - 1, or random: another one for each request")
+    return int(text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,17 +183,20 @@ class EngineOptions:
         int | None,
         typer.Option(
             help="Default: what fits beside the weights, at most enough for --max-requests of the "
-            "longest; in ``generate`` without --programs enough for the prompts given."
+            "longest; ``generate`` without --programs takes enough for its prompts."
         ),
     ] = None
     max_model_len: Annotated[
         int | None,
         typer.Option(
-            help="Default: the model's limit; in ``generate`` without --programs the longest "
-            "prompt and its answer."
+            help="Default: the model's limit; ``generate`` without --programs takes its longest "
+            "prompt and answer."
         ),
     ] = None
-    backend: Annotated[str | None, typer.Option(help="Of every operation that has it.")] = None
+    backend: Annotated[
+        str | None,
+        typer.Option(help="mosaic, triton or xla, of every operation that has it. Default: best."),
+    ] = None
     fp8_weights: Annotated[
         bool | None,
         typer.Option(help="Keep e4m3 weights so. Default: on GPUs, if all products are e4m3."),
@@ -211,11 +231,15 @@ class EngineOptions:
 class WidthOptions:
     """Of an attention layer."""
 
-    heads: Size = 128
-    rank: Size = 512
-    rope: Annotated[int, typer.Option(min=0, max=MOST)] = 64
-    nope: Size = 128
-    v: Size = 128
+    heads: Annotated[int, typer.Option(min=1, max=MOST, help="Query heads.")] = 128
+    rank: Annotated[int, typer.Option(min=1, max=MOST, help="Elements of a latent.")] = 512
+    rope: Annotated[
+        int, typer.Option(min=0, max=MOST, help="Rotated elements of a key, shared by the heads.")
+    ] = 64
+    nope: Annotated[
+        int, typer.Option(min=1, max=MOST, help="Elements of a head's key that are not rotated.")
+    ] = 128
+    v: Annotated[int, typer.Option(min=1, max=MOST, help="Elements of a head's value.")] = 128
 
     @property
     def dims(self) -> MLADims:

@@ -25,7 +25,7 @@ except ModuleNotFoundError as missing:
         "parity",
         f"a Python without {missing.name}",
         "one with torch and transformers",
-        "pip install torch transformers.",
+        "In a checkout: pip install -e '.[parity]'.",
     ) from None
 
 __all__ = ["load", "logits_of", "trace", "trace_v4"]

@@ -7,7 +7,8 @@ logits, seed and position and on nothing else in the batch.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import wraps
 from typing import Any, NamedTuple
 
 import jax
@@ -35,6 +36,36 @@ MOST_LOGPROBS = 20
 """Likeliest tokens that a request may ask to be told at each of its tokens (OpenAI's limit)."""
 
 
+_OTHERS_WORDS = {
+    "max_tokens": "here max_new_tokens",
+    "max_completion_tokens": "here max_new_tokens",
+    "n": "give the prompt n times, each with a seed of its own (seed=None)",
+    "best_of": "give the prompt several times, each with a seed of its own (seed=None)",
+    "eos_token_id": "here stop_token_ids",
+    "do_sample": "temperature=0 takes the likeliest token",
+}
+"""Names of vLLM, OpenAI and transformers for what is here, or is not."""
+
+
+def _refused_in_words[T](cls: type[T]) -> type[T]:
+    """The dataclass, whose unknown parameters are no ``TypeError``."""
+    make = cls.__init__
+    names = [field.name for field in fields(cls)]  # pyright: ignore[reportArgumentType]
+
+    @wraps(make)
+    def __init__(self: T, *values: Any, **given: Any) -> None:
+        unknown = [repr(value) for value in values] + [n for n in given if n not in names]
+        if unknown:
+            hint = " ".join(f"{n}: {_OTHERS_WORDS[n]}." for n in unknown if n in _OTHERS_WORDS)
+            allowed = f"by name: {', '.join(names)}"
+            raise EngineError(f"{cls.__name__}: parameters", ", ".join(unknown), allowed, hint)
+        make(self, **given)
+
+    cls.__init__ = __init__  # pyright: ignore[reportAttributeAccessIssue]
+    return cls
+
+
+@_refused_in_words
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """What one request asks of its tokens. Checks itself.
