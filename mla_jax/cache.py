@@ -116,10 +116,11 @@ class LatentCache:
             )
         with np.errstate(over="ignore"):
             stored = np.float32(scale) if is_real(scale) else np.float32(np.nan)
-        if not (np.isfinite(stored) and stored > 0) or (scale != 1 and not fmt.quantised):
+        normal = np.finfo(np.float32).tiny  # devices take what is smaller for 0
+        if not (np.isfinite(stored) and stored >= normal) or (scale != 1 and not fmt.quantised):
             allowed = "1 (nothing is scaled)"
             if fmt.quantised:
-                allowed = "a positive finite number, in float32 too"
+                allowed = f"a finite number of at least {normal:.3g}, in float32 too"
             raise MetadataError(f"LatentCache.alloc: scale of {fmt.name}", scale, allowed)
         return cls(
             pages=jnp.zeros((*stack, num_pages, page, rank + rope), fmt.dtype),

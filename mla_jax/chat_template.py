@@ -37,13 +37,24 @@ def special_tokens(folder: Path) -> dict[str, str]:
     """``bos_token``, ``eos_token`` and the like, as ``tokenizer_config.json`` names them."""
     named: dict[str, str] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):  # the later one decides
-        data = load_json(folder / name) if (folder / name).is_file() else {}
+        data = _object(folder / name)
         for kind in _SPECIAL:
-            value = data.get(f"{kind}_token") if isinstance(data, Mapping) else None
-            value = value.get("content") if isinstance(value, Mapping) else value
+            given = data.get(f"{kind}_token")
+            value = given.get("content") if isinstance(given, Mapping) else given
             if isinstance(value, str):
                 named[f"{kind}_token"] = value
+            elif given is not None:
+                allowed = "a text, an object with its content, or null"
+                raise EngineError(f"{folder / name}: {kind}_token", shown(given), allowed)
     return named
+
+
+def _object(path: Path) -> Mapping[str, Any]:
+    """Of a JSON file; nothing if it is not there."""
+    data = load_json(path) if path.is_file() else {}
+    if not isinstance(data, Mapping):
+        raise EngineError(str(path), type(data).__name__, "a JSON object")
+    return data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,8 +134,7 @@ def _sources(folder: Path) -> tuple[dict[str, str], Path]:
             named[extra.stem] = _text(extra)
         return named, file
     file = folder / "tokenizer_config.json"
-    data = load_json(file) if file.is_file() else {}
-    found = data.get("chat_template") if isinstance(data, Mapping) else None
+    found = _object(file).get("chat_template")
     match found:
         case None:
             return {}, file

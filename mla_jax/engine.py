@@ -16,6 +16,7 @@ import secrets
 import sys
 import threading
 import time
+import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -138,6 +139,7 @@ def load_model(
         EngineError: a hub id that cannot be downloaded, or a dtype that is not one of weights.
         WeightsError: the safetensors do not hold that model.
     """
+    check_callback("load_model: progress", progress)
     dtype = checked_dtype(dtype)
     folder = folder_of(folder)
     config = checked_config(folder, ignore_keys=ignore_keys)
@@ -279,7 +281,7 @@ class Engine:
             max_prefill_tokens=serving.prefill_chunk,
             max_model_len=serving.max_model_len,
             vocab=config.vocab,
-            eos=config.eos if defaults.eos is None else defaults.eos,
+            eos=_end_tokens(config, defaults),
         )
         check_cache_fits(self.groups, self._pages, device)
         self._caches: dict[str, Any] = {}
@@ -331,6 +333,7 @@ class Engine:
                 a tokenizer, template or generation_config.json that cannot be used.
             WeightsError: the safetensors do not hold that model.
         """
+        check_callback("Engine.from_pretrained: progress", progress)
         dtype = checked_dtype(dtype)
         folder = folder_of(folder)
         config = checked_config(folder, ignore_keys=ignore_keys)
@@ -441,6 +444,10 @@ class Engine:
         if isinstance(prompt, str):
             if chat:
                 raise EngineError("encode: a text", f"with {', '.join(chat)}", "these for a chat")
+            if not isinstance(special_tokens, bool):
+                raise EngineError(
+                    "encode: special_tokens", described(special_tokens), "True or False"
+                )
             return text.encode(prompt, special_tokens=special_tokens)
         return text.chat(prompt, **chat)
 
@@ -779,6 +786,15 @@ class Engine:
             self._abandoned.discard(id)
 
 
+def _end_tokens(config: Any, defaults: GenerationDefaults) -> tuple[int, ...]:
+    """Of the folder; those that the model cannot draw are a warning."""
+    eos = config.eos if defaults.eos is None else defaults.eos
+    if far := [token for token in eos if token >= config.vocab]:
+        text = f"end tokens {far} are not among the {config.vocab} of the vocabulary"
+        warnings.warn(f"{text}: no request ends at them", stacklevel=3)
+    return eos
+
+
 def _keep_fp8(
     folder: str | Path,
     config: Any,
@@ -788,8 +804,8 @@ def _keep_fp8(
     asked: bool | None,
 ) -> bool:
     """Whether e4m3 weights stay so; refuses what was asked for and cannot be."""
-    if asked not in (None, True, False):
-        raise EngineError("fp8_weights", repr(asked), "True, False or None")
+    if not isinstance(asked, bool | None):
+        raise EngineError("fp8_weights", described(asked), "True, False or None")
     if asked is None:
         usual = placement.on_gpu and dtype.itemsize == 2
         given = bool(getattr(config, "fp8_block", None))

@@ -31,11 +31,15 @@ _BOOKKEEPING: Final = re.compile(
 
 def load_json(path: Path) -> object:
     """The JSON value of a file; raises ConfigError naming file and problem."""
+    allowed = f"a readable file of at most {_MAX_BYTES:,} bytes"
     try:
-        return json.loads(read_regular(path, limit=_MAX_BYTES))
+        content = read_regular(path, limit=_MAX_BYTES)
     except OSError as e:
-        allowed = f"a readable file of at most {_MAX_BYTES:,} bytes"
         raise ConfigError(str(path), e.strerror or type(e).__name__, allowed) from None
+    except ValueError as e:  # characters that no path has
+        raise ConfigError(repr(str(path)), str(e), allowed) from None
+    try:
+        return json.loads(content)
     except (ValueError, RecursionError) as e:
         raise ConfigError(str(path), f"not JSON ({e})", "a JSON object") from None
 

@@ -1,6 +1,7 @@
 """Models by their name on the Hugging Face hub: ``"deepseek-ai/DeepSeek-V2-Lite"``."""
 
 import importlib
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,17 @@ def folder_of(model: str | Path, *, weights: bool = True) -> Path:
     """
     if not isinstance(model, str | Path):
         raise EngineError("model", described(model), "a folder, or a hub id, as a text or a Path")
+    if model == "":
+        raise EngineError("model", "an empty text", "a folder, or a hub id")
     path = Path(model)
     try:
-        there = path.exists()
-    except OSError as error:  # a name that no file can have
-        given = f"a text of {len(str(model))} characters ({error.strerror})"
+        os.stat(path)
+        there = True
+    except (FileNotFoundError, NotADirectoryError):
+        there = False
+    except (OSError, ValueError) as error:  # a name that no file can have
+        why = error.strerror if isinstance(error, OSError) else error
+        given = f"a text of {len(str(model))} characters ({shown(why)})"
         raise EngineError("model", given, "a folder, or a hub id") from None
     if path.is_file():
         hint = f"Its folder is {path.parent}."

@@ -1,13 +1,13 @@
 """Text and chats to token ids, and back: a model's tokenizer and chat template together."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from mla_jax.chat_template import ChatTemplate, is_chat
 from mla_jax.detokenize import TextSoFar
-from mla_jax.errors import EngineError
+from mla_jax.errors import EngineError, described
 from mla_jax.model.sampling import SamplingParams
 from mla_jax.scheduler import checked_ids
 from mla_jax.tokenizer import TextTokenizer
@@ -91,9 +91,17 @@ class TextProcessor:
         return EngineError(where, "messages", allowed, hint)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids, without special tokens."""
-        return self.tokenizer.decode(ids)
+        """The text of token ids, without special tokens.
+
+        An id of the model that tokenizer.json does not name has none.
+
+        Raises:
+            EngineError: an id that the model does not have.
+        """
+        if isinstance(ids, str | bytes) or not isinstance(ids, Iterable):
+            raise EngineError("decode", described(ids), "token ids")
+        return self.tokenizer.decode(checked_ids(list(ids), vocab=self.vocab, where="decode"))
 
     def begin(self, params: SamplingParams) -> TextSoFar:
         """The text of a request that has no token yet."""
-        return TextSoFar(decode=self.decode, stops=params.stop)
+        return TextSoFar(decode=self.tokenizer.decode, stops=params.stop)

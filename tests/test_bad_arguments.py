@@ -162,8 +162,16 @@ def test_wrong_arguments_are_refused_by_name(name, our_errors):
 
 
 def test_every_operation_is_tried():
+    """But sums over devices, which need a mesh (``test_all_reduce``)."""
     public = {b.op for b in REGISTRY.backends} & set(mla_jax.__all__)
-    assert public - set(CALLS) == {"routed_experts_fp8"}
+    assert public - set(CALLS) == {"routed_experts_fp8", "all_reduce"}
+
+
+@pytest.mark.parametrize("op", ["copy_blocks", "swap_blocks"])
+def test_pairs_of_pages_have_two_columns(op, our_errors):
+    caches = [LATENT] * (1 + (op == "swap_blocks"))
+    with pytest.raises(MLAError, match=r"pairs: given shape \(1, 3\); allowed: \[pairs, 2\]"):
+        getattr(mla_jax, op)(*caches, i32(1, 3))
 
 
 def test_a_cache_of_numpy_arrays_is_refused(our_errors):

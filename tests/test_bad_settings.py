@@ -3,6 +3,8 @@ our own words; an engine that was abused goes on as before."""
 
 import dataclasses
 import inspect
+import json
+import shutil
 
 import jax.numpy as jnp
 import numpy as np
@@ -85,12 +87,37 @@ def loaded():
 def test_an_engine_refuses_wrong_settings(loaded, our_errors):
     model, config = loaded
     facts = {"model": model, "config": config, **SETTINGS}
-    free = {"self", "absorb_prefills", "run_ahead", "want_logits"}  # whatever counts as true
     named = {*inspect.signature(Engine.__init__).parameters, *Settings.__annotations__}
-    names = sorted(named - free - {"settings"})
+    names = sorted(named - {"self", "settings"})
     assert not strangers(Engine, facts, names)
     opened = {"folder": FOLDER, **SETTINGS}
-    assert not strangers(Engine.from_pretrained, opened, ["folder", "dtype"])
+    some = ["folder", "dtype", "progress", "fp8_weights"]
+    assert not strangers(Engine.from_pretrained, opened, some)
+    assert not strangers(load_model, {"folder": FOLDER}, ["folder", "dtype", "progress"])
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("absorb_prefills", "no"), ("fp8_weights", 0), ("fp8_activations", 0), ("progress", "x")],
+)
+def test_what_counts_as_true_is_no_setting(setting, value):
+    with pytest.raises(EngineError, match=rf"{setting}: given {value!r}.*; allowed: "):
+        Engine.from_pretrained(FOLDER, **SETTINGS, **{setting: value})
+
+
+def test_end_tokens_that_no_step_draws_are_a_warning(loaded):
+    model, config = loaded
+    with pytest.warns(UserWarning, match=r"end tokens \[999\] are not among the 42"):
+        Engine(model, dataclasses.replace(config, eos=(999, 41)), **SETTINGS)
+
+
+def test_an_unknown_key_may_be_passed_over(tmp_path):
+    folder = shutil.copytree(FOLDER, tmp_path / "model")
+    facts = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(facts | {"my_key": 1}))
+    with pytest.raises(MLAError, match=r"ignore_keys=\['my_key'\]"):
+        load_model(folder)
+    assert load_model(folder, ignore_keys=["my_key"])[1].vocab == 42
 
 
 @pytest.mark.parametrize("wrong", ["bf16", jnp.int32, jnp.float8_e4m3fn, None])

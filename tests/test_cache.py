@@ -21,8 +21,9 @@ SIZES = {"num_pages": 3, "page": 4, "rank": 16, "rope": 4}
         ({"num_pages": 0}, "positive sizes"),
         ({"rope": -1}, "positive sizes"),
         ({"scale": 2.0}, "1 (nothing is scaled)"),
-        ({"scale": 0.0, "format": "fp8_e4m3"}, "a positive finite number"),
-        ({"scale": float("nan"), "format": "fp8_e4m3"}, "a positive finite number"),
+        ({"scale": 0.0, "format": "fp8_e4m3"}, "a finite number of at least 1.18e-38"),
+        ({"scale": 1e-40, "format": "fp8_e4m3"}, "a finite number of at least 1.18e-38"),
+        ({"scale": float("nan"), "format": "fp8_e4m3"}, "a finite number of at least"),
     ],
 )
 def test_alloc_refuses(change, text):
@@ -101,5 +102,7 @@ def test_record_cache_is_a_pytree_of_one_array(layers, lead):
 
 @pytest.mark.parametrize("scale", [1e-50, 1e39])
 def test_scales_that_float32_does_not_hold_are_refused(scale):
-    with pytest.raises(MetadataError, match="positive finite number, in float32 too"):
+    with pytest.raises(
+        MetadataError, match=r"a finite number of at least 1\.18e-38, in float32 too"
+    ):
         LatentCache.alloc(num_pages=1, page=1, rank=2, rope=0, format="fp8_e4m3", scale=scale)

@@ -1,3 +1,4 @@
+import functools
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ from flax import nnx
 import mla_jax
 from mla_jax import cli, demo
 from mla_jax.cache import ELEMENT_FORMATS
+from mla_jax.commands.options import SamplingOptions
 from mla_jax.engine import Engine, WarmUp
 from mla_jax.errors import EngineError
 from mla_jax.generation_config import GenerationDefaults
@@ -469,6 +471,7 @@ def test_more_devices_than_there_are_are_refused(run, folder, tmp_path, monkeypa
         (("--prompt", "w1 \ud800"), "--prompt: given 'w1 \\ud800', which"),
         (("--prompt-ids", "1", "--temperature", "nan"), "temperature: given nan"),
         (("--prompt-ids", "1", "--seed", "9" * 5000), "seed"),
+        (("--prompt-ids", "1", "--seed", "-1"), "0 to 2**32 - 1, or random"),
         (("--prompt-ids", "1", "--ignore-key", "vocab_size"), "ignored keys: given vocab_size"),
     ],
     ids=lambda v: str(v)[:60],
@@ -553,6 +556,18 @@ def test_inspect_lists_the_programs_of_an_engine(run, folder):
     assert 1 < len(programs) == len(set(programs))
     _, text, _ = run("inspect", folder)
     assert f"programs: {len(programs)}\n  {programs[0]}" in text
+
+
+def test_inspect_takes_names_of_published_models(run):
+    code, out, _ = run("inspect", "v3.2", "--json")
+    assert code == 0
+    assert json.loads(out)["family"] == "deepseek_v32"
+
+
+def test_a_random_seed_is_another_one_for_each_request():
+    params = functools.partial(SamplingOptions.params, vocab=64)
+    assert params(SamplingOptions(seed="random"), GenerationDefaults()).seed is None
+    assert params(SamplingOptions(seed="7"), GenerationDefaults()).seed == 7
 
 
 def test_inspect_counts_bytes(run, folder):

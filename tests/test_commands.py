@@ -324,7 +324,7 @@ def test_what_is_no_memory(run, memory):
 @pytest.mark.parametrize(
     "args, message",
     [
-        (("roofline", "nothing"), "a folder with config.json, or one of V2_LITE, V2, V3"),
+        (("roofline", "nothing"), "a folder with config.json, a hub id, or one of V2_LITE, V2, V3"),
         (("roofline", "V3", "--device", "B9"), "given B9; allowed: one of H200, H100"),
         (("roofline", "V3", "--batch", "0"), "batch: given 0; allowed: 1 or more"),
         (("roofline", "V3", "--out", "x.png"), "whose name ends in .html or .svg"),

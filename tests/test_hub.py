@@ -61,3 +61,9 @@ def test_without_the_package_it_says_what_to_install(monkeypatch):
     message = rf"model {ID}: given no folder {ID} here.*pip install huggingface_hub"
     with pytest.raises(EngineError, match=message):
         folder_of(ID)
+
+
+@pytest.mark.parametrize("name", ["", "a\0b", "/tmp/\ud800"])
+def test_what_no_folder_can_be_called_is_refused(name):
+    with pytest.raises(EngineError, match="allowed: a folder, or a hub id"):
+        folder_of(name)

@@ -1,5 +1,6 @@
 """Text and chats in, text out: the engine with a tokenizer."""
 
+import copy
 import dataclasses
 import json
 import sys
@@ -241,6 +242,14 @@ def test_what_encode_takes(engine):
         engine.encode("ab", tools=[])
     with pytest.raises(EngineError, match=r"encode: given .*a text, or a list of messages"):
         engine.encode([1, 2])
+    with pytest.raises(EngineError, match=r"special_tokens: given 3 .*True or False"):
+        engine.encode("ab", special_tokens=3)
+
+
+@pytest.mark.parametrize("ids", [None, "ab", [-1], [10**6], [1.5], 3])
+def test_what_is_no_id_has_no_text(engine, ids):
+    with pytest.raises(EngineError, match="decode"):
+        engine.text.decode(ids)
 
 
 @pytest.mark.parametrize(
@@ -293,9 +302,9 @@ def test_ids_without_a_text(another, monkeypatch):
     def refuse(ids):
         raise EngineError("tokenizer.json", "ids", "others")
 
-    text = dataclasses.replace(engine.text)
-    object.__setattr__(text, "decode", refuse)
-    engine.text = text
+    tokenizer = copy.copy(engine.text.tokenizer)
+    tokenizer.decode = refuse
+    engine.text = dataclasses.replace(engine.text, tokenizer=tokenizer)
     plain, stopped = engine.generate([[1], [1]], [wish(3), wish(3, stop="x")])
     assert (plain.text, len(plain.token_ids), plain.finish_reason) == (None, 3, "length")
     assert (stopped.text, len(stopped.token_ids), stopped.finish_reason) == (None, 1, "error")

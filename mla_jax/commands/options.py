@@ -12,7 +12,7 @@ import typer
 from mla_jax.checks import checked_size
 from mla_jax.config import MLADims
 from mla_jax.config_v4 import AnyConfig
-from mla_jax.errors import EngineError
+from mla_jax.errors import EngineError, shown
 from mla_jax.generation_config import GenerationDefaults
 from mla_jax.model.sampling import SamplingParams
 from mla_jax.prompts import bias_of, ids_of
@@ -163,7 +163,9 @@ def _seed(text: str) -> int | None:
     if text == "random":
         return None
     if not (text.isascii() and text.isdecimal() and len(text) <= 10 and int(text) < 2**32):
-        raise EngineError("--seed", text, "0 to 2**32 - 1, or random: another one for each request")
+        raise EngineError(
+            "--seed", shown(text), "0 to 2**32 - 1, or random: another one for each request"
+        )
     return int(text)
 
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypedDict
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -228,6 +229,8 @@ class Serving:
         if ladder is not None and not is_dataclass(ladder):
             allowed = "a ladder, such as MLALadder.default makes, or None: the family's own"
             raise EngineError("ladder", type(ladder).__name__, allowed)
+        if not isinstance(absorb_prefills, bool | np.bool_):
+            raise EngineError("absorb_prefills", repr(absorb_prefills), "True or False")
         if not isinstance(fp8_activations, bool | None):
             raise EngineError("fp8_activations", repr(fp8_activations), "True, False or None")
         dtype, placement = checked_dtype(dtype), Placement.of(placement)

@@ -108,7 +108,7 @@ class SamplingParams:
                 object.__setattr__(self, name, int(value))
         for name in _FRACTIONS:
             value = getattr(self, name)
-            if isinstance(value, jax.Array | np.generic) and is_real(value):
+            if not isinstance(value, int | float) and is_real(value):
                 object.__setattr__(self, name, float(value))
         t, p = self.temperature, self.top_p
         _require(is_real(t) and (t == 0 or _COLDEST <= t <= _HOTTEST), "temperature", t,

@@ -49,6 +49,21 @@ def test_numbers_of_jax_are_numbers():
     assert hash(made.stop_token_ids) == hash((3,))
     numbers = SamplingParams(temperature=jnp.float32(0.5), top_p=np.float32(0.5))
     assert hash(numbers) == hash(SamplingParams(temperature=0.5, top_p=0.5))
+    half = np.array(0.5)
+    kept = SamplingParams(min_p=half)
+    half[...] = np.nan  # an array may change after it was checked
+    assert kept == SamplingParams(min_p=0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("max_tokens", "max_tokens: here max_new_tokens"), ("n", "seed=None"), ("x", "logprobs")],
+)
+def test_unknown_parameters_are_refused_in_words(name, hint):
+    with pytest.raises(EngineError, match=rf"given {name}; allowed: by name: .*{hint}"):
+        SamplingParams(**{name: 1})
+    with pytest.raises(EngineError, match=r"given 0\.5; allowed: by name"):
+        SamplingParams(0.5)
 
 
 def test_the_logprob_is_of_the_raw_softmax():

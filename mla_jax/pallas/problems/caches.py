@@ -209,7 +209,7 @@ def gather(cache, page_table, first, row_starts, *, rows, dtype, layer=None) -> 
 
 def copy(cache, pairs, *, layer=None) -> Problem:
     check_layer("copy_blocks", cache, layer, optional=True)
-    size = cache_sizes("copy_blocks", cache) | {"2": 2}
+    size = cache_sizes("copy_blocks", cache)
     size = bind("copy_blocks", size, pairs=(pairs, "int", "pairs 2"))
     return Problem.of("copy_blocks", **cache_features(cache), pairs=size["pairs"])
 
@@ -217,7 +217,7 @@ def copy(cache, pairs, *, layer=None) -> Problem:
 def swap(src, dst, pairs, *, layer=None) -> Problem:
     check_cache("swap_blocks: src", src)
     check_layer("swap_blocks", dst, layer, optional=True)
-    size = cache_sizes("swap_blocks", dst) | {"2": 2}
+    size = cache_sizes("swap_blocks", dst)
     size = bind("swap_blocks", size, pairs=(pairs, "int", "pairs 2"))
     given, allowed = (cache_features(c) | {"layers": c.layers or "none"} for c in (src, dst))
     if given != allowed:

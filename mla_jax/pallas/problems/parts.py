@@ -48,6 +48,10 @@ def bind(op: str, sizes: dict[str, int], **arrays: tuple[Any, str, str]) -> dict
         for axis, n in zip(names, x.shape, strict=True):
             base, _, more = axis.partition("+")
             n -= int(more or 0)
+            if base.isdecimal():  # a size, not the name of one
+                if n != int(base):
+                    raise ArgumentError(what, f"shape {tuple(x.shape)}", f"[{', '.join(names)}]")
+                continue
             if sizes.setdefault(base, n) != n:
                 raise ArgumentError(
                     f"{what} of shape {tuple(x.shape)}",
