@@ -3,18 +3,22 @@
 ``scores``: index scores over gathered codes, 4,096 queries on 8,192 keys, whole and with parts left
 out. Their results are wrong; only the times are read.
 
+all
+    The kernel as it is.
 products, sums
-    One of them alone. Sums are of registers that nobody wrote.
+    One of them alone; sums read registers that hold no product.
 apart
-    Two of the four warpgroups multiply, the others sum: whether one slows down the other.
+    Two of the four warpgroups multiply while the others sum: whether one slows down the other.
 few sums
     An eighth of the heads is summed.
 keys in shared memory
     Products read keys there, not in registers.
 queries of zeros
-    Does power bound it?
+    The same work at less power: power is the bound if it is faster.
 
-``sparse``: sparse prefill of 4,096 tokens with 128 heads on 8,192 rows, over other rows and lists.
+``sparse``: sparse prefill of 4,096 tokens with 128 heads on 8,192 rows: random rows; rows, or all,
+of zeros (less power); no rows (lists of -1); neighbours (lists of consecutive rows); one list for
+all tokens.
 
 ``mhz``: cycles of a multiprocessor for each microsecond, over ``CHAIN`` calls and over one.
 """
@@ -124,11 +128,11 @@ PARTS: dict[str, dict[str, Any]] = {
     "few sums": {"_sums": _few_sums},
     "keys in shared memory": {"multiply": _from_shared, "plgpu": _Unloaded()},
 }
-"""What is in the place of what in ``scores_sm90``."""
+"""For each row of ``scores``: names in ``scores_sm90``, and what replaces them."""
 
 
 def compiled(part: str, function: Callable[..., Any], given: tuple[Any, ...]) -> Any:
-    """A program of ``function`` with only a part of the scores."""
+    """``function`` compiled with the replacements of ``part``."""
     jax.clear_caches()
     changed = PARTS[part]
     with mock.patch.multiple(scores_sm90, **changed) if changed else nullcontext():
@@ -220,7 +224,8 @@ def _clocks() -> dict[int, tuple[int, int]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks.kernel_parts", description=__doc__)
+    kind = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=kind)
     parser.add_argument("kernel", choices=["scores", "sparse"])
     {"scores": scores, "sparse": sparse}[parser.parse_args().kernel]()
 

@@ -13,7 +13,10 @@ from mla_jax.errors import EngineError
 from mla_jax.model.family import CacheGroup, Serving
 from mla_jax.types import cdiv
 
-__all__ = ["bytes_of", "check_cache_fits", "page_counts", "pages_that_fit", "room_beside"]
+__all__ = [
+    "bytes_of", "check_cache_fits", "check_histories_fit", "page_counts", "pages_that_fit",
+    "room_beside",
+]  # fmt: skip
 
 SHARE, SHARE_OF_CPU = 0.9, 0.25
 """Of a device's memory for weights and caches together; a CPU's is not an engine's alone.
@@ -114,7 +117,7 @@ def check_histories_fit(requests: int, size: int, device: Any) -> None:
 
 
 def bytes_of(tree: Any) -> int:
-    """Of the arrays of a tree, on one device."""
+    """Bytes that the arrays of ``tree`` take on one device."""
     arrays = jax.tree.leaves(tree)
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in arrays)
 

@@ -72,6 +72,7 @@ try:
         PromptOptions,
         SamplingOptions,
         Size,
+        StoredDtype,
         WidthOptions,
         cache_format,
         grouped,
@@ -239,7 +240,7 @@ def warm(
 
 
 def _sizes(serving: EngineOptions, limit: int) -> dict[str, int | None]:
-    """Of an engine whose requests may be as long as ``limit``."""
+    """Engine sizes from the options, for requests of up to ``limit`` tokens."""
     return {
         "max_requests": serving.max_requests,
         "num_pages": serving.num_pages,
@@ -472,8 +473,8 @@ def explain(
     keys: Annotated[int, typer.Option(min=1, max=MOST, help="Key tokens of mla_prefill.")] = 8,
     page_size: Size = 64,
     pages: Annotated[int, typer.Option(min=1, max=MOST, help="Page-table width.")] = 64,
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16",
-    cache_dtype: Literal["bf16", "fp16", "fp32", "fp8_e4m3"] = "bf16",
+    dtype: Dtype = "bfloat16",
+    cache_dtype: StoredDtype = "bf16",
     causal: bool = True,
     backend: str | None = None,
 ) -> None:
@@ -595,9 +596,7 @@ def roofline_command(
         typer.Option(help="Tokens of each, cached or new. Default: 4096, or the model's limit."),
     ] = None,
     weights: Annotated[Literal["bf16", "fp8"], typer.Option(help="Of the layers.")] = "bf16",
-    cache_dtype: Annotated[
-        Literal["bf16", "fp16", "fp32", "fp8_e4m3"], typer.Option(help="Of cached rows.")
-    ] = "bf16",
+    cache_dtype: Annotated[StoredDtype, typer.Option(help="Of cached rows.")] = "bf16",
     results: Annotated[
         Path | None, typer.Option(help="Measured tables: benchmarks/results of a checkout.")
     ] = None,

@@ -57,7 +57,7 @@ from mla_jax.inputs import (
     checked_params,
     checked_prompt,
     checked_prompts,
-    checked_wishes,
+    params_of_prompts,
 )
 from mla_jax.metadata.common import HostBatch
 from mla_jax.metadata.packed import pack
@@ -129,7 +129,9 @@ def load_model(
     progress: Progress | None = None,
     ignore_keys: Collection[str] = (),
 ) -> tuple[Any, Any]:
-    """The model of a Hugging Face folder or hub id, and its configuration.
+    """The model of a Hugging Face folder or hub id, an ``nnx.Module``, and its configuration.
+
+    e4m3 weights are widened to ``dtype`` (``Engine.from_pretrained`` can keep them).
 
     ``dtype``: of weights and activations, on a CPU too. ``progress(bytes read, bytes in all)`` is
     called while weights are read. ``ignore_keys`` names keys of config.json to pass over.
@@ -213,6 +215,11 @@ class Engine:
             completions have no text.
         defaults: sampling of requests that give no ``params``, and the model's end tokens; None:
             greedy, and the configuration's end tokens.
+
+    Raises:
+        ConfigError: no family reads the configuration.
+        EngineError: a setting that cannot be served, or a device without room.
+        MetadataError: a ladder that cannot hold the largest step.
     """
 
     def __init__(
@@ -244,7 +251,7 @@ class Engine:
         if unknown := sorted(set(settings) - set(Settings.__annotations__)):
             own = [*inspect.signature(Engine).parameters][2:-1]
             allowed = ", ".join([*own, *Settings.__annotations__])
-            raise EngineError("Engine: settings", ", ".join(unknown), allowed)
+            raise EngineError("settings", ", ".join(unknown), allowed)
         serving = Serving.of(config, dtype=dtype, placement=self.placement, **settings)
         self.builder = self.family.builder(config, serving)
         self.groups = self.family.groups(config, serving)
@@ -365,7 +372,7 @@ class Engine:
         check_config(given, self.config, "take: model's config", "the engine's", hint)
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(nnx.state(model))):
             raise EngineError("take: model", "weights without memory", "weights to serve")
-        with self._whole():
+        with self._exclusive():
             while self._flights:
                 self._land()
         self._step.take(model)
@@ -379,8 +386,8 @@ class Engine:
         printed by ``explain``.
         """
         check_callback("warm_up: progress", progress)
-        start, threads = time.perf_counter(), checked_size("threads", threads)
-        with self._whole():
+        start, threads = time.perf_counter(), checked_size("warm_up: threads", threads)
+        with self._exclusive():
             self._history.begin(self._history.rows, ())  # of no request: its program is made
         tokens = attrgetter("common_bucket.tokens")
         rungs = sorted(self.builder.rungs(), key=tokens, reverse=True)
@@ -486,7 +493,7 @@ class Engine:
         if params.seed is None:
             params = replace(params, seed=self._fresh_seed(names))
         text = None if self.text is None else self.text.begin(params)
-        with self._whole():
+        with self._exclusive():
             id = self._new_id() if id is None else id
             return self.scheduler.add(id, ids, params, text, names).id
 
@@ -506,7 +513,7 @@ class Engine:
         """End a request now; its last event is delivered with the next step's. False if unknown."""
         if not isinstance(id, str):
             return False
-        with self._whole():
+        with self._exclusive():
             outcome = self.scheduler.cancellation(id)
             if outcome is not None:
                 self._conclude([outcome])
@@ -537,14 +544,14 @@ class Engine:
         """
         check_callback("generate: on_progress", on_progress)
         given = checked_prompts(prompts, self.text and self.text.ids)
-        each = checked_wishes(params, len(given), self.default_params)
+        each = params_of_prompts(params, len(given), self.default_params)
         ids: list[str] = []
         inbox: list[Event] = []
         done: dict[str, Completion] = {}
         try:
-            for i, (prompt, wish) in enumerate(zip(given, each, strict=True)):
+            for i, (prompt, one) in enumerate(zip(given, each, strict=True)):
                 where = f"generate: prompt {i}"
-                self._claim(prompt, wish, inbox, ids, Names(where, where))
+                self._claim(prompt, one, inbox, ids, Names(where, where))
             while len(done) < len(ids):
                 self._advance()
                 for event in inbox:
@@ -568,8 +575,8 @@ class Engine:
         inbox: list[Event] = []
         ids: list[str] = []
         try:
-            wish = checked_params(params, self.default_params)
-            self._claim(prompt, wish, inbox, ids, Names.of("stream"))
+            params = checked_params(params, self.default_params, where="stream: params")
+            self._claim(prompt, params, inbox, ids, Names.of("stream"))
             while True:
                 self._advance()
                 while inbox:
@@ -612,25 +619,31 @@ class Engine:
             self._caches[group.name] = group.alloc(pages, self.placement)
 
     def _check_largest_step(self, serving: Serving) -> None:
-        """Refuse a ladder that cannot hold what the scheduler may ask for."""
+        """Refuse a ladder that cannot hold the largest steps that the scheduler may make.
+
+        Each of them with contexts of ``max_model_len``.
+        """
         most, chunk, longest = serving.max_requests, serving.prefill_chunk, serving.max_model_len
         many = max(min(most, chunk // 2), 1)  # prompts of two tokens and more
-        one, two = min(chunk, longest), min(2, longest)
-        first = min(max(chunk - 2 * (many - 1), 1), longest)
+        last = min(max(chunk - 2 * (many - 1), 1), longest)
         rest = [chunk % longest] if chunk % longest else []
-        whole = [*[longest] * (chunk // longest), *rest][:most]  # the most prompt tokens
-        for lens in ([1] * most, [1] * (most - 1) + [one], [two] * (many - 1) + [first], whole):
-            if lens:
-                self.builder.decide(HostBatch.of(np.array(lens), np.array([longest] * len(lens))))
+        steps = {
+            "decodes only": [1] * most,
+            "decodes beside one chunk": [1] * (most - 1) + [min(chunk, longest)],
+            "the most prompts, two tokens each": [min(2, longest)] * (many - 1) + [last],
+            "the most prompt tokens": [*[longest] * (chunk // longest), *rest][:most],
+        }
+        for lens in filter(None, steps.values()):
+            self.builder.decide(HostBatch.of(np.array(lens), np.array([longest] * len(lens))))
 
-    def _whole(self) -> "_Whole":
-        """Host state that a block changes: mended before it if an earlier one was interrupted."""
-        return _Whole(self)
+    def _exclusive(self) -> "_Exclusive":
+        """One call at a time; what an earlier one left half done is mended first."""
+        return _Exclusive(self)
 
     def _advance(self) -> None:
         """Send what can be sent, read the oldest step, conclude it. Nothing to run is no error."""
         self._drop()
-        with self._whole():
+        with self._exclusive():
             while len(self._flights) < self._most_flights and self._launch():
                 pass
             self._land()
@@ -787,7 +800,10 @@ class Engine:
 
 
 def _end_tokens(config: Any, defaults: GenerationDefaults) -> tuple[int, ...]:
-    """Of the folder; those that the model cannot draw are a warning."""
+    """The end tokens: of generation_config.json, else of the configuration.
+
+    Warns of ids beyond the vocabulary.
+    """
     eos = config.eos if defaults.eos is None else defaults.eos
     if far := [token for token in eos if token >= config.vocab]:
         text = f"end tokens {far} are not among the {config.vocab} of the vocabulary"
@@ -845,7 +861,7 @@ class _Call:
 
     @classmethod
     def now(cls) -> "_Call":
-        """The method that enters a ``_Whole``: the innermost function here that is none of its."""
+        """The method that enters ``_Exclusive``: the innermost function that is none of its."""
         frame = sys._getframe()
         own = ("now", "__enter__")
         while frame.f_globals is not globals() or frame.f_code.co_name in own:
@@ -865,8 +881,12 @@ class _Call:
         return top is not None
 
 
-class _Whole:
-    """``with`` this, host state is changed as a whole, or mended before anybody looks at it."""
+class _Exclusive:
+    """Context manager around every change of host state.
+
+    It refuses a second call meanwhile. After an exception the next call first makes caches and
+    queues anew (``_recover``).
+    """
 
     def __init__(self, engine: Engine):
         self._engine = engine
@@ -900,7 +920,10 @@ class _Whole:
 
 
 def _dtype_of(model: nnx.Module) -> jnp.dtype:
-    """That of most leaves: norms and routers may have more digits, e4m3 weights have scales."""
+    """The dtype of most weights: norms and routers may be wider.
+
+    Beside e4m3 weights only 16-bit leaves count: those have scales.
+    """
     leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
     if any(leaf.dtype == jnp.float8_e4m3fn for leaf in leaves):
         leaves = [leaf for leaf in leaves if leaf.dtype.itemsize == 2]

@@ -18,6 +18,7 @@ __all__ = [
     "PrefillBackendError",
     "UnsupportedError",
     "WeightsError",
+    "described",
     "listed",
     "shown",
 ]
@@ -41,8 +42,12 @@ def shown(value: object) -> str:
 
 
 def described(value: object) -> str:
-    """``[1, 2] (list)``: a value and its type."""
-    return f"{shown(value)} ({type(value).__name__})"
+    """``'5' (str)``: a value as Python writes it, and its type."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):
+        text = shown(value)
+    return f"{shown(text)} ({type(value).__name__})"
 
 
 def listed(names: Sequence[object]) -> str:

@@ -1,4 +1,4 @@
-"""Prompts, wishes and settings as an engine is given them, checked before anything is done."""
+"""Prompts, sampling parameters and settings of an engine, checked before anything is done."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mla_jax.chat_template import is_chat
-from mla_jax.errors import EngineError, shown
+from mla_jax.errors import EngineError, described, shown
 from mla_jax.model.sampling import SamplingParams
 
 __all__ = [
@@ -21,7 +21,7 @@ __all__ = [
     "checked_params",
     "checked_prompt",
     "checked_prompts",
-    "checked_wishes",
+    "params_of_prompts",
 ]
 
 NEEDS_TOKENIZER = (
@@ -55,20 +55,26 @@ def check_parts(model: Any, config: Any, *, family: Any, text: Any, defaults: An
     facts = "family", "vocab", "max_positions", "eos"
     parts = (
         ("model", callable(model), model, "a Flax NNX module, or a function that makes it"),
-        ("config", all(hasattr(config, n) for n in facts), config, f"an object with {facts}"),
+        (
+            "config",
+            all(hasattr(config, n) for n in facts),
+            config,
+            f"an object with {', '.join(facts)}",
+        ),
         ("family", family is None or hasattr(family, "builder"), family, "a Family, or None"),
         ("text", text is None or hasattr(text, "begin"), text, "a TextProcessor, or None"),
         ("defaults", hasattr(defaults, "params"), defaults, "a GenerationDefaults, or None"),
     )
     for name, good, given, allowed in parts:
         if not good:
-            raise EngineError(f"Engine: {name}", _kind(given), allowed)
-    check_config(config, getattr(model, "config", None), "Engine: config", "that of the model")
+            raise EngineError(name, described(given), allowed)
+    check_config(config, getattr(model, "config", None), "config", "that of the model")
 
 
 def check_config(given: Any, other: Any, where: str, whose: str, hint: str = "") -> None:
-    """Refuse a configuration that says something else of the model than ``other``, ``whose`` it is.
+    """Refuse a configuration whose model fields differ from those of ``other``.
 
+    ``whose`` names ``other`` in the error.
     Configurations of different classes are not compared: a module of one's own may have another.
     """
     if type(other) is not type(given) or not dataclasses.is_dataclass(other):
@@ -80,16 +86,16 @@ def check_config(given: Any, other: Any, where: str, whose: str, hint: str = "")
 
 
 def check_callback(where: str, given: Any) -> None:
-    """A function, or None."""
+    """Refuse a callback that is neither a function nor None."""
     if given is not None and not callable(given):
-        raise EngineError(where, _kind(given), "a function, or None")
+        raise EngineError(where, described(given), "a function, or None")
 
 
 def check_flags(**given: Any) -> None:
-    """Settings of an engine that are true or false."""
+    """Refuse flags of an engine that are not booleans."""
     for name, value in given.items():
         if not isinstance(value, bool | np.bool_):
-            raise EngineError(f"Engine: {name}", _kind(value), "True or False")
+            raise EngineError(name, described(value), "True or False")
 
 
 def checked_prompts(
@@ -104,7 +110,7 @@ def checked_prompts(
         hint = ""
         if _is_text(prompts):
             hint = NEEDS_TOKENIZER if encode is None else "A single prompt is written [text]."
-        raise EngineError("generate: prompts", _kind(prompts), "a sequence of prompts", hint)
+        raise EngineError("generate: prompts", described(prompts), "a sequence of prompts", hint)
     where = "generate: prompt"
     return [checked_prompt(p, f"{where} {i}", encode, prompts) for i, p in enumerate(prompts)]
 
@@ -131,7 +137,7 @@ def checked_prompt(
     elif whole is not None and not hint:
         hint = f"A single prompt is written [{shown(whole)}]."
     allowed = "a sequence of token ids"
-    raise EngineError(where, _kind(prompt), allowed if encode is None else _PROMPTS, hint)
+    raise EngineError(where, described(prompt), allowed if encode is None else _PROMPTS, hint)
 
 
 def _check_one(prompt: Sequence[Any], where: str, reads_text: bool) -> None:
@@ -157,11 +163,11 @@ def checked_params(
     if isinstance(params, Mapping):
         inside = ", ".join(f"{key}=…" for key in list(params)[:3])
         hint = f"Write SamplingParams({inside})."
-    raise EngineError(where, _kind(params), "a SamplingParams, or None: the defaults", hint)
+    raise EngineError(where, described(params), "a SamplingParams, or None: the defaults", hint)
 
 
-def checked_wishes(params: Any, prompts: int, default: SamplingParams) -> list[SamplingParams]:
-    """One wish for every prompt, from one for all or one each; ``default`` in place of None.
+def params_of_prompts(params: Any, prompts: int, default: SamplingParams) -> list[SamplingParams]:
+    """Sampling parameters of every prompt, from one for all or one each; None gives the default.
 
     Raises:
         EngineError: neither, or not as many as prompts.
@@ -188,12 +194,3 @@ def _is_sequence(value: Any) -> bool:
     except TypeError:  # an array without axes has both, and neither
         return False
     return True
-
-
-def _kind(value: object) -> str:
-    """``5 (int)``, so that an array or text of the same look is told apart."""
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):
-        text = shown(value)
-    return f"{shown(text)} ({type(value).__name__})"

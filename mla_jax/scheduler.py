@@ -56,9 +56,9 @@ class Completion:
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]  # a stop token is the last of them
     logprobs: tuple[float, ...]  # of each token under softmax(logits): unfiltered, temperature 1
-    finish_reason: str  # stop | length | cancelled | error (the model gave logits not finite)
+    finish_reason: str  # stop | length | cancelled | error: docs/serving.md says when
     logits: np.ndarray | None = None  # [tokens, vocab] float32 when the engine keeps them
-    text: str | None = None  # without a stop string or stop token; None: there is no tokenizer
+    text: str | None = None  # without a stop string or token; None: no tokenizer, or it failed
     top_logprobs: tuple[Likeliest, ...] = ()  # of each token, if the request asks for some
 
 

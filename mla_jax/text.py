@@ -23,7 +23,7 @@ _ENCODERS: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class TextProcessor:
-    """What a folder says of text."""
+    """A model's tokenizer and chat template: prompts to ids, ids to text."""
 
     tokenizer: TextTokenizer
     template: ChatTemplate | None

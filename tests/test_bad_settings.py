@@ -84,7 +84,8 @@ def loaded():
     return load_model(FOLDER, dtype=jnp.float32)
 
 
-def test_an_engine_refuses_wrong_settings(loaded, our_errors):
+def test_an_engine_refuses_wrong_settings(loaded, our_errors, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where a folder of programs named "x" is made
     model, config = loaded
     facts = {"model": model, "config": config, **SETTINGS}
     named = {*inspect.signature(Engine.__init__).parameters, *Settings.__annotations__}

@@ -421,7 +421,7 @@ def test_an_interruption_on_the_way_out(engine, want, monkeypatch):
         monkeypatch.undo()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(engine_module._Whole, "__exit__", cut)
+    monkeypatch.setattr(engine_module._Exclusive, "__exit__", cut)
     with pytest.raises(KeyboardInterrupt) as kept:  # with the frames of its traceback
         engine.generate([(1, 2, 3)], LONG)
     found = engine.generate([(1, 2, 3), (4, 5)], LONG)

@@ -28,6 +28,7 @@ __all__ = [
     "PromptOptions",
     "SamplingOptions",
     "Size",
+    "StoredDtype",
     "WidthOptions",
     "cache_format",
     "grouped",
@@ -38,6 +39,7 @@ _CACHE_OF_DTYPE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 # Not ``type`` statements: the help of an option shows the choices of a plain Literal only.
 Dtype = Literal["float32", "bfloat16", "float16"]
+StoredDtype = Literal["bf16", "fp16", "fp32", "fp8_e4m3"]
 CacheDtype = Literal["auto", "bf16", "fp16", "fp32", "fp8_e4m3"]
 
 Model = Annotated[str, typer.Argument(help="A folder, or a hub id (owner/name).")]
@@ -231,7 +233,7 @@ class EngineOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class WidthOptions:
-    """Of an attention layer."""
+    """Widths of an attention layer."""
 
     heads: Annotated[int, typer.Option(min=1, max=MOST, help="Query heads.")] = 128
     rank: Annotated[int, typer.Option(min=1, max=MOST, help="Elements of a latent.")] = 512

@@ -75,6 +75,8 @@ class ServedConfig(Protocol):
     """What an engine reads of a configuration, whatever the family."""
 
     @property
+    def family(self) -> str: ...
+    @property
     def vocab(self) -> int: ...
     @property
     def max_positions(self) -> int: ...
@@ -347,7 +349,7 @@ def _dense_builder(config: ModelConfig, serving: Serving) -> MLAMetadataBuilder:
 
 
 def _dense_ladder(serving: Serving) -> MLALadder:
-    """``MLALadder.default``; the reference reads padded pages too, so it gets more widths."""
+    """``MLALadder.default``, with more widths where ``xla`` attends: it reads padded pages too."""
     pages = cdiv(serving.max_model_len, serving.page)
     ladder = MLALadder.default(
         max_requests=serving.max_requests,

@@ -27,10 +27,10 @@ _COLDEST, _HOTTEST = 1e-4, 1e30
 _LEAST_MASS = 1e-30
 """Of top-p: smaller numbers are 0 in float32, and then no token would be kept."""
 
-_FRACTIONS = (
+_FLOATS = (
     "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
 )  # fmt: skip
-"""Parameters that are kept as Python numbers, whoever gave them: they are hashed and compared."""
+"""Parameters that become Python floats, so that ``SamplingParams`` can be hashed and compared."""
 
 MOST_LOGPROBS = 20
 """Likeliest tokens that a request may ask to be told at each of its tokens (OpenAI's limit)."""
@@ -106,7 +106,7 @@ class SamplingParams:
             value = getattr(self, name)
             if is_int(value):  # of JAX too, which cannot compare with 2**32
                 object.__setattr__(self, name, int(value))
-        for name in _FRACTIONS:
+        for name in _FLOATS:
             value = getattr(self, name)
             if not isinstance(value, int | float) and is_real(value):
                 object.__setattr__(self, name, float(value))
@@ -210,23 +210,23 @@ class SamplingBatch:
             logprobs=np.zeros(requests, np.int32),
         )
 
-    def fill(self, wishes: Sequence[SamplingParams]) -> None:
+    def fill(self, params: Sequence[SamplingParams]) -> None:
         """Write what the first requests ask for into arrays of ``nothing``.
 
         All but ``adjust.row`` and ``adjust.prompt_len``.
         """
-        n = len(wishes)
-        self.temperature[:n] = [wish.temperature for wish in wishes]
-        self.top_k[:n] = [wish.top_k for wish in wishes]
-        self.top_p[:n] = [wish.top_p for wish in wishes]
-        self.seed[:n] = [wish.seed for wish in wishes]
-        for i, wish in enumerate(wishes):
-            if wish.min_p or wish.logprobs:
-                self.min_p[i], self.logprobs[i] = wish.min_p, wish.logprobs
-            if wish.needs_history:
-                self.adjust.repetition[i] = wish.repetition_penalty
-                self.adjust.presence[i] = wish.presence_penalty
-                self.adjust.frequency[i] = wish.frequency_penalty
+        n = len(params)
+        self.temperature[:n] = [one.temperature for one in params]
+        self.top_k[:n] = [one.top_k for one in params]
+        self.top_p[:n] = [one.top_p for one in params]
+        self.seed[:n] = [one.seed for one in params]
+        for i, one in enumerate(params):
+            if one.min_p or one.logprobs:
+                self.min_p[i], self.logprobs[i] = one.min_p, one.logprobs
+            if one.needs_history:
+                self.adjust.repetition[i] = one.repetition_penalty
+                self.adjust.presence[i] = one.presence_penalty
+                self.adjust.frequency[i] = one.frequency_penalty
 
 
 @jax.tree_util.register_dataclass
@@ -236,8 +236,8 @@ class Sampled:
 
     token: Int[Array, "requests"]
     logprob: Float[Array, "requests"]  # of the token; NaN when the logits are
-    best: Int[Array, "most requests"]  # likeliest tokens, the likeliest first; 0 if not asked
-    best_logprob: Float[Array, "most requests"]
+    best: Int[Array, "ranks requests"]  # MOST_LOGPROBS tokens, the likeliest first; 0 if not asked
+    best_logprob: Float[Array, "ranks requests"]
     history: TokenHistory | None
 
 
@@ -249,11 +249,15 @@ def sample(
 ) -> Sampled:
     """A token of each request, its log-probability and those of the likeliest.
 
+    ``token = argmax_i(z_i + g_i)``: ``z`` is ``(logits - max) / temperature``, minus infinity where
+    a filter cuts, and ``g`` Gumbel noise of ``fold_in(key(seed), position)``. At temperature 0 it
+    is ``argmax(logits)``.
+
     Log-probabilities are the model's own, ``log softmax(logits)``: no temperature, penalty or
-    filter. What ``history`` and ``fed`` are needed for, ``token_history`` says; without them no
-    request may have a row. Temperature divides first, then top-k cuts, then top-p cuts what top-k
-    left, then min-p; equal logits rank by id, the lower one first. Nothing is sorted: what a
-    filter leaves are all tokens above an edge, which is found bit by bit.
+    filter. ``history`` and ``fed`` serve penalties and bias (``token_history``); without them every
+    ``batch.adjust.row`` must be -1. Temperature divides first, then top-k cuts, then top-p cuts
+    what top-k left, then min-p; equal logits rank by id, the lower one first. Nothing is sorted:
+    what a filter leaves are all tokens above an edge, which is found bit by bit.
 
     One loop holds all that a greedy request does not need. It makes one turn if any request needs
     some of it, and else none. There is one because each loop or branch costs 10 us on a GPU, even

@@ -122,7 +122,7 @@ devices add up by ``PeerMemory``.
 class StepBatch:
     """What the host decides in one step; decodes first, padding last."""
 
-    token_ids: Int[Array | np.ndarray, "tokens"]  # or ``drawn_by(request)``; 0 on padding
+    token_ids: Int[Array | np.ndarray, "tokens"]  # or ``drawn_by(row)``; 0 on padding
     query_starts: Int[Array | np.ndarray, "starts"]  # exclusive sum of new tokens; tail repeats
     seq_lens: Int[Array | np.ndarray, "requests"]  # cached + new tokens; 0 on padding
     num_requests: Int[Array | np.ndarray, ""]  # real ones
@@ -131,9 +131,9 @@ class StepBatch:
     sampling: SamplingBatch
 
 
-def drawn_by(request: int) -> int:
-    """Instead of a token id: the token that this request of the step before drew."""
-    return -1 - request
+def drawn_by(row: int) -> int:
+    """In place of a token id: the token that the step before drew in this row of its requests."""
+    return -1 - row
 
 
 def empty_batch(decision: Any, groups: Sequence[str]) -> StepBatch:
@@ -160,7 +160,7 @@ class StepOutput:
     """One sampled token per request; rows of unfinished prompts and padding mean nothing."""
 
     drawn: Int[Array, "rows requests"]  # ids; bits of log-probabilities; the same of the likeliest
-    tokens: Int[Array, "slots"]  # the same ids on the device; the next step takes them
+    tokens: Int[Array, "most_requests"]  # the same ids on the device; the next step takes them
     logits: Float[Array, "requests vocab"] | None  # only when asked for
 
     def read(self) -> tuple[Int[np.ndarray, "requests"], Float[np.ndarray, "requests"]]:
@@ -215,9 +215,9 @@ class Step:
         self._fp8_activations = fp8_activations
         self._staging = Staging(self.placement)
         largest = (rung.common_bucket.requests for rung in builder.rungs())
-        self._slots = max(largest) if most_requests is None else most_requests
+        self._most_requests = max(largest) if most_requests is None else most_requests
         self._vocab = vocab or 0
-        self._history_rows = self._slots if history_rows is None else history_rows
+        self._history_rows = self._most_requests if history_rows is None else history_rows
         self._programs: dict[Layout, Callable[..., tuple[Array, Any]]] = {}
         self._store, self._facts = None, ()
         if store is not None:
@@ -297,9 +297,9 @@ class Step:
         """The module with these leaves."""
         return nnx.merge(self._graph, jax.tree.unflatten(self._tree, leaves))
 
-    def no_tokens(self) -> Int[Array, "slots"]:
+    def no_tokens(self) -> Int[Array, "most_requests"]:
         """What a step takes that takes no token of the step before."""
-        return put(np.zeros(self._slots, np.int32), self.placement.everywhere)
+        return put(np.zeros(self._most_requests, np.int32), self.placement.everywhere)
 
     @cached_property
     def _no_history(self) -> HistoryStore:
@@ -317,7 +317,7 @@ class Step:
         self,
         caches: Mapping[str, Any],
         given: StepBatch | Packed,
-        tokens: Int[Array, "slots"] | None = None,
+        tokens: Int[Array, "most_requests"] | None = None,
         history: HistoryStore | None = None,
     ) -> tuple[StepOutput, dict[str, Any]]:
         """One step; ``caches`` and ``tokens`` are donated. ``given`` is of the host, packed or not.
@@ -414,7 +414,9 @@ class Step:
     def _arguments(self, layout: Layout, caches: Mapping[str, Any]) -> Any:
         """Shapes and places of what the program of these batches takes."""
         words = jax.ShapeDtypeStruct((layout.size,), np.int32, sharding=self._staging.sharding)
-        tokens = jax.ShapeDtypeStruct((self._slots,), np.int32, sharding=self.placement.everywhere)
+        tokens = jax.ShapeDtypeStruct(
+            (self._most_requests,), np.int32, sharding=self.placement.everywhere
+        )
         carried = self.leaves, (self.derived, self._peers), dict(caches), self._history_specs()
         return *jax.tree.map(_spec, carried), tokens, words
 
@@ -449,12 +451,12 @@ class Step:
         given: tuple[Any, Peers | None],
         caches: dict[str, Any],
         history: TokenHistory,
-        tokens: Int[Array, "slots"],
+        tokens: Int[Array, "most_requests"],
         batch: StepBatch,
     ) -> tuple[
         Int[Array, "rows requests"],
         tuple[
-            Int[Array, "slots"],
+            Int[Array, "most_requests"],
             Float[Array, "requests vocab"] | None,
             dict[str, Any],
             TokenHistory,
@@ -493,9 +495,9 @@ class Step:
         drawn = jnp.concatenate([token_ids[None], bits[0], found.best, bits[1]])
         if self._staging.page_locked:
             drawn = jax.device_put(drawn, jax.memory.Space.Host)
-        if len(token_ids) > self._slots:
-            raise MetadataError("Step: requests", len(token_ids), f"at most {self._slots}")
-        tokens = jnp.pad(token_ids, (0, self._slots - len(token_ids)))
+        if len(token_ids) > self._most_requests:
+            raise MetadataError("Step: requests", len(token_ids), f"at most {self._most_requests}")
+        tokens = jnp.pad(token_ids, (0, self._most_requests - len(token_ids)))
         history = history if found.history is None else found.history
         return drawn, (tokens, logits if self.want_logits else None, caches, history)
 
@@ -531,7 +533,7 @@ def _has_peers(placement: Placement) -> bool:
     return reach_each_other([*placement.mesh.devices.flat])
 
 
-def _fed(ids: Int[Array, "tokens"], drawn: Int[Array, "slots"]) -> Int[Array, "tokens"]:
+def _fed(ids: Int[Array, "tokens"], drawn: Int[Array, "most_requests"]) -> Int[Array, "tokens"]:
     """Token ids, those of the step before in their places: see ``drawn_by``."""
     return jnp.where(ids < 0, drawn.at[-1 - ids].get(mode="clip"), ids)
 
