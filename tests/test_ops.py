@@ -103,7 +103,7 @@ REFUSED = [
     (lambda: merge((2, 3, 4), (2, 3, 5)), "states[1].out of shape (2, 3, 5): given dim=5"),
     (swap, "swap_blocks: src: given {'cache': 'bf16'"),
     (lambda: ops.copy_blocks(LatentCache.alloc(**CACHE), zeros(2, 3, dtype="int32")),
-     "copy_blocks: pairs of shape (2, 3): given 2=3; allowed: 2=2"),
+     "copy_blocks: pairs: given shape (2, 3); allowed: [pairs, 2]"),
     (lambda: ops.explain("mla_deocde"), "explain: op: given 'mla_deocde'; allowed: write_latent"),
 ]  # fmt: skip
 
