@@ -47,9 +47,7 @@ from mla_jax.pallas.indexer.scores_sm90 import F8, shared_as
 from mla_jax.pallas.mosaic_inline import ir, llvm, vectors
 
 CHAIN = 20
-_multiply, _store, _sums = (
-    getattr(scores_sm90, name) for name in ("multiply", "store_ranks", "_sums")
-)
+_multiply, _store, _sums = scores_sm90.multiply, scores_sm90.store_ranks, scores_sm90._sums
 
 
 def _keep(x: Any) -> None:

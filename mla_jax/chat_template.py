@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from mla_jax.errors import EngineError, shown
 from mla_jax.files import read_regular
-from mla_jax.hf_keys import load_json
+from mla_jax.hf_keys import load_object
 
 __all__ = ["ChatTemplate", "is_chat", "special_tokens"]
 
@@ -50,11 +50,8 @@ def special_tokens(folder: Path) -> dict[str, str]:
 
 
 def _object(path: Path) -> Mapping[str, Any]:
-    """Of a JSON file; nothing if it is not there."""
-    data = load_json(path) if path.is_file() else {}
-    if not isinstance(data, Mapping):
-        raise EngineError(str(path), type(data).__name__, "a JSON object")
-    return data
+    """The JSON object of a file; an empty one if the file is not there."""
+    return load_object(path) if path.is_file() else {}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,9 +3,11 @@
 import operator
 from pathlib import Path
 
-from mla_jax.errors import EngineError
+import numpy as np
 
-__all__ = ["LARGEST_FLOAT", "checked_size", "is_int", "is_real", "made_folder"]
+from mla_jax.errors import EngineError, described
+
+__all__ = ["LARGEST_FLOAT", "check_flags", "checked_size", "is_int", "is_real", "made_folder"]
 
 LARGEST_FLOAT = float.fromhex("0x1.fffffep127")
 """Of float32: a larger number is infinite on the device."""
@@ -27,6 +29,13 @@ def is_real(value: object) -> bool:
         return abs(float(value)) <= LARGEST_FLOAT  # pyright: ignore[reportArgumentType]
     except (TypeError, ValueError, OverflowError):
         return False
+
+
+def check_flags(**given: object) -> None:
+    """Refuse settings, by their names, that are not booleans."""
+    for name, value in given.items():
+        if not isinstance(value, bool | np.bool_):
+            raise EngineError(name, described(value), "True or False")
 
 
 def checked_size(

@@ -42,7 +42,7 @@ from mla_jax.cache_sizes import (
     room_beside,
 )
 from mla_jax.chat_template import is_chat
-from mla_jax.checks import checked_size
+from mla_jax.checks import check_flags, checked_size
 from mla_jax.errors import EngineError, described
 from mla_jax.generation_config import GenerationDefaults
 from mla_jax.history_rows import HistoryRows
@@ -52,7 +52,6 @@ from mla_jax.inputs import (
     Names,
     check_callback,
     check_config,
-    check_flags,
     check_parts,
     checked_params,
     checked_prompt,
@@ -451,10 +450,7 @@ class Engine:
         if isinstance(prompt, str):
             if chat:
                 raise EngineError("encode: a text", f"with {', '.join(chat)}", "these for a chat")
-            if not isinstance(special_tokens, bool):
-                raise EngineError(
-                    "encode: special_tokens", described(special_tokens), "True or False"
-                )
+            check_flags(**{"encode: special_tokens": special_tokens})
             return text.encode(prompt, special_tokens=special_tokens)
         return text.chat(prompt, **chat)
 

@@ -13,7 +13,7 @@ from warnings import warn
 
 from mla_jax.checks import is_int
 from mla_jax.errors import EngineError, shown
-from mla_jax.hf_keys import load_json
+from mla_jax.hf_keys import load_json, load_object
 from mla_jax.model.sampling import SamplingParams
 
 __all__ = ["GenerationDefaults"]
@@ -87,9 +87,7 @@ class GenerationDefaults:
         if not path.is_file():
             _warn_of_config(folder / "config.json")
             return cls()
-        data = load_json(path)
-        if not isinstance(data, Mapping):
-            raise EngineError(str(path), type(data).__name__, "a JSON object")
+        data = load_object(path)
         for key, value in data.items():
             if not (key in _OWN or key in _HARMLESS or key[:1] == "_" or _is_neutral(key, value)):
                 warn(f"{path}: {shown(key)}={shown(value)} is not applied here", stacklevel=2)

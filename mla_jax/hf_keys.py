@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from mla_jax.checks import LARGEST_FLOAT
-from mla_jax.errors import ConfigError, listed, shown
+from mla_jax.errors import ConfigError, EngineError, listed, shown
 from mla_jax.files import read_regular
 
-__all__ = ["LARGEST", "Keys", "config_object", "load_json"]
+__all__ = ["LARGEST", "Keys", "config_object", "load_json", "load_object"]
 
 LARGEST: Final = 2**31 - 1
 """Of a size: positions, tokens and slots are int32."""
@@ -42,6 +42,19 @@ def load_json(path: Path) -> object:
         return json.loads(content)
     except (ValueError, RecursionError) as e:
         raise ConfigError(str(path), f"not JSON ({e})", "a JSON object") from None
+
+
+def load_object(path: Path) -> Mapping[str, Any]:
+    """The JSON object of a file beside config.json.
+
+    Raises:
+        ConfigError: no JSON.
+        EngineError: another JSON value.
+    """
+    data = load_json(path)
+    if not isinstance(data, Mapping):
+        raise EngineError(str(path), type(data).__name__, "a JSON object")
+    return data
 
 
 def config_object(

@@ -5,8 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from mla_jax.chat_template import is_chat
 from mla_jax.errors import EngineError, described, shown
 from mla_jax.model.sampling import SamplingParams
@@ -16,7 +14,6 @@ __all__ = [
     "Names",
     "check_callback",
     "check_config",
-    "check_flags",
     "check_parts",
     "checked_params",
     "checked_prompt",
@@ -89,13 +86,6 @@ def check_callback(where: str, given: Any) -> None:
     """Refuse a callback that is neither a function nor None."""
     if given is not None and not callable(given):
         raise EngineError(where, described(given), "a function, or None")
-
-
-def check_flags(**given: Any) -> None:
-    """Refuse flags of an engine that are not booleans."""
-    for name, value in given.items():
-        if not isinstance(value, bool | np.bool_):
-            raise EngineError(name, described(value), "True or False")
 
 
 def checked_prompts(

@@ -418,7 +418,7 @@ def test_token_histories_that_no_memory_holds_are_refused(model):
 
 @pytest.mark.parametrize("name", ["run_ahead", "want_logits"])
 def test_flags_are_true_or_false(model, name):
-    with pytest.raises(EngineError, match=f"{name}: given 5"):
+    with pytest.raises(EngineError, match=rf"^{name}: given 5"):
         Engine(model, CONFIG, num_pages=9, page=4, max_model_len=64, **{name: 5})
 
 

@@ -1,5 +1,6 @@
 """A model's configuration by the name of a preset, by its folder or by its hub id."""
 
+import os
 from collections.abc import Collection
 from pathlib import Path
 
@@ -23,18 +24,10 @@ def model_of(name: str, *, ignore_keys: Collection[str] = ()) -> AnyConfig:
     preset = PRESETS.get(name.upper().replace("-", "_").replace(".", "_"))
     if preset is not None:
         return preset
-    path = Path(name) if _is_file(name) else folder_of(name, weights=False)
+    path = Path(name) if os.path.isfile(name) else folder_of(name, weights=False)
     if not path.exists():
         presets = ", ".join(PRESETS)
         raise ConfigError(
             "model", name, f"a folder with config.json, a hub id, or one of {presets}"
         )
     return read_config(path, ignore_keys=ignore_keys)
-
-
-def _is_file(name: str) -> bool:
-    """False too of a name that no file can have."""
-    try:
-        return Path(name).is_file()
-    except OSError:
-        return False

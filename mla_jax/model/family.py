@@ -10,7 +10,6 @@ from typing import Any, Protocol, TypedDict
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -22,7 +21,7 @@ from mla_jax.cache import (
     LatentCache,
     RecordCache,
 )
-from mla_jax.checks import checked_size
+from mla_jax.checks import check_flags, checked_size
 from mla_jax.config import ModelConfig
 from mla_jax.config_v4 import V4Config
 from mla_jax.errors import ConfigError, EngineError
@@ -231,8 +230,7 @@ class Serving:
         if ladder is not None and not is_dataclass(ladder):
             allowed = "a ladder, such as MLALadder.default makes, or None: the family's own"
             raise EngineError("ladder", type(ladder).__name__, allowed)
-        if not isinstance(absorb_prefills, bool | np.bool_):
-            raise EngineError("absorb_prefills", repr(absorb_prefills), "True or False")
+        check_flags(absorb_prefills=absorb_prefills)
         if not isinstance(fp8_activations, bool | None):
             raise EngineError("fp8_activations", repr(fp8_activations), "True, False or None")
         dtype, placement = checked_dtype(dtype), Placement.of(placement)

@@ -37,7 +37,8 @@ def bind(op: str, sizes: dict[str, int], **arrays: tuple[Any, str, str]) -> dict
             _check_blocks(what, x)
         else:
             check_array(what, x)
-        if len(x.shape) != len(names):
+        pairs = zip(names, x.shape, strict=False)  # a name that is a number is a size
+        if len(x.shape) != len(names) or any(a.isdecimal() and n != int(a) for a, n in pairs):
             raise ArgumentError(what, f"shape {tuple(x.shape)}", f"[{', '.join(names)}]")
         if kind == "int" and not jnp.issubdtype(x.dtype, jnp.integer):
             raise ArgumentError(what, f"dtype {x.dtype}", "an integer dtype")
@@ -48,10 +49,6 @@ def bind(op: str, sizes: dict[str, int], **arrays: tuple[Any, str, str]) -> dict
         for axis, n in zip(names, x.shape, strict=True):
             base, _, more = axis.partition("+")
             n -= int(more or 0)
-            if base.isdecimal():  # a size, not the name of one
-                if n != int(base):
-                    raise ArgumentError(what, f"shape {tuple(x.shape)}", f"[{', '.join(names)}]")
-                continue
             if sizes.setdefault(base, n) != n:
                 raise ArgumentError(
                     f"{what} of shape {tuple(x.shape)}",
