@@ -42,6 +42,9 @@ ENTRIES = 2048
 AREA = 256
 """Bytes of the totals of one step: 32 of warps, then 16 of thread blocks, then 4 words found."""
 
+UNUSED = 208
+"""Of an area, where ranks are counted that a table does not count."""
+
 TABLES = 5 * AREA
 """Where the tables begin, in bytes; what is kept takes their place at last."""
 
@@ -298,7 +301,8 @@ def _level(level: int, shape: Shape) -> str:
     """
     low, bits = LEVELS[level]
     entries, area = TABLES + level * ENTRIES * 4, level * AREA
-    lines = [f"add.u32 u, table, {entries};"]
+    # The assembler makes a branch of a predicate here: the others count at a place of no use.
+    lines = [f"add.u32 u, table, {entries}; add.u32 v, table, {area + UNUSED};"]
     for i in range(shape.each):
         if level == 0:
             lines.append(f"shr.u32 t, x{i}, {low}; mad.lo.u32 t, t, 4, u;")
@@ -306,7 +310,7 @@ def _level(level: int, shape: Shape) -> str:
         else:
             lines.append(f"sub.u32 t, x{i}, base; setp.lt.u32 p, t, {1 << (low + bits)};")
             lines.append(f"{f'shr.u32 t, t, {low};' if low else ''} mad.lo.u32 t, t, 4, u;")
-            lines.append("@p red.shared.add.u32 [t], 1;")
+            lines.append("selp.b32 t, t, v, p; red.shared.add.u32 [t], 1;")
     lines.append(_meet(shape))
     # The best value is entry 2047; as integers with a sign the upper half comes first.
     some = ENTRIES // shape.threads
