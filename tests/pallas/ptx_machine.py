@@ -69,7 +69,8 @@ class Machine:
         """Parts of an instruction's name, its arguments, and which of the threads take it."""
         if line[0] == "@":
             name, line = line[1:].split(" ", 1)
-            active = active & self.registers[name].astype(bool)
+            taken = self.registers[name.lstrip("!")].astype(bool)
+            active = active & (~taken if name[0] == "!" else taken)
         op, _, rest = line.partition(" ")
         return op.split("."), re.findall(r"\[[^\]]*\]|\{[^}]*\}|[^,\s]+", rest), active
 
@@ -204,8 +205,27 @@ class Machine:
                     value[active] |= self.memory[at[active] // 4 + 1].astype(U64) << U64(32)
             self.put(name, value, active)
 
+    def do_mbarrier(self, op, a, active) -> None:
+        """Of a barrier its word has the bytes that it still waits for."""
+        block, word = self.window(op, self.places(a[op[1] in ("arrive", "try_wait")], True), active)
+        where = block[active], word[active]
+        match op[1]:
+            case "init":
+                self.shared[where] = 0
+            case "arrive":
+                np.add.at(self.shared, where, self.get(a[2])[active])
+            case "try_wait":  # all threads are in step: what is not there now never comes
+                assert (self.shared[where] == 0).all(), "words that nobody has sent"
+                self.put(a[0], np.ones(self.n, U64), active)
+
+    def do_fence(self, op, a, active) -> None:
+        pass
+
     def do_st(self, op, a, active) -> None:
-        shared = "shared" in op[1]
+        if op[1] == "async":
+            block, word = self.window(op, self.places(a[2], True), active)
+            np.subtract.at(self.shared, (block[active], word[active]), U32(4))
+        shared = "shared" in "".join(op)
         at = self.places(a[0], shared)
         for i, name in enumerate(re.findall(r"[$\w]+", a[1])):
             value = self.get(name)

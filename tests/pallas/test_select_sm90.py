@@ -74,13 +74,14 @@ SHAPES = (
     Shape(blocks=2, groups=4, each=8),
     Shape(blocks=3, groups=8, each=20),
     Shape(blocks=1, groups=8, each=32),
+    Shape(blocks=8, groups=2, each=8),
 )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_program_equals_the_oracle(kind, shape, rng):
-    """Clusters of one to three thread blocks, the last of them not full; garbage outside."""
+    """Clusters of one to eight thread blocks, the last of them not full; garbage outside."""
     k, keys = 300, shape.columns - 100
     limits = bounds(rng, keys, k)
     ranks = drawn(kind, rng, len(limits), keys)
@@ -212,19 +213,21 @@ def test_many_rows_of_many_columns_are_in_parts():
 
 @pytest.mark.parametrize("columns", [4, 8192, 8208, 65_536, rows_sm90.COLUMNS])
 def test_a_shape_holds_a_row(columns):
-    for shape in (shape_of(columns), shape_of(columns, 4096)):
+    for shape in (shape_of(columns, rows) for rows in (1, 16, 64, 4096)):
         assert columns <= shape.columns and shape.blocks <= 8 and shape.each <= 32
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("keys", "k"), [(700, 16), (8192, 2048), (40_000, 2048), (131_072, 2048)])
-def test_on_a_gpu(kind, keys, k, rng):
+@pytest.mark.parametrize("rows", [1, 16, 64, 4096])
+def test_on_a_gpu(kind, keys, k, rows, rng):
+    """The shapes of few rows and of many."""
     limits = bounds(rng, keys, k)
     ranks = drawn(kind, rng, len(limits), keys)
     for row, (start, end) in zip(ranks, limits, strict=True):
         row[: max(start, 0)] = row[max(end, start) :] = BEHIND
-    shape = shape_of(keys)
+    shape = shape_of(keys, rows)
     arrays = (jnp.asarray(x, jnp.int32) for x in (ranks, *limits.T))
     got = np.asarray(select(*arrays, k=k, shape=shape))
     want = [oracle(row, a, b, k) for row, (a, b) in zip(ranks, limits, strict=True)]
@@ -234,7 +237,7 @@ def test_on_a_gpu(kind, keys, k, rng):
 @pytest.mark.skipif(bool(aot.available()), reason=aot.available())
 @pytest.mark.parametrize("form", ["places", "list", "joined"])
 @pytest.mark.parametrize(
-    ("rows", "columns"), [(4096, 16_384), (64, 32_768), (1024, 32_768), (1, 131_072)]
+    ("rows", "columns"), [(4096, 16_384), (64, 32_768), (1024, 32_768), (1, 32_768), (1, 131_072)]
 )
 def test_compiles_for_sm90(rows, columns, form, monkeypatch):
     """Nothing is spilled."""

@@ -2,14 +2,15 @@
 
 A cluster of thread blocks has a row, a thread has ``each`` of its ranks in registers. The rank of
 the last one kept is found from its top bits on: 11, 11 and 10 of them. Those that agree with what
-is known so far are counted in a table of their next bits in shared memory; all blocks add the
-cluster's tables up, and look for the entry in which the count from above passes what is wanted. An
-entry that is wanted as a whole ends the search. Then everything above is stored at its place among
-those kept, which ascends; of equal ranks the first ones are.
+is known so far are counted in a table of their next bits in shared memory; blocks send each other
+the totals of some entries, and look for the entry in which the count from above passes what is
+wanted. An entry that is wanted as a whole ends the search. Then everything above is stored at its
+place among those kept, which ascends; of equal ranks the first ones are.
 
 The program is assembly, in steps that are functions here: it lives from shared memory's atomics
 and from the order of elements in registers, neither of which Mosaic gives. Branches lead forward
-only, and each is taken by all threads of a block.
+only, and each is taken by all threads of a block; but for those that wait. Thread blocks of a
+cluster wait for words that were sent to them: its own barrier costs a fence of all of memory.
 """
 
 # Mosaic GPU states its types in part only.
@@ -45,14 +46,18 @@ AREA = 256
 UNUSED = 208
 """Of an area, where ranks are counted that a table does not count."""
 
-TABLES = 5 * AREA
-"""Where the tables begin, in bytes; what is kept takes their place at last."""
+BARRIERS, LINE = 64, 128
+"""Of a cluster: bytes of the barriers of five steps, and of the totals of one thread block."""
 
 MOST = 32
 """Ranks of a thread, at most."""
 
 FEW, MANY = 64, 512
 """Rows up to which there are two multiprocessors for each; from which on one has several."""
+
+SPREAD = 64
+"""Thread blocks up to which few rows have eight or four each: those of a cluster start together,
+and 128 of clusters of eight took two turns."""
 
 NO_CANDIDATE = -(2**31)
 """The rank of what is none: the lowest."""
@@ -82,9 +87,18 @@ class Shape:
         """Of a row, at most."""
         return self.blocks * self.block
 
+    @property
+    def tables(self) -> int:
+        """Where the tables begin, in bytes; what is kept takes their place at last."""
+        return self.totals(len(LEVELS)) if self.blocks > 1 else 5 * AREA
+
+    def totals(self, level: int) -> int:
+        """Where the totals of a level are, those of each thread block of the cluster."""
+        return 5 * AREA + BARRIERS + level * self.blocks * LINE
+
     def words(self, k: int, form: "Form") -> int:
         """Of shared memory."""
-        return TABLES // 4 + max(3 * ENTRIES, min(k, self.block) * (1 + form.ranked))
+        return self.tables // 4 + max(3 * ENTRIES, min(k, self.block) * (1 + form.ranked))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,20 +124,24 @@ def shape_of(columns: int, rows: int = 1) -> Shape:
     Many short rows have 128 threads each: as many ranks are in flight then, of four times the rows,
     and fewer threads wait at a barrier.
 
-    Each block of a cluster reads the tables of all: 64 rows of 32,768 columns took 8.6 µs with two
-    blocks, 19 with four of half the ranks, 47 with eight. One row of 131,072 took 12.1 with four
-    blocks of 1,024 threads, 13.7 with eight of 512 (H200, 2026-11-28).
+    At most eight rows have eight thread blocks each, at most 16 have four: one row of 131,072 takes
+    6.2 µs with eight blocks of 512 threads, 8.2 with four of 1,024; 16 rows of 32,768 take 5.7 with
+    four blocks and 6.7 with two, but 64 rows 11.0 and 7.4 (H200, 2026-11-29).
     """
     if rows >= MANY and columns <= 128 * MOST:
         return fewest_blocks(columns, 1)
+    if columns > 512 * MOST:
+        most = next((n for n in (8, 4) if rows * n <= SPREAD), 1)
+        if columns <= most * 512 * MOST:
+            return fewest_blocks(columns, 4, least=most)
     wide = columns > 1024 * MOST or (columns > 512 * MOST and rows > FEW)
     return fewest_blocks(columns, 8 if wide else 4)
 
 
-def fewest_blocks(columns: int, groups: int) -> Shape:
-    """Of so many warpgroups, for one row."""
+def fewest_blocks(columns: int, groups: int, *, least: int = 1) -> Shape:
+    """Of so many warpgroups, for one row; ``least`` blocks at least."""
     threads = 128 * groups
-    blocks = max(cdiv(columns, threads * MOST), 1)
+    blocks = max(cdiv(columns, threads * MOST), least)
     each = max(round_up(cdiv(columns, threads * blocks), 4), 4)
     return Shape(blocks=blocks, groups=groups, each=each)
 
@@ -223,11 +241,13 @@ def program(k: int, columns: int, shape: Shape, form: Form) -> str:
         {"ld.global.b32 origin, [out];" if form.origins else "mov.b32 origin, start;"}
         add.u64 out, at, $2;
         ld.global.b32 end, [out];
+        {_barriers(shape) if shape.blocks > 1 else ""}
         min.s32 end, end, {columns};
         mul.wide.s32 at, $8, {4 * k};
         add.u64 out, at, $5;
         add.u64 best, at, $6;
         sub.s32 count, end, start;
+        {"barrier.cluster.wait.aligned;" if shape.blocks > 1 else ""}
         setp.le.s32 p, count, {k};
         @p bra EVERYTHING;
         {_load(columns, shape)}
@@ -275,7 +295,7 @@ def _load(columns: int, shape: Shape) -> str:
     lines.append("mov.b32 t, 0; mad.lo.u32 u, tid, 16, table;")
     for n in range(0, 12 * ENTRIES, 16 * shape.threads):
         lines.append(f"setp.lt.u32 p, tid, {(12 * ENTRIES - n) // 16};")
-        lines.append(f"@p st.shared.v4.b32 [u+{TABLES + n}], {{t, t, t, t}};")
+        lines.append(f"@p st.shared.v4.b32 [u+{shape.tables + n}], {{t, t, t, t}};")
     lines.append("bar.sync 0;")
     lines.append("@q bra SEEN;")
     for i in range(shape.each):
@@ -286,11 +306,34 @@ def _load(columns: int, shape: Shape) -> str:
     return " ".join(lines)
 
 
-def _meet(shape: Shape) -> str:
-    """All threads of the cluster; what they wrote to shared memory is there."""
-    if shape.blocks == 1:
-        return "bar.sync 0;"
-    return "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
+def _barriers(shape: Shape) -> str:
+    """Of a cluster, one for each step: it lets go when all blocks have sent what it waits for."""
+    warps = shape.threads // 32
+    lines = ["setp.eq.u32 p, tid, 0;"]
+    for step in range(5):
+        count = shape.blocks * (warps if step < len(LEVELS) else 1)
+        at = f"[table+{5 * AREA + 8 * step}]"
+        lines.append(f"@p mbarrier.init.shared.b64 {at}, 1;")
+        lines.append(f"@p mbarrier.arrive.expect_tx.shared.b64 _, {at}, {4 * count};")
+    lines.append("@p fence.mbarrier_init.release.cluster;")
+    lines.append("barrier.cluster.arrive.relaxed.aligned;")
+    return " ".join(lines)
+
+
+def _send(x: str, step: int, to: str, shape: Shape, *, thread: str = "lane") -> str:
+    """``x`` to the address ``to`` of each thread block, by the ``thread`` of its number."""
+    return f"""
+        setp.lt.u32 p, {thread}, {shape.blocks}; selp.b32 u, {thread}, 0, p;
+        mapa.shared::cluster.u32 t, {to}, u;
+        add.u32 v, table, {5 * AREA + 8 * step}; mapa.shared::cluster.u32 v, v, u;
+        @p st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [t], {x}, [v];
+        """
+
+
+def _received(step: int) -> str:
+    """All thread blocks have sent their words of this step."""
+    wait = "mbarrier.try_wait.parity.acquire.cluster.shared.b64"
+    return f"WAIT{step}: {wait} p, [table+{5 * AREA + 8 * step}], 0; @!p bra WAIT{step};"
 
 
 def _level(level: int, shape: Shape) -> str:
@@ -300,7 +343,7 @@ def _level(level: int, shape: Shape) -> str:
     kept is not below ``base``. Behind the last level ``wanted`` of the ranks ``base`` are kept.
     """
     low, bits = LEVELS[level]
-    entries, area = TABLES + level * ENTRIES * 4, level * AREA
+    entries, area = shape.tables + level * ENTRIES * 4, level * AREA
     # The assembler makes a branch of a predicate here: the others count at a place of no use.
     lines = [f"add.u32 u, table, {entries}; add.u32 v, table, {area + UNUSED};"]
     for i in range(shape.each):
@@ -311,24 +354,14 @@ def _level(level: int, shape: Shape) -> str:
             lines.append(f"sub.u32 t, x{i}, base; setp.lt.u32 p, t, {1 << (low + bits)};")
             lines.append(f"{f'shr.u32 t, t, {low};' if low else ''} mad.lo.u32 t, t, 4, u;")
             lines.append("selp.b32 t, t, v, p; red.shared.add.u32 [t], 1;")
-    lines.append(_meet(shape))
     # The best value is entry 2047; as integers with a sign the upper half comes first.
-    some = ENTRIES // shape.threads
+    some, flip = ENTRIES // shape.threads, 1 << (bits - 1) if level == 0 else 0
     lines += [
-        f"mul.lo.u32 mine, tid, {some};",
-        f"sub.u32 mine, {ENTRIES - some}, mine;",
-        f"xor.b32 v, mine, {1 << (bits - 1)};" if level == 0 else "mov.b32 v, mine;",
-        "mad.lo.u32 u, v, 4, u;",
-        _add_tables(some, shape.blocks),
-        "add.u32 some, h0, h1;",
-        *(f"add.u32 some, some, h{n};" for n in range(2, some)),
-        _scanned("some", "before"),
-        "mad.lo.u32 t, warp, 4, table; setp.eq.u32 p, lane, 31;",
-        f"@p st.shared.b32 [t+{area}], before;",
-        "sub.u32 before, before, some;",
         "bar.sync 0;",
-        _warps(area, shape),
-        "add.u32 before, before, t;",
+        _entries("tid", some, flip, entries),
+        _own_entries(some),
+        _summed(some),
+        *(_of_block(area, shape) if shape.blocks == 1 else _of_cluster(level, some, flip, shape)),
         "add.u32 t, before, some;",
         "setp.lt.u32 p, before, wanted; setp.ge.and.u32 p, t, wanted, p;",
     ]
@@ -351,22 +384,91 @@ def _level(level: int, shape: Shape) -> str:
     return " ".join(lines)
 
 
-def _add_tables(some: int, blocks: int) -> str:
-    """``h0``, …: ``some`` entries from the address ``u`` on, of all thread blocks together."""
+def _entries(number: str, some: int, flip: int, table: int) -> str:
+    """``mine``: the first of the ``number``th ``some`` entries from the top; ``u``: its address."""
+    return f"""
+        mad.lo.u32 mine, {number}, {-some & 0xFFFFFFFF}, {ENTRIES - some};
+        xor.b32 v, mine, {flip};
+        mad.lo.u32 u, v, 4, table; add.u32 u, u, {table};
+        """
+
+
+def _summed(some: int) -> str:
+    """``some``: the sum of ``h0``, …"""
+    return "add.u32 some, h0, h1;" + "".join(f"add.u32 some, some, h{n};" for n in range(2, some))
+
+
+def _of_block(area: int, shape: Shape) -> list[str]:
+    """``before``: the sum of all entries above a thread's ``some``."""
+    return [
+        _scanned("some", "before"),
+        "mad.lo.u32 t, warp, 4, table; setp.eq.u32 p, lane, 31;",
+        f"@p st.shared.b32 [t+{area}], before;",
+        "sub.u32 before, before, some;",
+        "bar.sync 0;",
+        _warps(area, shape),
+        "add.u32 before, before, t;",
+    ]
+
+
+def _of_cluster(level: int, some: int, flip: int, shape: Shape) -> list[str]:
+    """The same for the first warp, of entries that pass ``wanted``; the others have none.
+
+    Each warp sends the total of its entries to all thread blocks. The first warp adds these up,
+    finds the warp whose entries pass ``wanted``, and reads them in the tables of all blocks.
+    """
+    totals = shape.totals(level)
+    lines = [
+        "redux.sync.add.s32 some, some, 0xffffffff;",
+        f"mad.lo.u32 t, part, {LINE}, table; mad.lo.u32 t, warp, 4, t; add.u32 t, t, {totals};",
+        _send("some", level, "t", shape),
+        _received(level),
+        "mad.lo.u32 u, lane, 4, table;",
+        "mov.b32 some, 0; setp.eq.u32 q, warp, 0;",
+        f"setp.lt.and.u32 p, lane, {shape.threads // 32}, q;",
+    ]
+    for block in range(shape.blocks):
+        lines.append(f"mov.b32 t, 0; @p ld.shared.b32 t, [u+{totals + block * LINE}];")
+        lines.append("add.u32 some, some, t;")
+    lines += [
+        _scanned("some", "before"),
+        "sub.u32 before, before, some; add.u32 t, before, some;",
+        "setp.lt.u32 p, before, wanted; setp.ge.and.u32 p, t, wanted, p;",
+        "selp.b32 u, lane, 0, p; redux.sync.add.s32 found, u, 0xffffffff;",
+        "selp.b32 u, before, 0, p; redux.sync.add.s32 earlier, u, 0xffffffff;",
+        "mad.lo.u32 found, found, 32, lane;",
+        _entries("found", some, flip, shape.tables + level * ENTRIES * 4),
+        _entries_of_all(some, shape.blocks),
+        _summed(some),
+        _scanned("some", "before"),
+        "sub.u32 before, before, some; add.u32 before, before, earlier;",
+    ]
+    return lines
+
+
+def _own_entries(some: int) -> str:
+    """``h0``, …: ``some`` words from the address ``u`` on."""
+    wide = min(some, 4)
+    return " ".join(
+        f"ld.shared.v{wide}.b32 {{{', '.join(f'h{n + i}' for i in range(wide))}}}, [u+{4 * n}];"
+        for n in range(0, some, wide)
+    )
+
+
+def _entries_of_all(some: int, blocks: int) -> str:
+    """The same of all thread blocks together, where ``q``; else 0."""
     wide = min(some, 4)
     lines = []
     for first in range(0, some, wide):
         names = [f"h{first + n}" for n in range(wide)]
-        if blocks == 1:
-            lines.append(f"ld.shared.v{wide}.b32 {{{', '.join(names)}}}, [u+{4 * first}];")
-            continue
         lines += [f"mov.b32 {name}, 0;" for name in names]
         for block in range(blocks):
             parts = [f"{name}_{block}" for name in names]
             lines.append(f".reg .b32 {', '.join(parts)}, at_{first}_{block};")
+            lines += [f"mov.b32 {x}, 0;" for x in parts]
             lines.append(f"mapa.shared::cluster.u32 at_{first}_{block}, u, {block};")
             lines.append(
-                f"ld.shared::cluster.v{wide}.b32 {{{', '.join(parts)}}}, "
+                f"@q ld.shared::cluster.v{wide}.b32 {{{', '.join(parts)}}}, "
                 f"[at_{first}_{block}+{4 * first}];"
             )
         for block in range(blocks):
@@ -425,11 +527,8 @@ def _scan(step: int, kept: str, shape: Shape) -> str:
     if shape.blocks > 1:
         lines += [
             f"mad.lo.u32 t, part, 4, table; add.u32 t, t, {area + 128};",
-            f"setp.lt.u32 p, tid, {shape.blocks};",
-            "selp.b32 u, tid, 0, p;",
-            "mapa.shared::cluster.u32 t, t, u;",
-            "@p st.shared::cluster.b32 [t], all;",
-            _meet(shape),
+            _send("all", step, "t", shape, thread="tid"),
+            _received(step),
             "mad.lo.u32 t, lane, 4, table; setp.lt.u32 p, lane, part; mov.b32 u, 0;",
             f"@p ld.shared.b32 u, [t+{area + 128}];",
             "redux.sync.add.s32 earlier, u, 0xffffffff;",
@@ -475,14 +574,14 @@ def _store(k: int, columns: int, shape: Shape, form: Form) -> str:
     A thread block first gathers its columns in shared memory, then writes them in order. A warp
     keeps few of its columns: written at once, each store would be an L2 transaction of a few bytes.
     """
-    most, ranks = min(k, shape.block), TABLES + 4 * min(k, shape.block)
+    most, ranks = min(k, shape.block), shape.tables + 4 * min(k, shape.block)
     lines = ["sub.u32 before, before, earlier;"]
     for first, begin in _groups(shape):
         lines.append(begin)
         lines.append("mad.lo.u32 u, some, 4, table;")
         for i in range(first, first + 4):
             lines.append(f"setp.ge.s32 p, x{i}, base; add.u32 t, place, {32 * first + i % 4};")
-            lines.append(f"@p st.shared.b32 [u+{TABLES}], t;")
+            lines.append(f"@p st.shared.b32 [u+{shape.tables}], t;")
             if form.ranked:
                 lines.append(f"@p st.shared.b32 [u+{ranks}], x{i};")
             lines.append("@p add.u32 u, u, 4;")
@@ -493,7 +592,7 @@ def _store(k: int, columns: int, shape: Shape, form: Form) -> str:
     rounds = list(enumerate(range(0, most, shape.threads)))
     for j, n in rounds:  # all loads before all stores
         lines.append(f"add.u32 t, tid, {n}; setp.lt.u32 p, t, all;")
-        lines.append(f"@p ld.shared.b32 x{j}, [u+{TABLES + 4 * n}];")
+        lines.append(f"@p ld.shared.b32 x{j}, [u+{shape.tables + 4 * n}];")
         if form.places:
             lines.append(f"mad.wide.u32 to, x{j}, 4, at; @p ld.global.b32 x{j}, [to];")
     for j, n in rounds:
