@@ -6,8 +6,8 @@ heads by itself. Of codes ``relu(x)`` is ``(x + |x|) / 2``: an addition runs at 
 maximum, and the half is in the weights.
 
 Here are the sums, and the kernel over gathered codes: a thread block has 256 keys and some queries.
-Four warpgroups hold 64 keys each in registers, queries stream through shared memory: a product
-reads only them there. Two queries are one product; a warpgroup sums while others multiply. The
+Four warpgroups hold 64 keys each in registers, a warp of a fifth one loads queries into shared
+memory: a product reads only them there. Two queries are one product; a warpgroup sums while others multiply. The
 bound of 256 keys and a query: 512 tensor-core cycles, and about 500 of instructions. The kernel
 over pages is in ``paged_sm90``.
 """
@@ -22,6 +22,8 @@ over pages is in ``paged_sm90``.
 # pyright: reportReturnType=false
 
 import functools
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,8 +54,11 @@ KEYS = GROUPS * BLOCK
 SIDE = 32
 """Of a multiple of so many words is what goes with a query, 128 bytes as the copy engine wants."""
 
-PAIRS, AHEAD = 8, 6
-"""Pairs of queries in shared memory, and those loaded ahead: a warpgroup may lag by the rest."""
+PAIRS = 8
+"""Pairs of queries in shared memory."""
+
+REGISTERS = 24, 112
+"""Of a thread that loads, and of one that multiplies."""
 
 I32, F8 = jnp.int32, jnp.float8_e4m3fn
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
@@ -88,73 +93,112 @@ def gathered_ranks(
             "k": lib.swizzled((KEYS, DIM), F8),
             "s": plgpu.SMEM((KEYS,), jnp.float32),
             "k_full": lib.barrier(2),
-            "full": lib.barrier(2, PAIRS),
+            "full": lib.barrier(3, PAIRS),
             "free": lib.barrier(GROUPS, PAIRS),
         },
         grid=(groups * cdiv(columns, KEYS),),
         grid_names=("item",),
-        num_threads=GROUPS,
+        num_threads=GROUPS + 1,
         thread_name="wg",
         kernel_name="mla_index_ranks",
         compiler_params=PARAMS,
     )
     numbers = jnp.stack([base, first, lax.div(first, jnp.int32(rows)) * groups])
-    return kernel(q.reshape(-1, DIM), side, keys, scales, bounds, numbers)
+    return kernel(q, side, keys, scales, bounds, numbers)
 
 
 def _gathered(
     q_g, side_g, k_g, s_g, bounds_g, numbers_g, ranks_g, *, rows, columns, queries, heads, **refs
 ) -> None:
     """One thread block: its keys, and its queries two by two."""
-    wg, item = lax.axis_index("wg"), lax.axis_index("item")
+    item = lax.axis_index("item")
     tiles = cdiv(columns, KEYS)
     group, tile = lax.div(item, tiles), lax.rem(item, tiles)
     first, column = group * queries, tile * KEYS
     base, row, earlier = (numbers_g[i] for i in range(3))  # groups of earlier calls
     key = pl.multiple_of(base + column, 8)
-    pairs = cdiv_(jnp.minimum(queries, rows - first), 2)
     low, high = (bounds_g[earlier + group, i] for i in range(2))
-    seen = (key < high) & (key + KEYS > low)
-    full, free = refs["full"], refs["free"]
+    pairs = cdiv_(jnp.minimum(queries, rows - first), 2)
+    facts = {"refs": refs, "pairs": pairs}
+    sizes = {"first": first, "column": column, "columns": columns, "key": key}
+    sources = {"keys": (k_g, s_g), "q": q_g, "side": side_g}
 
-    def load(p):
-        """Pair ``p`` into its slot, once that is free; zeros stand behind the last query."""
-        slot = lax.rem(jnp.asarray(p, I32), PAIRS)
-        if not isinstance(p, int):
-            pl.when(p >= PAIRS)(lambda: plgpu.barrier_wait(free.at[slot]))
-        query = row + first + 2 * p
-        sources = (
-            q_g.at[pl.ds(pl.multiple_of(query * heads, 8), 2 * heads)],
-            side_g.at[pl.ds(query, 2)],
-        )
-        for src, name in zip(sources, ("q", "side"), strict=True):
-            plgpu.copy_gmem_to_smem(src, refs[name].at[slot], full.at[slot])
-
-    @pl.when(seen)
+    @pl.when((key < high) & (key + KEYS > low))
     def _():
-        @pl.when(wg == 0)
-        def _():
-            for src, name in ((k_g, "k"), (s_g, "s")):
-                plgpu.copy_gmem_to_smem(src.at[pl.ds(key, KEYS)], refs[name], refs["k_full"])
-            for p in range(AHEAD):
-                pl.when(p < pairs)(lambda p=p: load(p))
+        lib.multipliers_and_loader(
+            GROUPS,
+            registers=REGISTERS,
+            multiplier=lambda wg: _Multiplier(**facts, **sizes, ranks=ranks_g, wg=wg),
+            loader=lambda: _Loader(**facts, **sources, key=key, query=row + first, heads=heads),
+            simulate=False,
+        )
 
+
+@dataclass(frozen=True, kw_only=True)
+class _Role:
+    """What both roles of a thread block over gathered keys know."""
+
+    refs: dict[str, Any]
+    pairs: Any  # of queries
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Loader(_Role):
+    """One warp: loads the keys, then pair after pair."""
+
+    keys: Any  # and their scales
+    key: Any  # the first one
+    q: Any
+    side: Any
+    query: Any  # the first one
+    heads: int
+
+    def run(self) -> None:
+        for src, name in zip(self.keys, ("k", "s"), strict=True):
+            part = src.at[pl.ds(self.key, KEYS)]
+            plgpu.copy_gmem_to_smem(part, self.refs[name], self.refs["k_full"])
+        pl.loop(0, self.pairs)(self._load)
+
+    def _load(self, p) -> None:
+        """Pair ``p`` into its slot, once that is free; zeros stand behind the last query."""
+        slot, query = lax.rem(p, PAIRS), self.query + 2 * p
+        free, full = (self.refs[name].at[slot] for name in ("free", "full"))
+        pl.when(p >= PAIRS)(lambda: plgpu.barrier_wait(free))
+        for i in range(2):
+            to = self.refs["q"].at[slot, pl.ds(i * self.heads, self.heads)]
+            plgpu.copy_gmem_to_smem(self.q.at[query + i], to, full)
+        plgpu.copy_gmem_to_smem(self.side.at[pl.ds(query, 2)], self.refs["side"].at[slot], full)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Multiplier(_Role):
+    """A warpgroup: the ranks of its keys for each pair."""
+
+    ranks: Any
+    first: Any  # of the thread block's queries, among the rows of the ranks
+    column: Any  # of the thread block's keys
+    columns: int
+    key: Any
+    wg: Any
+
+    def run(self) -> None:
+        refs, mine = self.refs, self.wg * BLOCK
         plgpu.barrier_wait(refs["k_full"])
-        k = plgpu.load(refs["k"].at[pl.ds(wg * BLOCK, BLOCK)], layout=EIGHT)
+        k = plgpu.load(refs["k"].at[pl.ds(mine, BLOCK)], layout=EIGHT)
         lanes = lane_numbers()
-        scale = scale_of(refs["s"], wg * BLOCK + lanes[1])
-        mine = column + wg * BLOCK
-        limit = columns - mine
-        facts = {"lanes": lanes, "column": mine, "columns": columns, "base": key - column}
+        scale = scale_of(refs["s"], mine + lanes[1])
+        column = self.column + mine
+        facts = {"lanes": lanes, "column": column, "columns": self.columns}
+        facts |= {"base": self.key - self.column}
 
-        @pl.loop(0, pairs)
+        @pl.loop(0, self.pairs)
         def _(p):
-            pl.when((wg == 0) & (p + AHEAD < pairs))(lambda: load(p + AHEAD))
             slot = lax.rem(p, PAIRS)
-            plgpu.barrier_wait(full.at[slot])
+            plgpu.barrier_wait(refs["full"].at[slot])
             both = lib.landed(multiply(k, refs["q"].at[slot], EIGHT, shared_as(F8)), 0)
-            store_ranks(both, refs["side"].at[slot], scale, ranks_g, first + 2 * p, limit, **facts)
-            plgpu.barrier_arrive(free.at[slot])
+            query, limit = self.first + 2 * p, self.columns - column
+            store_ranks(both, refs["side"].at[slot], scale, self.ranks, query, limit, **facts)
+            plgpu.barrier_arrive(refs["free"].at[slot])
 
 
 def shared_as(dtype: DTypeLike) -> plgpu.RefType:
