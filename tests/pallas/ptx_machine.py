@@ -240,7 +240,10 @@ class Machine:
         np.add.at(self.shared, (block[active], word[active]), self.get(a[1])[active])
 
 
-def select(ranks, starts, ends, origins=None, places=None, first=0, *, k: int, shape, ranked=False):
+def select(
+    ranks, starts, ends, origins=None, places=None, first=0,
+    *, k: int, shape, ranked=False, eager=False,
+):  # fmt: skip
     """``select_sm90.select``."""
     from mla_jax.pallas.topk import select_sm90 as kernel
 
@@ -256,7 +259,7 @@ def select(ranks, starts, ends, origins=None, places=None, first=0, *, k: int, s
     parts = [np.ascontiguousarray(x, np.int32).ravel() for x in (ranks, *given, *results)]
     at = np.cumsum([0, *map(len, parts)])
     memory = np.concatenate(parts).view(U32)
-    text = kernel.program(k, columns, shape, form)
+    text = kernel.program(k, columns, shape, form, eager=eager)
     for row in range(rows):
         operands = [*(4 * at[:6]), 4 * at[5 + ranked], 0, row, first + row]
         size = {"blocks": shape.blocks, "threads": shape.threads}

@@ -87,9 +87,10 @@ def test_the_program_equals_the_oracle(kind, shape, rng):
     ranks = drawn(kind, rng, len(limits), keys)
     for row, (start, end) in zip(ranks, limits, strict=True):
         row[: max(start, 0)] = row[max(end, start) :] = BEHIND
-    got = ptx_machine.select(ranks, *limits.T, k=k, shape=shape)
     want = [oracle(row, a, b, k) for row, (a, b) in zip(ranks, limits, strict=True)]
-    np.testing.assert_array_equal(got, want)
+    for eager in (False, True):
+        got = ptx_machine.select(ranks, *limits.T, k=k, shape=shape, eager=eager)
+        np.testing.assert_array_equal(got, want)
 
 
 def test_rows_may_all_begin_with_the_first_column(rng):
@@ -152,10 +153,10 @@ def test_places_and_ranks_of_lists(kind, shape, rng):
     np.testing.assert_array_equal(found, np.where(wanted < 0, -(2**31), taken))
 
 
-def by_sorting(ranks, starts, ends, origins=None, places=None, row=0, *, k, shape, ranked=False):
+def by_sorting(ranks, starts, ends, origins=None, places=None, row=None, *, k, shape, ranked=False):
     """``select`` without its kernel."""
     starts, ends, origins = (
-        x if x is None else jax.lax.dynamic_slice_in_dim(x, row, len(ranks))
+        x if x is None or row is None else jax.lax.dynamic_slice_in_dim(x, row, len(ranks))
         for x in (starts, ends, origins)
     )
     at = jnp.arange(ranks.shape[1])
@@ -190,7 +191,8 @@ def test_lists_of_parts_are_joined(kind, keys, rng, monkeypatch):
 
     def some(base, columns):
         assert columns % 16 == 0 and columns <= rows_sm90.COLUMNS + 16 * 8
-        return jax.lax.dynamic_slice(padded, (0, base), (len(ranks), columns))
+        start = (0, 0 if base is None else base)
+        return jax.lax.dynamic_slice(padded, start, (len(ranks), columns))
 
     starts, ends = (jnp.asarray(x, jnp.int32) for x in np.clip(limits, 0, keys).T)
     for first in (starts, None):

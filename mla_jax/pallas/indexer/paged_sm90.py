@@ -66,9 +66,9 @@ def fit(queries: int, *, records: bool) -> Fit:
 @lib.lowered_once("columns", "span", "least")
 def paged_ranks(
     q: jax.Array, weights: jax.Array, pages: jax.Array, table: jax.Array, lens: jax.Array,
-    layer: jax.Array, base: jax.Array, *, columns: int, span: int, least: int,
+    layer: jax.Array, base: jax.Array | None, *, columns: int, span: int, least: int,
 ) -> jax.Array:  # fmt: skip
-    """Ranks ``[rows * queries, columns]`` of positions from ``base`` on, keys in pages.
+    """Ranks ``[rows * queries, columns]`` of positions from ``base`` (or 0) on, keys in pages.
 
     ``q`` [rows, queries, heads, DIM]; ``pages`` [layers, pages, bytes] ``index_key`` records in
     pages of BLOCK, or [layers, pages, BLOCK, DIM] elements; ``lens`` [rows, queries]: one of at
@@ -100,8 +100,9 @@ def paged_ranks(
             "s": plgpu.SMEM((streams, SLOTS, SCALES, DIM), jnp.uint8),
             "w": plgpu.SMEM((queries, weights.shape[1]), jnp.float32),
         }
+    facts = {"columns": columns, "span": span, "least": least}
     kernel = lib.kernel(
-        functools.partial(_paged, columns=columns, span=span, least=least, layers=layers),
+        functools.partial(_paged, **facts, based=base is not None, layers=layers),
         out_type=jax.ShapeDtypeStruct((rows * queries, columns), I32),
         scratch_types=scratch,
         grid=(rows * cdiv(columns, streams * BLOCK * span),),
@@ -112,12 +113,13 @@ def paged_ranks(
         compiler_params=scores.PARAMS,
     )
     flat = pages.reshape(layers * count, BLOCK + SCALES if records else BLOCK, DIM)
-    return kernel(q.astype(kind), weights, flat, table, lens, layer.reshape(1), base.reshape(1))
+    numbers = (x.reshape(1) for x in (layer, layer if base is None else base))
+    return kernel(q.astype(kind), weights, flat, table, lens, *numbers)
 
 
 def _paged(
     q_g, w_g, pages_g, table_g, lens_g, layer_g, base_g, ranks_g,
-    *, columns, span, least, layers, **refs,
+    *, columns, span, least, based, layers, **refs,
 ) -> None:  # fmt: skip
     """One thread block: a row's queries, and a stream of its pages for each warpgroup."""
     wg, item = lax.axis_index("wg"), lax.axis_index("item")
@@ -127,7 +129,8 @@ def _paged(
     shared, keys = scores.shared_as(codes.dtype), streams * BLOCK * span
     spans = cdiv(columns, keys)
     row, part = lax.div(item, spans), lax.rem(item, spans)
-    base, count = base_g[0], pages_g.shape[0] // layers
+    # Without a base a thread block waits for one load less before it knows its pages.
+    base, count = base_g[0] if based else jnp.int32(0), pages_g.shape[0] // layers
     offset = jnp.clip(layer_g[0], 0, layers - 1) * count
     column = part * keys
     ends = [jnp.minimum(lens_g[row, j], table_g.shape[1] * BLOCK) for j in range(queries)]

@@ -70,20 +70,22 @@ PARAMS = plgpu.CompilerParams(
 
 @lib.lowered_once("rows", "columns", "queries")
 def gathered_ranks(
-    q: jax.Array, side: jax.Array, keys: jax.Array, scales: jax.Array, bounds: jax.Array,
-    base: jax.Array, first: jax.Array, *, rows: int, columns: int, queries: int,
+    q: jax.Array, side: jax.Array, keys: jax.Array, scales: jax.Array, low: jax.Array,
+    high: jax.Array, base: jax.Array | None, first: jax.Array | None,
+    *, rows: int, columns: int, queries: int,
 ) -> jax.Array:  # fmt: skip
-    """Ranks ``[rows, columns]`` of keys from ``base`` on; what nobody sees is left as it was.
+    """Ranks ``[rows, columns]`` of keys from ``base`` (or 0) on; what nobody sees stays as it was.
 
     ``q`` [all queries, heads, DIM] and ``keys`` [keys, DIM] are codes; ranks are of the ``rows``
-    queries from ``first`` on, a multiple of ``rows``. ``side`` [all queries, words] are words:
-    halves of weights, then the key behind the last one. ``bounds`` [groups, 2] are the first key
-    and the one behind the last of each ``queries`` queries, those of each ``rows`` queries apart.
-    ``base`` and the number of keys are multiples of 8.
+    queries from ``first`` (or 0) on, a multiple of ``rows``. ``side`` [all queries, words] are
+    words: halves of weights, then the key behind the last one. ``low`` and ``high`` [groups] are
+    the first key and the one behind the last of each ``queries`` queries, those of each ``rows``
+    queries apart. ``base`` and the number of keys are multiples of 8.
     """
     heads, words, groups = q.shape[1], side.shape[1], cdiv(rows, queries)
+    whole = base is None and first is None
     facts = {"rows": rows, "columns": columns, "queries": queries, "heads": heads}
-    body = functools.partial(_gathered, **facts)
+    body = functools.partial(_gathered, **facts, whole=whole)
     kernel = lib.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((rows, columns), I32),
@@ -103,21 +105,26 @@ def gathered_ranks(
         kernel_name="mla_index_ranks",
         compiler_params=PARAMS,
     )
-    numbers = jnp.stack([base, first, lax.div(first, jnp.int32(rows)) * groups])
-    return kernel(q, side, keys, scales, bounds, numbers)
+    numbers = low  # is not read
+    if not whole:
+        base, first = (jnp.int32(0) if x is None else x for x in (base, first))
+        numbers = jnp.stack([base, first, lax.div(first, jnp.int32(rows)) * groups])
+    return kernel(q, side, keys, scales, low, high, numbers)
 
 
 def _gathered(
-    q_g, side_g, k_g, s_g, bounds_g, numbers_g, ranks_g, *, rows, columns, queries, heads, **refs
-) -> None:
+    q_g, side_g, k_g, s_g, low_g, high_g, numbers_g, ranks_g,
+    *, rows, columns, queries, heads, whole, **refs,
+) -> None:  # fmt: skip
     """One thread block: its keys, and its queries two by two."""
     item = lax.axis_index("item")
     tiles = cdiv(columns, KEYS)
     group, tile = lax.div(item, tiles), lax.rem(item, tiles)
     first, column = group * queries, tile * KEYS
-    base, row, earlier = (numbers_g[i] for i in range(3))  # groups of earlier calls
+    # The last one: groups of earlier calls.
+    base, row, earlier = (jnp.int32(0) if whole else numbers_g[i] for i in range(3))
     key = pl.multiple_of(base + column, 8)
-    low, high = (bounds_g[earlier + group, i] for i in range(2))
+    low, high = low_g[earlier + group], high_g[earlier + group]
     pairs = cdiv_(jnp.minimum(queries, rows - first), 2)
     facts = {"refs": refs, "pairs": pairs}
     sizes = {"first": first, "column": column, "columns": columns, "key": key}

@@ -28,9 +28,9 @@ UNROLLED = 32
 START = 4
 """Pairs of queries that a thread block over gathered keys could have had before it begins."""
 
-WAVES, LEAST = 4, 8
-"""Turns of all multiprocessors that thread blocks over pages may take, if that leaves fewer idle
-and a warpgroup then has ``LEAST`` pages."""
+BUSY, LONG, SHORT = 0.75, 32, 4
+"""Thread blocks over pages: the part of the multiprocessors that has work in a turn that is taken
+alone, and most pages of a warpgroup in it; pages where there are several turns."""
 
 
 def select_decode(
@@ -56,7 +56,7 @@ def select_decode(
         cut = partial(lax.dynamic_slice_in_dim, start_index=row, slice_size=rows)
         q, weights, page_table, lens = map(cut, whole)
 
-        def ranks(base: Array, columns: int) -> Array:
+        def ranks(base: Array | None, columns: int) -> Array:
             span = _span(len(q), cdiv(columns, streams * page), resident * sms)
             return paged.paged_ranks(
                 q, weights, pages, page_table, lens, number, base,
@@ -88,31 +88,34 @@ def select_prefill(
     keys, scales = jnp.pad(keys, ((0, rest), (0, 0))), jnp.pad(scales, (0, rest))
 
     def some(row: Array, rows: int, side: Array, starts: Array, ends: Array) -> Array:
-        def ranks(base: Array, columns: int) -> Array:
+        def ranks(base: Array | None, columns: int) -> Array:
             block, scored = _block(rows, cdiv(columns, scores.KEYS), sms), ends - starts > k
             # Of the rows of all calls: the same in each call, so XLA makes them once.
             low = _by_blocks(jnp.where(scored, starts, count), rows, block, nothing=count)
             high = _by_blocks(jnp.where(scored, ends, 0), rows, block, nothing=0)
-            bounds = jnp.stack([low.min(axis=1), high.max(axis=1)], axis=1)
             return scores.gathered_ranks(
-                q, side, keys, scales, bounds, base, row, rows=rows, columns=columns, queries=block
-            )
+                q, side, keys, scales, low.min(axis=1), high.max(axis=1), base,
+                None if whole else row, rows=rows, columns=columns, queries=block,
+            )  # fmt: skip
 
-        return rows_sm90.select(ranks, starts, ends, count, k=k, some=(row, rows))
+        whole = rows == len(starts)
+        part = None if whole else (row, rows)
+        return rows_sm90.select(ranks, starts, ends, count, k=k, some=part)
 
     side = _side(weights, ends, multiple=scores.SIDE)
     return _by_rows(some, (side, starts, ends), min(count, rows_sm90.COLUMNS))
 
 
 def _span(rows: int, blocks: int, workers: int) -> int:
-    """Of a row's ``blocks`` those of one thread block, such that few ``workers`` are idle."""
-    spans = [cdiv(blocks, max(waves * workers // rows, 1)) for waves in range(1, WAVES + 1)]
+    """Of a row's ``blocks`` those of one thread block.
 
-    def used(span: int) -> float:
-        items = rows * cdiv(blocks, span)
-        return rows * blocks / (cdiv(items, workers) * workers * span)
-
-    return max((n for n in spans if n >= LEAST), key=used, default=spans[0])
+    One turn of all ``workers`` is fastest if it keeps them busy and rows are equally long. Where
+    a turn would be long, or leave many of them idle, thread blocks are small, and workers take one
+    after the other: 64 rows of up to 32,768 keys, of any lengths, took 45 us instead of 60 (H200).
+    """
+    once = cdiv(blocks, max(workers // rows, 1))
+    busy = rows <= workers and rows * blocks >= BUSY * workers * once
+    return once if busy and once <= LONG else min(once, SHORT)
 
 
 def _block(queries: int, tiles: int, workers: int) -> int:

@@ -25,7 +25,7 @@ Two are where rows are many (``select_sm90.MANY``)."""
 
 
 def select(
-    ranks: Callable[[Array, int], Array],
+    ranks: Callable[[Array | None, int], Array],
     starts: Int[Array, "rows"] | None,
     ends: Int[Array, "rows"],
     longest: int,
@@ -35,17 +35,18 @@ def select(
 ) -> Int[Array, "some {k}"]:
     """Places from ``starts`` (or 0) on of the best; ``ranks(base, columns)`` is a workspace.
 
+    Without a base its columns are those from 0 on.
+
     Of more than ``COLUMNS`` these are scored at a time, and their best joined with the best so far.
     ``some``: only these rows count, the first one's number and how many; ``ranks`` are theirs.
     """
-    row, rows = (0, len(ends)) if some is None else some
+    row, rows = (None, len(ends)) if some is None else some
     if rows and k < longest <= COLUMNS:
         return _at_once(ranks, starts, ends, longest, row, rows, k=k)
-    ends = lax.dynamic_slice_in_dim(ends, row, rows)
-    if starts is None:
-        first = jnp.zeros_like(ends)
-    else:
-        first = jnp.clip(lax.dynamic_slice_in_dim(starts, row, rows), 0, longest)
+    if row is not None:
+        ends = lax.dynamic_slice_in_dim(ends, row, rows)
+        starts = None if starts is None else lax.dynamic_slice_in_dim(starts, row, rows)
+    first = jnp.zeros_like(ends) if starts is None else jnp.clip(starts, 0, longest)
     lens, at = (jnp.clip(ends, 0, longest) - first)[:, None], jnp.arange(k, dtype=jnp.int32)
     everything = jnp.where(at < lens, at, -1)
     if not rows or longest <= k:
@@ -54,12 +55,12 @@ def select(
 
 
 def _at_once(
-    ranks: Callable[[Array, int], Array], starts: Int[Array, "rows"] | None,
-    ends: Int[Array, "rows"], longest: int, row: Array | int, rows: int, *, k: int,
+    ranks: Callable[[Array | None, int], Array], starts: Int[Array, "rows"] | None,
+    ends: Int[Array, "rows"], longest: int, row: Array | None, rows: int, *, k: int,
 ) -> Int[Array, "some {k}"]:  # fmt: skip
     """``select`` of rows that are scored at once; ``starts`` and ``ends`` are of all rows."""
     parts = _parts(rows, longest)
-    found = ranks(jnp.zeros_like(ends, shape=()), round_up(longest, 16 * parts))
+    found = ranks(None, round_up(longest, 16 * parts))
     if parts == 1:
         return _best(found, starts, ends, row=row, k=k)
     first = 0 if starts is None else jnp.clip(starts, 0, longest)
@@ -70,7 +71,7 @@ def _at_once(
 
 
 def _by_chunks(
-    ranks: Callable[[Array, int], Array], first: Int[Array, "rows"], ends: Int[Array, "rows"],
+    ranks: Callable[[Array | None, int], Array], first: Int[Array, "rows"], ends: Int[Array, "rows"],
     longest: int, *, k: int,
 ) -> Int[Array, "rows {k}"]:  # fmt: skip
     """Places of the best of rows longer than ``k``, one chunk of ``COLUMNS`` after the other."""
@@ -111,7 +112,7 @@ def _best(
     *,
     k: int,
     places: Array | None = None,
-    row: Array | int = 0,
+    row: Array | None = None,
     ranked: bool = False,
 ) -> Any:
     """``select_sm90.select`` of any number of columns."""
@@ -125,7 +126,8 @@ def _best(
 
 
 def _lists(
-    ranks: Array, starts: Array | None, ends: Array, origins: Array | int, row: Array | int = 0, *,
+    ranks: Array, starts: Array | None, ends: Array, origins: Array | int,
+    row: Array | None = None, *,
     parts: int, k: int,
 ) -> tuple[Int[Array, "rows lists"], Int[Array, "rows lists"]]:  # fmt: skip
     """Ranks and places of the best ``k`` of each part of a row, one list behind the other.
@@ -139,5 +141,6 @@ def _lists(
     a, b = (jnp.clip(x[:, None] - low, 0, width).reshape(-1) for x in (first, ends))
     origins = ((origins + jnp.zeros_like(ends))[:, None] - low).reshape(-1)
     flat = ranks.reshape(rows * parts, width)
-    places, found = _best(flat, a, b, origins, row=row * parts, k=k, ranked=True)
+    first = None if row is None else row * parts
+    places, found = _best(flat, a, b, origins, row=first, k=k, ranked=True)
     return found.reshape(rows, parts * k), places.reshape(rows, parts * k)

@@ -40,11 +40,11 @@ LEVELS = (21, 11), (10, 11), (0, 10)
 ENTRIES = 2048
 """Of a table."""
 
+TABLE = 4 * ENTRIES + 16
+"""Bytes of a table: behind it are counted those that it does not count."""
+
 AREA = 256
 """Bytes of the totals of one step: 32 of warps, then 16 of thread blocks, then 4 words found."""
-
-UNUSED = 208
-"""Of an area, where ranks are counted that a table does not count."""
 
 BARRIERS, LINE = 64, 128
 """Of a cluster: bytes of the barriers of five steps, and of the totals of one thread block."""
@@ -54,6 +54,9 @@ MOST = 32
 
 FEW, MANY = 64, 512
 """Rows up to which there are two multiprocessors for each; from which on one has several."""
+
+EAGER = 1 << 20
+"""Ranks that are read before it is known which of them a row sees: so few cost next to nothing."""
 
 SPREAD = 64
 """Thread blocks up to which few rows have eight or four each: those of a cluster start together,
@@ -89,16 +92,32 @@ class Shape:
 
     @property
     def tables(self) -> int:
-        """Where the tables begin, in bytes; what is kept takes their place at last."""
+        """Where the tables begin, in bytes."""
         return self.totals(len(LEVELS)) if self.blocks > 1 else 5 * AREA
 
     def totals(self, level: int) -> int:
         """Where the totals of a level are, those of each thread block of the cluster."""
         return 5 * AREA + BARRIERS + level * self.blocks * LINE
 
+    def table(self, level: int) -> int:
+        """Where the table of a level begins; behind the last one everything else."""
+        return self.tables + level * TABLE
+
+    @property
+    def pulled(self) -> int:
+        """Where the entries of one warp are, those of each thread block of the cluster."""
+        return self.table(len(LEVELS))
+
+    @property
+    def kept(self) -> int:
+        """Where that is what is kept: in a cluster other blocks may still read the tables then."""
+        entries = self.blocks * 4 * ENTRIES // (self.threads // 32)
+        return self.pulled + entries if self.blocks > 1 else self.tables
+
     def words(self, k: int, form: "Form") -> int:
         """Of shared memory."""
-        return self.tables // 4 + max(3 * ENTRIES, min(k, self.block) * (1 + form.ranked))
+        kept = 4 * min(k, self.block) * (1 + form.ranked)
+        return max(self.pulled, self.kept + kept) // 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +172,7 @@ def select(
     ends: jax.Array,
     origins: jax.Array | None = None,
     places: jax.Array | None = None,
-    row: jax.Array | int = 0,
+    row: jax.Array | None = None,
     *,
     k: int,
     shape: Shape,
@@ -165,8 +184,8 @@ def select(
     sees at most ``k`` takes all, -1 behind them. ``columns`` are a multiple of 4. Places are
     counted from ``origins`` on, if there are any; or ``places`` [rows, columns] has them, and those
     of a row that sees at most ``k`` are its columns. ``starts``, ``ends`` and ``origins`` may be of
-    more rows, of which these begin with ``row``. ``ranked``: the ranks too, ``NO_CANDIDATE`` where
-    the place is -1.
+    more rows, of which these begin with ``row``, or with the first one. ``ranked``: the ranks too,
+    ``NO_CANDIDATE`` where the place is -1.
     """
     rows, columns = ranks.shape
     assert columns % 4 == 0 and columns <= shape.columns
@@ -177,7 +196,9 @@ def select(
         places=places is not None,
         ranked=ranked,
     )
-    body = functools.partial(_row, k=k, columns=columns, shape=shape, form=form)
+    facts = {"k": k, "columns": columns, "shape": shape, "form": form}
+    facts |= {"eager": rows * columns <= EAGER, "numbered": row is not None}
+    body = functools.partial(_row, **facts)
     out = jax.ShapeDtypeStruct((rows, k), jnp.int32)
     kernel = lib.kernel(
         body,
@@ -194,31 +215,34 @@ def select(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
     )
-    given = (ends if x is None else x for x in (starts, ends, origins, places))
-    return kernel(ranks, *given, jnp.asarray(row, jnp.int32).reshape(1))
+    numbers = None if row is None else row.reshape(1)
+    given = (ends if x is None else x for x in (starts, ends, origins, places, numbers))
+    return kernel(ranks, *given)
 
 
 def _row(
-    ranks_g, starts_g, ends_g, origins_g, places_g, row_g, *chosen_g, k, columns, shape, form, table
-) -> None:
+    ranks_g, starts_g, ends_g, origins_g, places_g, row_g, *chosen_g,
+    k, columns, shape, form, eager, numbered, table,
+) -> None:  # fmt: skip
     @plgpu.inline_mgpu(arg_types=(*(plgpu.RefType(),) * 8, *(inline.SCALAR,) * 2))
     def run(_, *operands):
         pointers = [mgpu.utils.memref_ptr(r) for r in operands[:8]]
         numbers = [x.registers.item() for x in operands[8:]]
-        code = program(k, columns, shape, form)
+        code = program(k, columns, shape, form, eager=eager)
         inline.asm(code, [*pointers, *numbers], "l,l,l,l,l,l,l,l,r,r,~{memory}")
 
     chosen, best = chosen_g[0], chosen_g[-1]
     row = lax.axis_index("row")
     refs = ranks_g, starts_g, ends_g, origins_g, places_g, chosen, best, table
-    run(*refs, row, row_g[0] + row)
+    run(*refs, row, row_g[0] + row if numbered else row)
 
 
-def program(k: int, columns: int, shape: Shape, form: Form) -> str:
+def program(k: int, columns: int, shape: Shape, form: Form, *, eager: bool = False) -> str:
     """Operands: ranks, starts, ends, origins, places, chosen, their ranks, table, the row, and its
     number in starts, ends and origins.
 
-    Those that ``form`` does not have are not read.
+    Those that ``form`` does not have are not read. ``eager``: ranks are asked for before the row's
+    end is known.
     """
     registers = ", ".join(f"x{i}" for i in range(shape.each))
     start = "ld.global.b32 start, [out]; max.s32 start, start, 0;"
@@ -227,13 +251,14 @@ def program(k: int, columns: int, shape: Shape, form: Form) -> str:
         .reg .b32 {registers};
         .reg .b32 tid, lane, warp, part, start, end, origin, count, place, table, wanted, base;
         .reg .b32 before, earlier, some, all, mine, found, t, u, v;
-        .reg .b32 h<{max(ENTRIES // shape.threads, 2)}>, c<2>, i<2>;
+        .reg .b32 h<{max(ENTRIES // shape.threads, 2)}>, e<4>, c<2>, i<2>;
         .reg .b64 at, out, to, best;
         mov.u32 tid, %tid.x;
         and.b32 lane, tid, 31;
         shr.u32 warp, tid, 5;
         {"mov.u32 part, %cluster_ctarank;" if shape.blocks > 1 else "mov.u32 part, 0;"}
         cvt.u32.u64 table, $7;
+        {_ask(columns, shape, eager=True) if eager else ""}
         mul.wide.s32 at, $9, 4;
         add.u64 out, at, $1;
         {start if form.starts else "mov.b32 start, 0;"}
@@ -241,16 +266,16 @@ def program(k: int, columns: int, shape: Shape, form: Form) -> str:
         {"ld.global.b32 origin, [out];" if form.origins else "mov.b32 origin, start;"}
         add.u64 out, at, $2;
         ld.global.b32 end, [out];
-        {_barriers(shape) if shape.blocks > 1 else ""}
+        {_barriers(shape)}
         min.s32 end, end, {columns};
         mul.wide.s32 at, $8, {4 * k};
         add.u64 out, at, $5;
         add.u64 best, at, $6;
         sub.s32 count, end, start;
-        {"barrier.cluster.wait.aligned;" if shape.blocks > 1 else ""}
         setp.le.s32 p, count, {k};
         @p bra EVERYTHING;
-        {_load(columns, shape)}
+        {"" if eager else _ask(columns, shape, eager=False)}
+        {_clear(shape)}
         mov.u32 wanted, {k};
         mov.u32 base, 0;
         {" ".join(_level(n, shape) for n in range(3))}
@@ -261,43 +286,57 @@ def program(k: int, columns: int, shape: Shape, form: Form) -> str:
         {_store(k, columns, shape, form)}
         bra END;
         EVERYTHING:
+        {_all_began(shape)}
         {_everything(k, columns, shape, form)}
         END:
         }}"""
 
 
-def _load(columns: int, shape: Shape) -> str:
-    """``x0``, …: of each 128 columns of a warp a lane has four side by side; clear the tables.
+def _ask(columns: int, shape: Shape, *, eager: bool) -> str:
+    """``x0``, …: of each 128 columns of a warp a lane has four side by side.
 
-    ``place`` is the column of ``x0``, ``start`` and ``end`` are counted from there on now; what the
-    row does not see is ``NONE``.
+    ``place`` is the column of ``x0``. ``eager``: of all columns there are, seen or not.
     """
     lines = [
         f"mul.lo.u32 place, part, {shape.block};",
-        "sub.s32 u, start, place;",
-        "sub.s32 v, end, place;",
         f"mad.lo.u32 place, warp, {32 * shape.each}, place;",
         "mad.lo.u32 place, lane, 4, place;",
         f"mul.wide.s32 at, $8, {4 * columns};",
         "add.u64 at, at, $0;",
         "mad.wide.u32 at, place, 4, at;",
+    ]
+    if not eager:
+        lines.append("sub.s32 u, start, place; sub.s32 v, end, place;")
+    for i in range(0, shape.each, 4):
+        n = 32 * i
+        lines += [f"mov.b32 x{i + j}, {NONE};" for j in range(4)]
+        if eager:
+            lines.append(f"setp.lt.s32 p, place, {columns - n};")
+        else:
+            lines.append(f"setp.gt.s32 p, v, {n}; setp.lt.and.s32 p, u, {n + 4}, p;")
+        lines.append(f"@p ld.global.v4.b32 {{x{i}, x{i + 1}, x{i + 2}, x{i + 3}}}, [at+{4 * n}];")
+    return " ".join(lines)
+
+
+def _clear(shape: Shape) -> str:
+    """Clear the tables; what the row does not see is ``NONE``.
+
+    ``start`` and ``end`` are counted from ``x0`` on now.
+    """
+    lines = [
+        f"mul.lo.u32 t, part, {shape.block}; sub.s32 u, start, t; sub.s32 v, end, t;",
         # q: the thread block sees all of its columns
         "setp.le.s32 q, u, 0;",
         f"setp.ge.and.s32 q, v, {shape.block}, q;",
         "sub.s32 start, start, place;",
         "sub.s32 end, end, place;",
+        "mov.b32 t, 0; mad.lo.u32 u, tid, 16, table;",
     ]
-    for i in range(0, shape.each, 4):
-        n = 32 * i
-        lines += [f"mov.b32 x{i + j}, {NONE};" for j in range(4)]
-        lines.append(f"setp.gt.s32 p, end, {n}; setp.lt.and.s32 p, start, {n + 4}, p;")
-        lines.append(f"@p ld.global.v4.b32 {{x{i}, x{i + 1}, x{i + 2}, x{i + 3}}}, [at+{4 * n}];")
-    lines.append("mov.b32 t, 0; mad.lo.u32 u, tid, 16, table;")
-    for n in range(0, 12 * ENTRIES, 16 * shape.threads):
-        lines.append(f"setp.lt.u32 p, tid, {(12 * ENTRIES - n) // 16};")
+    size = shape.table(len(LEVELS)) - shape.tables
+    for n in range(0, size, 16 * shape.threads):
+        lines.append(f"setp.lt.u32 p, tid, {(size - n) // 16};")
         lines.append(f"@p st.shared.v4.b32 [u+{shape.tables + n}], {{t, t, t, t}};")
-    lines.append("bar.sync 0;")
-    lines.append("@q bra SEEN;")
+    lines += ["bar.sync 0;", _all_began(shape), "@q bra SEEN;"]
     for i in range(shape.each):
         n = 32 * (i // 4 * 4) + i % 4
         lines.append(f"setp.gt.s32 p, end, {n}; setp.le.and.s32 p, start, {n}, p;")
@@ -308,6 +347,8 @@ def _load(columns: int, shape: Shape) -> str:
 
 def _barriers(shape: Shape) -> str:
     """Of a cluster, one for each step: it lets go when all blocks have sent what it waits for."""
+    if shape.blocks == 1:
+        return ""
     warps = shape.threads // 32
     lines = ["setp.eq.u32 p, tid, 0;"]
     for step in range(5):
@@ -318,6 +359,11 @@ def _barriers(shape: Shape) -> str:
     lines.append("@p fence.mbarrier_init.release.cluster;")
     lines.append("barrier.cluster.arrive.relaxed.aligned;")
     return " ".join(lines)
+
+
+def _all_began(shape: Shape) -> str:
+    """All blocks of the cluster have come to the end of ``_barriers``."""
+    return "barrier.cluster.wait.aligned;" if shape.blocks > 1 else ""
 
 
 def _send(x: str, step: int, to: str, shape: Shape, *, thread: str = "lane") -> str:
@@ -343,17 +389,18 @@ def _level(level: int, shape: Shape) -> str:
     kept is not below ``base``. Behind the last level ``wanted`` of the ranks ``base`` are kept.
     """
     low, bits = LEVELS[level]
-    entries, area = shape.tables + level * ENTRIES * 4, level * AREA
+    entries, area = shape.table(level), level * AREA
     # The assembler makes a branch of a predicate here: the others count at a place of no use.
-    lines = [f"add.u32 u, table, {entries}; add.u32 v, table, {area + UNUSED};"]
+    lines = [f"add.u32 u, table, {entries};"]
     for i in range(shape.each):
         if level == 0:
-            lines.append(f"shr.u32 t, x{i}, {low}; mad.lo.u32 t, t, 4, u;")
-            lines.append("red.shared.add.u32 [t], 1;")
+            lines.append(f"shr.u32 t, x{i}, {low};")
+        elif low:
+            lines.append(f"sub.u32 t, x{i}, base; shr.u32 t, t, {low}; min.u32 t, t, {ENTRIES};")
         else:
-            lines.append(f"sub.u32 t, x{i}, base; setp.lt.u32 p, t, {1 << (low + bits)};")
-            lines.append(f"{f'shr.u32 t, t, {low};' if low else ''} mad.lo.u32 t, t, 4, u;")
-            lines.append("selp.b32 t, t, v, p; red.shared.add.u32 [t], 1;")
+            lines.append(f"sub.u32 t, x{i}, base; setp.lt.u32 p, t, {1 << bits};")
+            lines.append(f"selp.b32 t, t, {ENTRIES}, p;")
+        lines.append("mad.lo.u32 t, t, 4, u; red.shared.add.u32 [t], 1;")
     # The best value is entry 2047; as integers with a sign the upper half comes first.
     some, flip = ENTRIES // shape.threads, 1 << (bits - 1) if level == 0 else 0
     lines += [
@@ -414,31 +461,30 @@ def _of_block(area: int, shape: Shape) -> list[str]:
 def _of_cluster(level: int, some: int, flip: int, shape: Shape) -> list[str]:
     """The same for the first warp, of entries that pass ``wanted``; the others have none.
 
-    Each warp sends the total of its entries to all thread blocks. The first warp adds these up,
-    finds the warp whose entries pass ``wanted``, and reads them in the tables of all blocks.
+    Each warp sends the total of its entries to all thread blocks. All warps add these up and find
+    the one whose entries pass ``wanted``. Each reads these entries in another block's table, for
+    reading them all in one warp takes 100 cycles a block; the first warp adds them up.
     """
-    totals = shape.totals(level)
+    totals, warps = shape.totals(level), shape.threads // 32
     lines = [
         "redux.sync.add.s32 some, some, 0xffffffff;",
         f"mad.lo.u32 t, part, {LINE}, table; mad.lo.u32 t, warp, 4, t; add.u32 t, t, {totals};",
         _send("some", level, "t", shape),
         _received(level),
-        "mad.lo.u32 u, lane, 4, table;",
-        "mov.b32 some, 0; setp.eq.u32 q, warp, 0;",
-        f"setp.lt.and.u32 p, lane, {shape.threads // 32}, q;",
+        f"and.b32 u, lane, {warps - 1}; mad.lo.u32 u, u, 4, table; mov.b32 some, 0;",
     ]
     for block in range(shape.blocks):
-        lines.append(f"mov.b32 t, 0; @p ld.shared.b32 t, [u+{totals + block * LINE}];")
-        lines.append("add.u32 some, some, t;")
+        lines.append(f"ld.shared.b32 t, [u+{totals + block * LINE}]; add.u32 some, some, t;")
     lines += [
+        f"setp.lt.u32 p, lane, {warps}; selp.b32 some, some, 0, p;",
         _scanned("some", "before"),
         "sub.u32 before, before, some; add.u32 t, before, some;",
         "setp.lt.u32 p, before, wanted; setp.ge.and.u32 p, t, wanted, p;",
         "selp.b32 u, lane, 0, p; redux.sync.add.s32 found, u, 0xffffffff;",
         "selp.b32 u, before, 0, p; redux.sync.add.s32 earlier, u, 0xffffffff;",
         "mad.lo.u32 found, found, 32, lane;",
-        _entries("found", some, flip, shape.tables + level * ENTRIES * 4),
-        _entries_of_all(some, shape.blocks),
+        _entries("found", some, flip, shape.table(level)),
+        _pulled(some, shape),
         _summed(some),
         _scanned("some", "before"),
         "sub.u32 before, before, some; add.u32 before, before, earlier;",
@@ -455,25 +501,32 @@ def _own_entries(some: int) -> str:
     )
 
 
-def _entries_of_all(some: int, blocks: int) -> str:
-    """The same of all thread blocks together, where ``q``; else 0."""
-    wide = min(some, 4)
+def _pulled(some: int, shape: Shape) -> str:
+    """``h0``, …: words from ``u`` on of all thread blocks together, in the first warp; else 0."""
+    warps, wide = shape.threads // 32, min(some, 4)
+    words = [
+        (4 * n, ", ".join(f"h{n + i}" for i in range(wide))) for n in range(0, some, wide)
+    ]
     lines = []
-    for first in range(0, some, wide):
-        names = [f"h{first + n}" for n in range(wide)]
-        lines += [f"mov.b32 {name}, 0;" for name in names]
-        for block in range(blocks):
-            parts = [f"{name}_{block}" for name in names]
-            lines.append(f".reg .b32 {', '.join(parts)}, at_{first}_{block};")
-            lines += [f"mov.b32 {x}, 0;" for x in parts]
-            lines.append(f"mapa.shared::cluster.u32 at_{first}_{block}, u, {block};")
-            lines.append(
-                f"@q ld.shared::cluster.v{wide}.b32 {{{', '.join(parts)}}}, "
-                f"[at_{first}_{block}+{4 * first}];"
-            )
-        for block in range(blocks):
-            lines += [f"add.u32 {name}, {name}, {name}_{block};" for name in names]
-    return "{ " + " ".join(lines) + " }"
+    for first in range(0, shape.blocks, warps):
+        lines += [
+            f"add.u32 t, warp, {first}; setp.lt.u32 p, t, {shape.blocks}; selp.b32 t, t, 0, p;",
+            "mapa.shared::cluster.u32 v, u, t;",
+            f"mad.lo.u32 t, t, {128 * some}, table; mad.lo.u32 t, lane, {4 * some}, t;",
+        ]
+        lines += [f"@p ld.shared::cluster.v{wide}.b32 {{{x}}}, [v+{n}];" for n, x in words]
+        lines += [f"@p st.shared.v{wide}.b32 [t+{shape.pulled + n}], {{{x}}};" for n, x in words]
+    lines.append("bar.sync 0; setp.eq.u32 q, warp, 0;")
+    lines.append(f"mad.lo.u32 v, lane, {4 * some}, table;")
+    lines += [f"mov.b32 h{n}, 0;" for n in range(some)]
+    for block in range(shape.blocks):
+        at = shape.pulled + 128 * some * block
+        for n, _ in words:
+            lines += [f"mov.b32 e{i}, 0;" for i in range(wide)]
+            names = ", ".join(f"e{i}" for i in range(wide))
+            lines.append(f"@q ld.shared.v{wide}.b32 {{{names}}}, [v+{at + n}];")
+            lines += [f"add.u32 h{n // 4 + i}, h{n // 4 + i}, e{i};" for i in range(wide)]
+    return " ".join(lines)
 
 
 def _scanned(x: str, to: str) -> str:
@@ -499,11 +552,10 @@ def _warps(area: int, shape: Shape) -> str:
 
 
 def _scan(step: int, kept: str, shape: Shape) -> str:
-    """How many ranks of the row that are ``kept`` (compared with ``base``) lie where.
+    """How many ranks of the thread block that are ``kept`` (compared with ``base``) lie where.
 
     ``c``: bytes, of each four of a thread's the number of those kept in lanes before it; ``i``:
-    in the whole warp. ``before``: all in warps and thread blocks before, ``earlier``: in thread
-    blocks alone, ``all``: in this one.
+    in the whole warp. ``before``: those in warps before, ``all``: all; a cluster's are sent.
     """
     area, words = step * AREA, (shape.each + 15) // 16
     lines = []
@@ -520,21 +572,30 @@ def _scan(step: int, kept: str, shape: Shape) -> str:
     lines += [
         "mad.lo.u32 t, warp, 4, table; setp.eq.u32 p, lane, 0;",
         f"@p st.shared.b32 [t+{area}], some;",
+        # Else the assembler keeps the comparisons as bits of a register, which takes longer than
+        # comparing again.
+        f"@p st.shared.b32 [table+{area + 192}], base;",
         "bar.sync 0;",
+        f"ld.shared.b32 base, [table+{area + 192}];",
         _warps(area, shape),
-        "mov.b32 before, t; mov.b32 earlier, 0;",
+        "mov.b32 before, t;",
     ]
     if shape.blocks > 1:
-        lines += [
-            f"mad.lo.u32 t, part, 4, table; add.u32 t, t, {area + 128};",
-            _send("all", step, "t", shape, thread="tid"),
-            _received(step),
-            "mad.lo.u32 t, lane, 4, table; setp.lt.u32 p, lane, part; mov.b32 u, 0;",
-            f"@p ld.shared.b32 u, [t+{area + 128}];",
-            "redux.sync.add.s32 earlier, u, 0xffffffff;",
-            "add.u32 before, before, earlier;",
-        ]
+        lines.append(f"mad.lo.u32 t, part, 4, table; add.u32 t, t, {area + 128};")
+        lines.append(_send("all", step, "t", shape, thread="tid"))
     return " ".join(lines)
+
+
+def _earlier(step: int, shape: Shape) -> str:
+    """``earlier``: how many are kept in thread blocks before."""
+    if shape.blocks == 1:
+        return "mov.b32 earlier, 0;"
+    return f"""
+        {_received(step)}
+        mad.lo.u32 t, lane, 4, table; setp.lt.u32 p, lane, part; mov.b32 u, 0;
+        @p ld.shared.b32 u, [t+{step * AREA + 128}];
+        redux.sync.add.s32 earlier, u, 0xffffffff;
+        """
 
 
 def _groups(shape: Shape):
@@ -554,6 +615,8 @@ def _drop(shape: Shape) -> str:
     The lowest of all ranks cannot: there the first ones rise, and ``base`` does.
     """
     lines = [
+        _earlier(3, shape),
+        "add.u32 before, before, earlier;",
         f"setp.eq.s32 p, base, {NONE}; selp.b32 u, 1, 0, p; selp.b32 v, 0, -1, p;",
         "mov.b32 found, base;",
     ]
@@ -574,25 +637,26 @@ def _store(k: int, columns: int, shape: Shape, form: Form) -> str:
     A thread block first gathers its columns in shared memory, then writes them in order. A warp
     keeps few of its columns: written at once, each store would be an L2 transaction of a few bytes.
     """
-    most, ranks = min(k, shape.block), shape.tables + 4 * min(k, shape.block)
-    lines = ["sub.u32 before, before, earlier;"]
+    most, ranks = min(k, shape.block), shape.kept + 4 * min(k, shape.block)
+    lines = []
     for first, begin in _groups(shape):
         lines.append(begin)
         lines.append("mad.lo.u32 u, some, 4, table;")
         for i in range(first, first + 4):
             lines.append(f"setp.ge.s32 p, x{i}, base; add.u32 t, place, {32 * first + i % 4};")
-            lines.append(f"@p st.shared.b32 [u+{shape.tables}], t;")
+            lines.append(f"@p st.shared.b32 [u+{shape.kept}], t;")
             if form.ranked:
                 lines.append(f"@p st.shared.b32 [u+{ranks}], x{i};")
             lines.append("@p add.u32 u, u, 4;")
-    lines.append("bar.sync 0;")
+    lines += ["bar.sync 0;", _earlier(4, shape)]
     lines.append("mad.lo.u32 u, tid, 4, table; add.u32 t, tid, earlier;")
     lines.append("mad.wide.u32 out, t, 4, out; mad.wide.u32 best, t, 4, best;")
-    lines.append(f"mul.wide.s32 at, $8, {4 * columns}; add.u64 at, at, $4;")
+    if form.places:
+        lines.append(f"mul.wide.s32 at, $8, {4 * columns}; add.u64 at, at, $4;")
     rounds = list(enumerate(range(0, most, shape.threads)))
     for j, n in rounds:  # all loads before all stores
         lines.append(f"add.u32 t, tid, {n}; setp.lt.u32 p, t, all;")
-        lines.append(f"@p ld.shared.b32 x{j}, [u+{shape.tables + 4 * n}];")
+        lines.append(f"@p ld.shared.b32 x{j}, [u+{shape.kept + 4 * n}];")
         if form.places:
             lines.append(f"mad.wide.u32 to, x{j}, 4, at; @p ld.global.b32 x{j}, [to];")
     for j, n in rounds:

@@ -167,7 +167,9 @@ def select(
     size = max(CANDIDATES, 4 * power_of_two(k))
     if rows * cdiv(longest, size) <= FEW and rows * longest <= WORKSPACE:
         if DeviceInfo.current().sm == 90:
-            return rows_sm90.select(ranks, starts, ends, longest, k=k)
+            zero = jnp.zeros_like(starts, shape=())
+            based = lambda base, columns: ranks(zero if base is None else base, columns)  # noqa: E731
+            return rows_sm90.select(based, starts, ends, longest, k=k)
         return _parts(ranks, starts, ends, round_up(longest, 16), k=k, size=size)
     columns = max(WORKSPACE // rows // LEAST, 1) * LEAST
     if columns > STEP:
