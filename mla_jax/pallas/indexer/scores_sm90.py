@@ -5,11 +5,16 @@ of ``kernels_triton``. Keys are the rows of a product and heads its columns, so 
 heads by itself. Of codes ``relu(x)`` is ``(x + |x|) / 2``: an addition runs at twice the rate of a
 maximum, and the half is in the weights.
 
-Here are the sums, and the kernel over gathered codes: a thread block has 256 keys and some queries.
-Four warpgroups hold 64 keys each in registers, a warp of a fifth one loads queries into shared
-memory: a product reads only them there. Two queries are one product; a warpgroup sums while others
-multiply. The bound of 256 keys and a query: 512 tensor-core cycles. It takes 790 with its sums, for
-both use the register file. The kernel over pages is in ``paged_sm90``.
+Here are the sums, and the kernel over gathered codes: a thread block goes through tiles of 256
+keys, and through some queries for each. Four warpgroups hold 64 keys each in registers, a warp of a
+fifth one loads queries into shared memory: a product reads only them there. Two queries are one
+product; a warpgroup sums while others multiply. The bound of 256 keys and a query: 512 tensor-core
+cycles. It takes 790 with its sums, for both use the register file. The kernel over pages is in
+``paged_sm90``.
+
+Each multiprocessor has one thread block, and each of these has the same number of pairs of a tile
+and two queries: two stretches of all of them, tile by tile, one as far from the beginning as the
+other one from the end. So it does not matter that the first keys are seen by more queries.
 """
 
 # Mosaic GPU states its types in part only; roles are decided while tracing.
@@ -22,6 +27,7 @@ both use the register file. The kernel over pages is in ``paged_sm90``.
 # pyright: reportReturnType=false
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,8 +63,11 @@ SIDE = 32
 PAIRS = 8
 """Pairs of queries in shared memory."""
 
-REGISTERS = 24, 112
+REGISTERS = 32, 112
 """Of a thread that loads, and of one that multiplies."""
+
+TOGETHER = 64
+"""Queries whose bounds are one: keys that none of them sees are skipped."""
 
 I32, F8 = jnp.int32, jnp.float8_e4m3fn
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
@@ -68,24 +77,26 @@ PARAMS = plgpu.CompilerParams(
 )
 
 
-@lib.lowered_once("rows", "columns", "queries")
+@lib.lowered_once("rows", "columns", "workers")
 def gathered_ranks(
     q: jax.Array, side: jax.Array, keys: jax.Array, scales: jax.Array, low: jax.Array,
     high: jax.Array, base: jax.Array | None, first: jax.Array | None,
-    *, rows: int, columns: int, queries: int,
+    *, rows: int, columns: int, workers: int,
 ) -> jax.Array:  # fmt: skip
     """Ranks ``[rows, columns]`` of keys from ``base`` (or 0) on; what nobody sees stays as it was.
 
     ``q`` [all queries, heads, DIM] and ``keys`` [keys, DIM] are codes; ranks are of the ``rows``
     queries from ``first`` (or 0) on, a multiple of ``rows``. ``side`` [all queries, words] are
     words: halves of weights, then the key behind the last one. ``low`` and ``high`` [groups] are
-    the first key and the one behind the last of each ``queries`` queries, those of each ``rows``
-    queries apart. ``base`` and the number of keys are multiples of 8.
+    the first key and the one behind the last of each ``TOGETHER`` queries, those of each ``rows``
+    queries apart. ``base`` and the number of keys are multiples of 8. ``workers``: thread blocks.
     """
-    heads, words, groups = q.shape[1], side.shape[1], cdiv(rows, queries)
+    heads, words, groups = q.shape[1], side.shape[1], cdiv(rows, TOGETHER)
     whole = base is None and first is None
-    facts = {"rows": rows, "columns": columns, "queries": queries, "heads": heads}
-    body = functools.partial(_gathered, **facts, whole=whole)
+    pairs, tiles = cdiv(rows, 2), cdiv(columns, KEYS)
+    workers = min(workers, cdiv(pairs * tiles, 2))
+    facts = {"columns": columns, "heads": heads, "pairs": pairs, "tiles": tiles}
+    body = functools.partial(_gathered, **facts, workers=workers, whole=whole)
     kernel = lib.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((rows, columns), I32),
@@ -95,11 +106,12 @@ def gathered_ranks(
             "k": lib.swizzled((KEYS, DIM), F8),
             "s": plgpu.SMEM((KEYS,), jnp.float32),
             "k_full": lib.barrier(2),
+            "k_free": lib.barrier(GROUPS),
             "full": lib.barrier(3, PAIRS),
             "free": lib.barrier(GROUPS, PAIRS),
         },
-        grid=(groups * cdiv(columns, KEYS),),
-        grid_names=("item",),
+        grid=(workers,),
+        grid_names=("worker",),
         num_threads=GROUPS + 1,
         thread_name="wg",
         kernel_name="mla_index_ranks",
@@ -114,31 +126,21 @@ def gathered_ranks(
 
 def _gathered(
     q_g, side_g, k_g, s_g, low_g, high_g, numbers_g, ranks_g,
-    *, rows, columns, queries, heads, whole, **refs,
+    *, columns, heads, pairs, tiles, workers, whole, **refs,
 ) -> None:  # fmt: skip
-    """One thread block: its keys, and its queries two by two."""
-    item = lax.axis_index("item")
-    tiles = cdiv(columns, KEYS)
-    group, tile = lax.div(item, tiles), lax.rem(item, tiles)
-    first, column = group * queries, tile * KEYS
+    """One thread block: its tiles of keys, and its queries two by two."""
     # The last one: groups of earlier calls.
     base, row, earlier = (jnp.int32(0) if whole else numbers_g[i] for i in range(3))
-    key = pl.multiple_of(base + column, 8)
-    low, high = low_g[earlier + group], high_g[earlier + group]
-    pairs = cdiv_(jnp.minimum(queries, rows - first), 2)
-    facts = {"refs": refs, "pairs": pairs}
-    sizes = {"first": first, "column": column, "columns": columns, "key": key}
+    facts = {"refs": refs, "pairs": pairs, "tiles": tiles, "workers": workers}
+    facts |= {"low": low_g, "high": high_g, "earlier": earlier, "base": base}
     sources = {"keys": (k_g, s_g), "q": q_g, "side": side_g}
-
-    @pl.when((key < high) & (key + KEYS > low))
-    def _():
-        lib.multipliers_and_loader(
-            GROUPS,
-            registers=REGISTERS,
-            multiplier=lambda wg: _Multiplier(**facts, **sizes, ranks=ranks_g, wg=wg),
-            loader=lambda: _Loader(**facts, **sources, key=key, query=row + first, heads=heads),
-            simulate=False,
-        )
+    lib.multipliers_and_loader(
+        GROUPS,
+        registers=REGISTERS,
+        multiplier=lambda wg: _Multiplier(**facts, columns=columns, ranks=ranks_g, wg=wg),
+        loader=lambda: _Loader(**facts, **sources, first=row, heads=heads),
+        simulate=False,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,31 +148,87 @@ class _Role:
     """What both roles of a thread block over gathered keys know."""
 
     refs: dict[str, Any]
-    pairs: Any  # of queries
+    pairs: int  # of queries
+    tiles: int  # of keys
+    workers: int
+    low: Any  # keys that a group of queries sees
+    high: Any
+    earlier: Any  # groups
+    base: Any  # the first key
+
+    def walk(self, begin: Callable[..., Any], each: Callable[..., None]) -> None:
+        """``begin(t, tile)`` of each tile, the ``t``th one of the thread block; and what that gives
+        as the last argument of ``each(n, pair, tile, given)`` of its pairs, the ``n``th one."""
+        worker = lax.axis_index("worker")
+
+        def stretch(i, done):
+            place = jnp.where(i == 0, worker, 2 * self.workers - 1 - worker)
+            start, end = (
+                lax.div((place + x) * (self.pairs * self.tiles), 2 * self.workers) for x in (0, 1)
+            )
+
+            def one(tile, done):
+                t, n = done
+                given = begin(t, tile)
+                a = jnp.maximum(start - tile * self.pairs, 0)
+                b = jnp.minimum(end - tile * self.pairs, self.pairs)
+                return t + 1, self._seen(n, a, b, tile, lambda n, p: each(n, p, tile, given))
+
+            last = lax.div(end - 1, self.pairs)
+            return lax.fori_loop(lax.div(start, self.pairs), last + 1, one, done)
+
+        lax.fori_loop(0, 2, stretch, (jnp.int32(0), jnp.int32(0)))
+
+    def _seen(self, n, a, b, tile, each: Callable[[Any, Any], None]) -> Any:
+        """``each(n, pair)`` of pairs ``a`` to ``b`` whose group sees the tile; ``n`` behind them."""
+        size, key = TOGETHER // 2, self.key(tile)
+        groups = cdiv_(b, size)
+
+        def bounds(group):
+            at = self.earlier + jnp.minimum(group, groups - 1)
+            return self.low[at], self.high[at]
+
+        def group(g, carry):
+            n, low, high = carry
+            ahead = bounds(g + 1)
+            first = jnp.maximum(a, g * size)
+            seen = (key < high) & (key + KEYS > low)
+            count = jnp.where(seen, jnp.minimum(b, (g + 1) * size) - first, 0)
+            pl.loop(0, count)(lambda i: each(n + i, first + i))
+            return n + count, *ahead
+
+        begin = lax.div(a, size)
+        return lax.fori_loop(begin, groups, group, (n, *bounds(begin)))[0]
+
+    def key(self, tile):
+        """The first one of a tile."""
+        return 8 * (lax.div(self.base, 8) + tile * (KEYS // 8))  # seen to be a multiple of 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Loader(_Role):
-    """One warp: loads the keys, then pair after pair."""
+    """One warp: loads keys, then pair after pair."""
 
     keys: Any  # and their scales
-    key: Any  # the first one
     q: Any
     side: Any
-    query: Any  # the first one
+    first: Any  # query
     heads: int
 
     def run(self) -> None:
-        for src, name in zip(self.keys, ("k", "s"), strict=True):
-            part = src.at[pl.ds(self.key, KEYS)]
-            plgpu.copy_gmem_to_smem(part, self.refs[name], self.refs["k_full"])
-        pl.loop(0, self.pairs)(self._load)
+        self.walk(self._begin, self._load)
 
-    def _load(self, p) -> None:
-        """Pair ``p`` into its slot, once that is free; zeros stand behind the last query."""
-        slot, query = lax.rem(p, PAIRS), self.query + 2 * p
+    def _begin(self, t, tile) -> None:
+        pl.when(t > 0)(lambda: plgpu.barrier_wait(self.refs["k_free"]))
+        for src, name in zip(self.keys, ("k", "s"), strict=True):
+            part = src.at[pl.ds(self.key(tile), KEYS)]
+            plgpu.copy_gmem_to_smem(part, self.refs[name], self.refs["k_full"])
+
+    def _load(self, n, pair, *_) -> None:
+        """A pair into its slot, once that is free; zeros stand behind the last query."""
+        slot, query = lax.rem(n, PAIRS), self.first + 2 * pair
         free, full = (self.refs[name].at[slot] for name in ("free", "full"))
-        pl.when(p >= PAIRS)(lambda: plgpu.barrier_wait(free))
+        pl.when(n >= PAIRS)(lambda: plgpu.barrier_wait(free))
         for i in range(2):
             to = self.refs["q"].at[slot, pl.ds(i * self.heads, self.heads)]
             plgpu.copy_gmem_to_smem(self.q.at[query + i], to, full)
@@ -182,30 +240,31 @@ class _Multiplier(_Role):
     """A warpgroup: the ranks of its keys for each pair."""
 
     ranks: Any
-    first: Any  # of the thread block's queries, among the rows of the ranks
-    column: Any  # of the thread block's keys
     columns: int
-    key: Any
     wg: Any
 
     def run(self) -> None:
+        self.walk(self._begin, self._multiply)
+
+    def _begin(self, *_) -> tuple[Any, ...]:
+        """The warpgroup's keys and a thread's scale, in registers."""
         refs, mine = self.refs, self.wg * BLOCK
         plgpu.barrier_wait(refs["k_full"])
         k = plgpu.load(refs["k"].at[pl.ds(mine, BLOCK)], layout=EIGHT)
         lanes = lane_numbers()
         scale = scale_of(refs["s"], mine + lanes[1])
-        column = self.column + mine
-        facts = {"lanes": lanes, "column": column, "columns": self.columns}
-        facts |= {"base": self.key - self.column}
+        plgpu.barrier_arrive(refs["k_free"])
+        return k, lanes, scale
 
-        @pl.loop(0, self.pairs)
-        def _(p):
-            slot = lax.rem(p, PAIRS)
-            plgpu.barrier_wait(refs["full"].at[slot])
-            both = lib.landed(multiply(k, refs["q"].at[slot], EIGHT, shared_as(F8)), 0)
-            query, limit = self.first + 2 * p, self.columns - column
-            store_ranks(both, refs["side"].at[slot], scale, self.ranks, query, limit, **facts)
-            plgpu.barrier_arrive(refs["free"].at[slot])
+    def _multiply(self, n, pair, tile, given) -> None:
+        k, lanes, scale = given
+        slot, column = lax.rem(n, PAIRS), tile * KEYS + self.wg * BLOCK
+        facts = {"lanes": lanes, "column": column, "columns": self.columns, "base": self.base}
+        side = self.refs["side"].at[slot]
+        plgpu.barrier_wait(self.refs["full"].at[slot])
+        both = lib.landed(multiply(k, self.refs["q"].at[slot], EIGHT, shared_as(F8)), 0)
+        store_ranks(both, side, scale, self.ranks, 2 * pair, self.columns - column, **facts)
+        plgpu.barrier_arrive(self.refs["free"].at[slot])
 
 
 def shared_as(dtype: DTypeLike) -> plgpu.RefType:
@@ -316,17 +375,15 @@ _SINGLE = """
 """The same of one query: two lanes have the same sum."""
 
 
-_TWICE, _ONCE = "abs.f32 y, {x}; add.f32 y, y, {x};", "max.NaN.f32 y, {x}, 0f00000000;"
-"""``y = 2 relu(x)`` of finite ``x``, and ``y = relu(x)`` of any, which keeps NaN."""
-
-
 def _sums(
-    count: int, heads: int, words: int, first: int, some: int, *, relu: str, space: str
+    count: int, heads: int, words: int, first: int, some: int, *, codes: bool, space: str
 ) -> str:
     """``s[2 i + row]``: a thread's part of query ``i``'s sums, of operands from ``$first`` on.
 
     ``part`` is where the thread's weights begin, ``words`` those of a query; of ``some`` tiles of
-    eight heads they lie side by side, in the state space ``space``. ``relu`` makes ``y`` of ``x``.
+    eight heads they lie side by side, in the state space ``space``. Of ``codes``, which are finite,
+    the sums are twice as large: one row adds what is positive, twice, the other one ``x + |x|``.
+    Comparisons and additions have units of their own, so half of each is faster than either.
     """
     lines, tiles = [], heads // 8
     for i in range(count):
@@ -336,15 +393,23 @@ def _sums(
                 names = ", ".join(f"w{n}" for n in range(2 * some))
                 at = 4 * (i * words + 8 * tile)
                 lines.append(f"ld.{space}.v{2 * some}.f32 {{{names}}}, [part+{at}];")
-            for n in range(4):
-                x = f"${first + 4 * (i * tiles + tile) + n}"
-                sum_, weight = sums[n // 2][n % 2], f"w{2 * (tile % some) + n % 2}"
-                lines.append(relu.format(x=x))
-                lines.append(
-                    f"fma.rn.f32 {sum_}, y, {weight}, {sum_};" if tile
-                    else f"mul.f32 {sum_}, y, {weight};"
-                )  # fmt: skip
+            xs = [f"${first + 4 * (i * tiles + tile) + n}" for n in range(4)]
+            for n, x in enumerate(xs):
+                if not codes:
+                    lines.append(f"max.NaN.f32 y{n}, {x}, 0f00000000;")
+                elif n < 2:
+                    lines.append(f"setp.gt.f32 k{n}, {x}, 0f00000000;")
+                else:
+                    lines.append(f"abs.f32 y{n}, {x}; add.f32 y{n}, y{n}, {x};")
+            for n, x in enumerate(xs):
+                to, weight = sums[n // 2][n % 2], f"w{2 * (tile % some) + n % 2}"
+                only, y = (f"@k{n}", x) if codes and n < 2 else ("", f"y{n}")
+                if tile:
+                    lines.append(f"{only} fma.rn.f32 {to}, {y}, {weight}, {to};")
+                else:
+                    lines.append(f"mov.f32 {to}, 0f00000000; {only} mul.f32 {to}, {y}, {weight};")
         lines += [f"add.f32 {a}, {a}, {b};" for a, b in sums]
+        lines += [f"add.f32 {a}, {a}, {a};" for a, _ in sums[:codes]]
     return " ".join(lines)
 
 
@@ -367,14 +432,14 @@ def store_ranks(
         heads = 2 * len(values) // count
         some = 2 if count == 2 and heads > 8 else 1
         space = "shared" if mgpu.utils.is_smem_ref(side) else "global.nc"
-        relu = _TWICE if codes else _ONCE
         code = f"""{{
             .reg .pred p, odd, other;
             .reg .u32 t, u, last;
             .reg .u64 at, part;
-            .reg .f32 y, z, s<4>, r<2>, w<4>;
+            .reg .f32 y, z, y<4>, s<4>, r<2>, w<4>;
+            .reg .pred k<2>;
             mad.wide.u32 part, $2, {8 * some}, $1;
-            {_sums(count, heads, words, 9, some, relu=relu, space=space)}
+            {_sums(count, heads, words, 9, some, codes=codes, space=space)}
             and.b32 t, $2, 1;
             setp.ne.u32 odd, t, 0;
             setp.ge.u32 other, $2, 2;

@@ -25,9 +25,6 @@ WORKSPACE = 1 << 25
 UNROLLED = 32
 """Parts of the rows up to which the loop over them is none."""
 
-START = 4
-"""Pairs of queries that a thread block over gathered keys could have had before it begins."""
-
 BUSY, LONG, SHORT = 0.75, 32, 4
 """Thread blocks over pages: the part of the multiprocessors that has work in a turn that is taken
 alone, and most pages of a warpgroup in it; pages where there are several turns."""
@@ -89,13 +86,13 @@ def select_prefill(
 
     def some(row: Array, rows: int, side: Array, starts: Array, ends: Array) -> Array:
         def ranks(base: Array | None, columns: int) -> Array:
-            block, scored = _block(rows, cdiv(columns, scores.KEYS), sms), ends - starts > k
+            scored = ends - starts > k
             # Of the rows of all calls: the same in each call, so XLA makes them once.
-            low = _by_blocks(jnp.where(scored, starts, count), rows, block, nothing=count)
-            high = _by_blocks(jnp.where(scored, ends, 0), rows, block, nothing=0)
+            low = _by_groups(jnp.where(scored, starts, count), rows, nothing=count)
+            high = _by_groups(jnp.where(scored, ends, 0), rows, nothing=0)
             return scores.gathered_ranks(
                 q, side, keys, scales, low.min(axis=1), high.max(axis=1), base,
-                None if whole else row, rows=rows, columns=columns, queries=block,
+                None if whole else row, rows=rows, columns=columns, workers=sms,
             )  # fmt: skip
 
         whole = rows == len(starts)
@@ -118,22 +115,13 @@ def _span(rows: int, blocks: int, workers: int) -> int:
     return once if busy and once <= LONG else min(once, SHORT)
 
 
-def _block(queries: int, tiles: int, workers: int) -> int:
-    """Queries of a thread block over one of so many ``tiles`` of keys: an even number."""
-    found = {2 * cdiv(queries, 2 * n) for n in range(1, cdiv(queries, 16) + 1)}
-
-    def turns(block: int) -> int:
-        return cdiv(cdiv(queries, block) * tiles, workers) * (block // 2 + START)
-
-    return min(sorted(found), key=turns)
-
-
-def _by_blocks(
-    x: Int[Array, "all_rows"], rows: int, block: int, *, nothing: int
-) -> Int[Array, "blocks {block}"]:
-    """Of each call's ``rows`` the blocks, ``nothing`` behind the last row of each call."""
-    pad = (0, 0), (0, round_up(rows, block) - rows)
-    return jnp.pad(x.reshape(-1, rows), pad, constant_values=nothing).reshape(-1, block)
+def _by_groups(
+    x: Int[Array, "all_rows"], rows: int, *, nothing: int
+) -> Int[Array, "groups together"]:
+    """Of each call's ``rows`` the groups, ``nothing`` behind the last row of each call."""
+    pad = (0, 0), (0, round_up(rows, scores.TOGETHER) - rows)
+    x = jnp.pad(x.reshape(-1, rows), pad, constant_values=nothing)
+    return x.reshape(-1, scores.TOGETHER)
 
 
 def _by_rows(
