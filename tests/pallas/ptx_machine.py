@@ -221,6 +221,15 @@ class Machine:
     def do_fence(self, op, a, active) -> None:
         pass
 
+    def do_cp(self, op, a, active) -> None:
+        """A bulk copy from memory, there at once; its barrier waits for that many bytes less."""
+        size = int(a[2])
+        for thread in np.flatnonzero(active):
+            to, source, barrier = (self.places(a[i], i != 1)[thread] // 4 for i in (0, 1, 3))
+            shared = self.shared[self.block[thread]]
+            shared[to : to + size // 4] = self.memory[source : source + size // 4]
+            shared[barrier] -= U32(size)
+
     def do_st(self, op, a, active) -> None:
         if op[1] == "async":
             block, word = self.window(op, self.places(a[2], True), active)
@@ -242,9 +251,9 @@ class Machine:
 
 def select(
     ranks, starts, ends, origins=None, places=None, first=0,
-    *, k: int, shape, ranked=False, eager=False,
+    *, k: int, shape, ranked=False, eager=False, ahead=False,
 ):  # fmt: skip
-    """``select_sm90.select``."""
+    """``select_sm90.select``; ``ahead``: by one thread block, which copies rows before their turn."""
     from mla_jax.pallas.topk import select_sm90 as kernel
 
     rows, columns = ranks.shape
@@ -253,6 +262,7 @@ def select(
         origins=origins is not None,
         places=places is not None,
         ranked=ranked,
+        ahead=ahead,
     )
     given = [ends if x is None else x for x in (starts, ends, origins, places)]
     results = np.full((1 + ranked, rows, k), 0xCCCCCCCC, U32).view(np.int32)
@@ -260,9 +270,18 @@ def select(
     at = np.cumsum([0, *map(len, parts)])
     memory = np.concatenate(parts).view(U32)
     text = kernel.program(k, columns, shape, form, eager=eager)
+    size = {"blocks": shape.blocks, "threads": shape.threads}
+    size["shared_words"] = shape.words(k, form) + columns * ahead
+    shared = None
     for row in range(rows):
-        operands = [*(4 * at[:6]), 4 * at[5 + ranked], 0, row, first + row]
-        size = {"blocks": shape.blocks, "threads": shape.threads}
-        Machine(memory, operands, **size, shared_words=shape.words(k, form)).run(text)
+        following = row + 1 if row + 1 < rows else 2**32 - 1
+        numbers = row, first + row, following, row % 2
+        machine = Machine(memory, [*(4 * at[:6]), 4 * at[5 + ranked], 0, *numbers], **size)
+        if ahead and row:
+            machine.shared = shared
+        elif ahead:
+            machine.run(kernel.first_copy(k, columns, shape, form))
+        machine.run(text)
+        shared = machine.shared
     found = memory[at[5] :].view(np.int32).reshape(results.shape)
     return tuple(found) if ranked else found[0]

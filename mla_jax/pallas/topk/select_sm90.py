@@ -25,11 +25,13 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mla_jax.pallas import mosaic_inline as inline
 from mla_jax.pallas import mosaic_lib as lib
+from mla_jax.pallas.device import DeviceInfo
 from mla_jax.types import cdiv, round_up
 
 __all__ = ["NO_CANDIDATE", "Form", "Shape", "fewest_blocks", "program", "select", "shape_of"]
@@ -57,6 +59,9 @@ FEW, MANY = 64, 512
 
 EAGER = 1 << 20
 """Ranks that are read before it is known which of them a row sees: so few cost next to nothing."""
+
+NEXT = 4 * AREA + 240
+"""Where the barrier of the copy of the next row is."""
 
 SPREAD = 64
 """Thread blocks up to which few rows have eight or four each: those of a cluster start together,
@@ -91,6 +96,13 @@ class Shape:
         return self.blocks * self.block
 
     @property
+    def residents(self) -> int:
+        """Thread blocks of a multiprocessor that copy rows ahead, or 0 where none does."""
+        if self.blocks > 1 or self.groups < 4:
+            return 0
+        return 1 if self.groups == 8 else 2 * (self.each <= 16)
+
+    @property
     def tables(self) -> int:
         """Where the tables begin, in bytes."""
         return self.totals(len(LEVELS)) if self.blocks > 1 else 5 * AREA
@@ -115,9 +127,9 @@ class Shape:
         return self.pulled + entries if self.blocks > 1 else self.tables
 
     def words(self, k: int, form: "Form") -> int:
-        """Of shared memory."""
+        """Of shared memory, without the row that comes next."""
         kept = 4 * min(k, self.block) * (1 + form.ranked)
-        return max(self.pulled, self.kept + kept) // 4
+        return round_up(max(self.pulled, self.kept + kept), 16) // 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +140,7 @@ class Form:
     origins: bool = False
     places: bool = False
     ranked: bool = False
+    ahead: bool = False  # the next row is copied to shared memory meanwhile
 
 
 def shape_of(columns: int, rows: int = 1) -> Shape:
@@ -190,21 +203,23 @@ def select(
     rows, columns = ranks.shape
     assert columns % 4 == 0 and columns <= shape.columns
     assert places is None or (starts is None and origins is None)
+    workers = shape.residents * DeviceInfo.current().sms
     form = Form(
         starts=starts is not None,
         origins=origins is not None,
         places=places is not None,
         ranked=ranked,
+        ahead=0 < workers < rows,
     )
     facts = {"k": k, "columns": columns, "shape": shape, "form": form}
     facts |= {"eager": rows * columns <= EAGER, "numbered": row is not None}
-    body = functools.partial(_row, **facts)
     out = jax.ShapeDtypeStruct((rows, k), jnp.int32)
+    words = shape.words(k, form) + columns * form.ahead
     kernel = lib.kernel(
-        body,
+        functools.partial(_rows, rows=rows, **facts),
         out_type=(out, out) if ranked else out,
-        scratch_types={"table": plgpu.SMEM((shape.words(k, form),), jnp.int32)},
-        grid=(rows,),
+        scratch_types={"table": plgpu.SMEM((words,), jnp.int32)},
+        grid=(workers if form.ahead else rows,),
         grid_names=("row",),
         cluster=(shape.blocks,),
         cluster_names=("part",),
@@ -220,26 +235,44 @@ def select(
     return kernel(ranks, *given)
 
 
-def _row(
+def _rows(
     ranks_g, starts_g, ends_g, origins_g, places_g, row_g, *chosen_g,
-    k, columns, shape, form, eager, numbered, table,
+    rows, k, columns, shape, form, eager, numbered, table,
 ) -> None:  # fmt: skip
-    @plgpu.inline_mgpu(arg_types=(*(plgpu.RefType(),) * 8, *(inline.SCALAR,) * 2))
-    def run(_, *operands):
-        pointers = [mgpu.utils.memref_ptr(r) for r in operands[:8]]
-        numbers = [x.registers.item() for x in operands[8:]]
-        code = program(k, columns, shape, form, eager=eager)
-        inline.asm(code, [*pointers, *numbers], "l,l,l,l,l,l,l,l,r,r,~{memory}")
-
+    """A row, or, where the next one is copied meanwhile, one row after another."""
     chosen, best = chosen_g[0], chosen_g[-1]
-    row = lax.axis_index("row")
     refs = ranks_g, starts_g, ends_g, origins_g, places_g, chosen, best, table
-    run(*refs, row, row_g[0] + row if numbered else row)
+    first, count = lax.axis_index("row"), lax.axis_size("row")
+
+    def call(code: str, *numbers) -> None:
+        @plgpu.inline_mgpu(arg_types=(*(plgpu.RefType(),) * 8, *(inline.SCALAR,) * len(numbers)))
+        def run(_, *operands):
+            pointers = [mgpu.utils.memref_ptr(r) for r in operands[:8]]
+            values = [x.registers.item() for x in operands[8:]]
+            kinds = ",".join("l" * len(pointers) + "r" * len(values))
+            inline.asm(code, [*pointers, *values], kinds + ",~{memory}")
+
+        run(*refs, *numbers)
+
+    def one(row, *more) -> None:
+        code = program(k, columns, shape, form, eager=eager)
+        call(code, row, row_g[0] + row if numbered else row, *more)
+
+    if not form.ahead:
+        one(first)
+        return
+    call(first_copy(k, columns, shape, form), first)
+
+    @pl.loop(0, lax.div(rows - 1 - first, count) + 1)
+    def _(i):
+        row = first + i * count
+        one(row, jnp.where(row + count < rows, row + count, -1), i & 1)
 
 
 def program(k: int, columns: int, shape: Shape, form: Form, *, eager: bool = False) -> str:
     """Operands: ranks, starts, ends, origins, places, chosen, their ranks, table, the row, and its
-    number in starts, ends and origins.
+    number in starts, ends and origins; where rows are copied ahead, the next row or -1, and the
+    parity of the own one's copy.
 
     Those that ``form`` does not have are not read. ``eager``: ranks are asked for before the row's
     end is known.
@@ -258,7 +291,7 @@ def program(k: int, columns: int, shape: Shape, form: Form, *, eager: bool = Fal
         shr.u32 warp, tid, 5;
         {"mov.u32 part, %cluster_ctarank;" if shape.blocks > 1 else "mov.u32 part, 0;"}
         cvt.u32.u64 table, $7;
-        {_ask(columns, shape, eager=True) if eager else ""}
+        {_ask(columns, shape, eager=True) if eager and not form.ahead else ""}
         mul.wide.s32 at, $9, 4;
         add.u64 out, at, $1;
         {start if form.starts else "mov.b32 start, 0;"}
@@ -267,6 +300,7 @@ def program(k: int, columns: int, shape: Shape, form: Form, *, eager: bool = Fal
         add.u64 out, at, $2;
         ld.global.b32 end, [out];
         {_barriers(shape)}
+        {_take(k, columns, shape, form) if form.ahead else ""}
         min.s32 end, end, {columns};
         mul.wide.s32 at, $8, {4 * k};
         add.u64 out, at, $5;
@@ -274,7 +308,7 @@ def program(k: int, columns: int, shape: Shape, form: Form, *, eager: bool = Fal
         sub.s32 count, end, start;
         setp.le.s32 p, count, {k};
         @p bra EVERYTHING;
-        {"" if eager else _ask(columns, shape, eager=False)}
+        {"" if eager or form.ahead else _ask(columns, shape, eager=False)}
         {_clear(shape)}
         mov.u32 wanted, {k};
         mov.u32 base, 0;
@@ -315,6 +349,50 @@ def _ask(columns: int, shape: Shape, *, eager: bool) -> str:
         else:
             lines.append(f"setp.gt.s32 p, v, {n}; setp.lt.and.s32 p, u, {n + 4}, p;")
         lines.append(f"@p ld.global.v4.b32 {{x{i}, x{i + 1}, x{i + 2}, x{i + 3}}}, [at+{4 * n}];")
+    return " ".join(lines)
+
+
+def first_copy(k: int, columns: int, shape: Shape, form: Form) -> str:
+    """Copy the first row of a thread block to shared memory. Operands: those of ``program``."""
+    return f"""{{
+        .reg .pred p;
+        .reg .b32 tid, table, u;
+        .reg .b64 at;
+        mov.u32 tid, %tid.x;
+        cvt.u32.u64 table, $7;
+        setp.eq.u32 p, tid, 0;
+        @p mbarrier.init.shared.b64 [table+{NEXT}], 1;
+        @p fence.proxy.async.shared::cta;
+        {_copy("$8", k, columns, shape, form)}
+        bar.sync 0;
+        }}"""
+
+
+def _copy(row: str, k: int, columns: int, shape: Shape, form: Form) -> str:
+    """Begin to copy a row, where ``p``."""
+    return f"""
+        mul.wide.s32 at, {row}, {4 * columns}; add.u64 at, at, $0;
+        add.u32 u, table, {4 * shape.words(k, form)};
+        @p mbarrier.arrive.expect_tx.shared.b64 _, [table+{NEXT}], {4 * columns};
+        @p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [u], [at], {4 * columns}, [table+{NEXT}];
+        """
+
+
+def _take(k: int, columns: int, shape: Shape, form: Form) -> str:
+    """``x0``, …, as ``_ask``, once the row is there; then the next one may come."""
+    wait = "mbarrier.try_wait.parity.shared.b64"
+    lines = [
+        f"COMES: {wait} p, [table+{NEXT}], $11; @!p bra COMES;",
+        f"mul.lo.u32 place, warp, {32 * shape.each}; mad.lo.u32 place, lane, 4, place;",
+        f"mad.lo.u32 u, place, 4, table; add.u32 u, u, {4 * shape.words(k, form)};",
+    ]
+    for i in range(0, shape.each, 4):
+        n = 32 * i
+        lines += [f"mov.b32 x{i + j}, {NONE};" for j in range(4)]
+        lines.append(f"setp.lt.s32 p, place, {columns - n};")
+        lines.append(f"@p ld.shared.v4.b32 {{x{i}, x{i + 1}, x{i + 2}, x{i + 3}}}, [u+{4 * n}];")
+    lines.append("bar.sync 0; setp.eq.u32 p, tid, 0; setp.ge.and.s32 p, $10, 0, p;")
+    lines.append(_copy("$10", k, columns, shape, form))
     return " ".join(lines)
 
 
