@@ -253,7 +253,7 @@ def select(
     ranks, starts, ends, origins=None, places=None, first=0,
     *, k: int, shape, ranked=False, eager=False, ahead=False,
 ):  # fmt: skip
-    """``select_sm90.select``; ``ahead``: by one thread block, which copies rows before their turn."""
+    """``select_sm90.select``; ``ahead``: one thread block has all rows, and copies the next one."""
     from mla_jax.pallas.topk import select_sm90 as kernel
 
     rows, columns = ranks.shape

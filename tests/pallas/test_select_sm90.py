@@ -222,7 +222,9 @@ def test_a_shape_holds_a_row(columns):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("keys", "k"), [(700, 16), (8192, 2048), (40_000, 2048), (131_072, 2048)])
+@pytest.mark.parametrize(
+    ("keys", "k"), [(700, 16), (8192, 2048), (30_000, 2048), (40_000, 2048), (131_072, 2048)]
+)
 @pytest.mark.parametrize("rows", [1, 16, 64, 4096])
 def test_on_a_gpu(kind, keys, k, rows, rng):
     """The shapes of few rows and of many; some thread blocks have several rows."""

@@ -15,7 +15,7 @@ from mla_jax.metadata.deepseek_v32 import V32MetadataBuilder
 from mla_jax.metadata.indexer import Indexer
 from mla_jax.ops import indexer_logits, select_topk, write_rows
 from mla_jax.pallas.device import DeviceInfo
-from mla_jax.pallas.indexer import paged_sm90
+from mla_jax.pallas.indexer import paged_sm90, scores_sm90
 from mla_jax.pallas.indexer.ref import quantise_queries
 from mla_jax.pallas.topk import mosaic, rows_sm90, xla
 from mla_jax.pallas.topk.ref import best_positions
@@ -463,6 +463,29 @@ def test_on_a_gpu_over_gathered_codes(module, workspace, columns, rng, monkeypat
     got = select(q, w, codes, jnp.asarray(starts), jnp.asarray(ends), s=jnp.asarray(scales))
     want = [oracle(scores[a:b], b - a, k) for a, b in zip(starts, ends, strict=True)]
     np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(("workers", "work"), [(1, 1), (1, 2), (3, 7), (132, 264), (132, 65_536)])
+def test_stretches_are_all_of_the_work_once(workers, work):
+    """Two of each thread block, as far from the beginning as from the end, equally long."""
+    found = [
+        [tuple(map(int, scores_sm90.stretch_of(i, jnp.int32(n), workers, work))) for i in (0, 1)]
+        for n in range(workers)
+    ]
+    assert sorted(n for both in found for a, b in both for n in range(a, b)) == list(range(work))
+    sizes = [sum(b - a for a, b in both) for both in found]
+    assert max(sizes) - min(sizes) <= 2
+    for (a, b), (c, d) in found:
+        assert abs(a - (work - d)) <= 1 and abs(b - (work - c)) <= 1
+
+
+def test_pages_of_a_thread_block():
+    """Few turns where rows are short and equal, many small thread blocks else."""
+    workers = 5 * 132
+    assert mosaic._span(128, 128, workers) == 26  # one turn
+    assert mosaic._span(64, 512, workers) == mosaic._span(256, 128, workers) == mosaic.SHORT
+    assert mosaic._span(1, 2048, workers) == 4 and mosaic._span(1, 128, workers) == 1
+    assert mosaic._span(1000, 2, workers) == 2
 
 
 WITHOUT = aot.available() or missing("triton")

@@ -39,6 +39,9 @@ MOST_BLOCKS = 5
 SCALES = 2
 """Rows of a page of records, behind its keys, that hold their scales."""
 
+KEPT = 1 << 24
+"""Bytes of ranks, at most, that the L2 cache is asked to keep: a third of it."""
+
 ONE = 0x3F800000
 """Bits of the scale of elements: they have none."""
 
@@ -101,6 +104,7 @@ def paged_ranks(
             "w": plgpu.SMEM((queries, weights.shape[1]), jnp.float32),
         }
     facts = {"columns": columns, "span": span, "least": least}
+    facts |= {"keep": 4 * rows * queries * columns <= KEPT}
     kernel = lib.kernel(
         functools.partial(_paged, **facts, based=base is not None, layers=layers),
         out_type=jax.ShapeDtypeStruct((rows * queries, columns), I32),
@@ -119,7 +123,7 @@ def paged_ranks(
 
 def _paged(
     q_g, w_g, pages_g, table_g, lens_g, layer_g, base_g, ranks_g,
-    *, columns, span, least, based, layers, **refs,
+    *, columns, span, least, keep, based, layers, **refs,
 ) -> None:  # fmt: skip
     """One thread block: a row's queries, and a stream of its pages for each warpgroup."""
     wg, item = lax.axis_index("wg"), lax.axis_index("item")
@@ -167,7 +171,8 @@ def _paged(
         lanes = scores.lane_numbers()
         scale = jnp.where(here >= 0, factor(slot, lanes), MISSING)
         at = column + (i * streams + wg) * BLOCK
-        facts = {"lanes": lanes, "column": at, "columns": columns, "base": base, "codes": records}
+        facts = {"lanes": lanes, "column": at, "columns": columns, "base": base}
+        facts |= {"codes": records, "keep": keep}
 
         @pl.loop(0, queries)
         def _(j):

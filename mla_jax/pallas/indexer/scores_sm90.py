@@ -46,7 +46,7 @@ from mla_jax.types import cdiv
 
 __all__ = [
     "BLOCK", "DIM", "F8", "I32", "KEYS", "MISSING", "PARAMS", "SIDE", "cdiv_", "gathered_ranks",
-    "lane_numbers", "multiply", "scale_of", "shared_as", "store_ranks",
+    "lane_numbers", "multiply", "scale_of", "shared_as", "store_ranks", "stretch_of",
 ]  # fmt: skip
 
 DIM = 128
@@ -143,6 +143,12 @@ def _gathered(
     )
 
 
+def stretch_of(i, worker, workers: int, work: int):
+    """Where the ``i``th of a worker's two stretches of all the ``work`` begins and ends."""
+    place = jnp.where(i == 0, worker, 2 * workers - 1 - worker)
+    return tuple(lax.div((place + x) * work, 2 * workers) for x in (0, 1))
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Role:
     """What both roles of a thread block over gathered keys know."""
@@ -162,10 +168,7 @@ class _Role:
         worker = lax.axis_index("worker")
 
         def stretch(i, done):
-            place = jnp.where(i == 0, worker, 2 * self.workers - 1 - worker)
-            start, end = (
-                lax.div((place + x) * (self.pairs * self.tiles), 2 * self.workers) for x in (0, 1)
-            )
+            start, end = stretch_of(i, worker, self.workers, self.pairs * self.tiles)
 
             def one(tile, done):
                 t, n = done
@@ -180,7 +183,7 @@ class _Role:
         lax.fori_loop(0, 2, stretch, (jnp.int32(0), jnp.int32(0)))
 
     def _seen(self, n, a, b, tile, each: Callable[[Any, Any], None]) -> Any:
-        """``each(n, pair)`` of pairs ``a`` to ``b`` whose group sees the tile; ``n`` behind them."""
+        """``each(n, pair)`` of pairs ``a`` to ``b`` whose group sees the tile; the next ``n``."""
         size, key = TOGETHER // 2, self.key(tile)
         groups = cdiv_(b, size)
 
@@ -414,13 +417,15 @@ def _sums(
 
 
 def store_ranks(
-    x, side, scale, ranks, query, limit, *, lanes, column, base, columns: int, codes: bool = True
-) -> None:
+    x, side, scale, ranks, query, limit,
+    *, lanes, column, base, columns: int, codes: bool = True, keep: bool = False,
+) -> None:  # fmt: skip
     """Sum up ``x`` [64, heads], and store ranks of keys whose row of it is below ``limit``.
 
     ``x`` may be of two queries side by side: ``side`` are words of each, halves of weights, then
     the key behind the last one; column 0 is key ``base``. Of one query ``side`` are its weights,
-    in order, and its page may be missing. Products of ``codes`` are finite.
+    in order, and its page may be missing. Products of ``codes`` are finite. ``keep``: the L2 cache
+    shall keep the ranks until they are read.
     """
     kinds = lib.WGMMA, plgpu.RefType(), plgpu.RefType(), *(inline.SCALAR,) * 7
 
@@ -457,7 +462,7 @@ def store_ranks(
             add.u64 at, at, $0;
             add.u32 u, $3, $7;
             mad.wide.u32 at, u, 4, at;
-            @p st.global.b32 [at], t;
+            {_KEPT if keep else "@p st.global.b32 [at], t;"}
             }}"""
         scalars = [a.registers.item() for a in numbers]
         pointers = [mgpu.utils.memref_ptr(r) for r in (ranks, side)]
@@ -467,6 +472,11 @@ def store_ranks(
 
     store(x, side, ranks, *lanes, scale, query, limit, column, base)
 
+
+_KEPT = """
+    createpolicy.fractional.L2::evict_last.b64 part, 1.0;
+    @p st.global.L2::cache_hint.b32 [at], t, part;
+"""
 
 _OF_TWO = """
     shr.u32 u, $2, 1;

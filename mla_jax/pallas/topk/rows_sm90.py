@@ -71,8 +71,8 @@ def _at_once(
 
 
 def _by_chunks(
-    ranks: Callable[[Array | None, int], Array], first: Int[Array, "rows"], ends: Int[Array, "rows"],
-    longest: int, *, k: int,
+    ranks: Callable[[Array | None, int], Array], first: Int[Array, "rows"],
+    ends: Int[Array, "rows"], longest: int, *, k: int,
 ) -> Int[Array, "rows {k}"]:  # fmt: skip
     """Places of the best of rows longer than ``k``, one chunk of ``COLUMNS`` after the other."""
     rows, zero = len(ends), jnp.zeros_like(ends, shape=())

@@ -370,11 +370,12 @@ def first_copy(k: int, columns: int, shape: Shape, form: Form) -> str:
 
 def _copy(row: str, k: int, columns: int, shape: Shape, form: Form) -> str:
     """Begin to copy a row, where ``p``."""
+    size, copy = 4 * columns, "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
     return f"""
-        mul.wide.s32 at, {row}, {4 * columns}; add.u64 at, at, $0;
+        mul.wide.s32 at, {row}, {size}; add.u64 at, at, $0;
         add.u32 u, table, {4 * shape.words(k, form)};
-        @p mbarrier.arrive.expect_tx.shared.b64 _, [table+{NEXT}], {4 * columns};
-        @p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [u], [at], {4 * columns}, [table+{NEXT}];
+        @p mbarrier.arrive.expect_tx.shared.b64 _, [table+{NEXT}], {size};
+        @p {copy} [u], [at], {size}, [table+{NEXT}];
         """
 
 
@@ -582,9 +583,7 @@ def _own_entries(some: int) -> str:
 def _pulled(some: int, shape: Shape) -> str:
     """``h0``, …: words from ``u`` on of all thread blocks together, in the first warp; else 0."""
     warps, wide = shape.threads // 32, min(some, 4)
-    words = [
-        (4 * n, ", ".join(f"h{n + i}" for i in range(wide))) for n in range(0, some, wide)
-    ]
+    words = [(4 * n, ", ".join(f"h{n + i}" for i in range(wide))) for n in range(0, some, wide)]
     lines = []
     for first in range(0, shape.blocks, warps):
         lines += [
