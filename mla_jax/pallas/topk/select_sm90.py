@@ -5,7 +5,8 @@ the last one kept is found from its top bits on: 11, 11 and 10 of them. Those th
 is known so far are counted in a table of their next bits in shared memory; blocks send each other
 the totals of some entries, and look for the entry in which the count from above passes what is
 wanted. An entry that is wanted as a whole ends the search. Then everything above is stored at its
-place among those kept, which ascends; of equal ranks the first ones are.
+place among those kept, which ascends; of equal ranks the first ones are. Where a thread block has
+several rows, it copies the next one to shared memory meanwhile.
 
 The program is assembly, in steps that are functions here: it lives from shared memory's atomics
 and from the order of elements in registers, neither of which Mosaic gives. Branches lead forward
