@@ -262,6 +262,7 @@ def select(
         origins=origins is not None,
         places=places is not None,
         ranked=ranked,
+        eager=eager,
         ahead=ahead,
     )
     given = [ends if x is None else x for x in (starts, ends, origins, places)]
@@ -269,7 +270,7 @@ def select(
     parts = [np.ascontiguousarray(x, np.int32).ravel() for x in (ranks, *given, *results)]
     at = np.cumsum([0, *map(len, parts)])
     memory = np.concatenate(parts).view(U32)
-    text = kernel.program(k, columns, shape, form, eager=eager)
+    text = kernel.program(k, columns, shape, form)
     size = {"blocks": shape.blocks, "threads": shape.threads}
     size["shared_words"] = shape.words(k, form) + columns * ahead
     shared = None

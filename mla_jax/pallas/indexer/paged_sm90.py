@@ -103,10 +103,12 @@ def paged_ranks(
             "s": plgpu.SMEM((streams, SLOTS, SCALES, DIM), jnp.uint8),
             "w": plgpu.SMEM((queries, weights.shape[1]), jnp.float32),
         }
-    facts = {"columns": columns, "span": span, "least": least}
-    facts |= {"keep": 4 * rows * queries * columns <= KEPT}
+    task = _Task(
+        columns=columns, span=span, least=least, layers=layers, based=base is not None,
+        keep=4 * rows * queries * columns <= KEPT,
+    )  # fmt: skip
     kernel = lib.kernel(
-        functools.partial(_paged, **facts, based=base is not None, layers=layers),
+        functools.partial(_paged, task=task),
         out_type=jax.ShapeDtypeStruct((rows * queries, columns), I32),
         scratch_types=scratch,
         grid=(rows * cdiv(columns, streams * BLOCK * span),),
@@ -121,11 +123,20 @@ def paged_ranks(
     return kernel(q.astype(kind), weights, flat, table, lens, *numbers)
 
 
-def _paged(
-    q_g, w_g, pages_g, table_g, lens_g, layer_g, base_g, ranks_g,
-    *, columns, span, least, keep, based, layers, **refs,
-) -> None:  # fmt: skip
+class _Task(NamedTuple):
+    """What is the same for all thread blocks."""
+
+    columns: int
+    span: int  # pages of a warpgroup
+    least: int  # a row of at most so many keys needs no ranks
+    layers: int
+    based: bool  # column 0 is not position 0
+    keep: bool  # the L2 cache is asked to keep the ranks
+
+
+def _paged(q_g, w_g, pages_g, table_g, lens_g, layer_g, base_g, ranks_g, *, task, **refs) -> None:
     """One thread block: a row's queries, and a stream of its pages for each warpgroup."""
+    columns, span, least, layers, based, keep = task
     wg, item = lax.axis_index("wg"), lax.axis_index("item")
     queries, records = refs["q"].shape[0], "s" in refs
     codes, copied = refs["k"] if records else (refs["k"], refs["k"])

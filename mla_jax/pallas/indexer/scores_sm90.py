@@ -29,7 +29,7 @@ other one from the end. So it does not matter that the first keys are seen by mo
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -95,8 +95,8 @@ def gathered_ranks(
     whole = base is None and first is None
     pairs, tiles = cdiv(rows, 2), cdiv(columns, KEYS)
     workers = min(workers, cdiv(pairs * tiles, 2))
-    facts = {"columns": columns, "heads": heads, "pairs": pairs, "tiles": tiles}
-    body = functools.partial(_gathered, **facts, workers=workers, whole=whole)
+    work = _Work(pairs=pairs, tiles=tiles, workers=workers)
+    body = functools.partial(_gathered, columns=columns, heads=heads, work=work, whole=whole)
     kernel = lib.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((rows, columns), I32),
@@ -126,13 +126,13 @@ def gathered_ranks(
 
 def _gathered(
     q_g, side_g, k_g, s_g, low_g, high_g, numbers_g, ranks_g,
-    *, columns, heads, pairs, tiles, workers, whole, **refs,
+    *, columns, heads, work, whole, **refs,
 ) -> None:  # fmt: skip
     """One thread block: its tiles of keys, and its queries two by two."""
     # The last one: groups of earlier calls.
     base, row, earlier = (jnp.int32(0) if whole else numbers_g[i] for i in range(3))
-    facts = {"refs": refs, "pairs": pairs, "tiles": tiles, "workers": workers}
-    facts |= {"low": low_g, "high": high_g, "earlier": earlier, "base": base}
+    facts = {"refs": refs, "work": work, "low": low_g, "high": high_g}
+    facts |= {"earlier": earlier, "base": base}
     sources = {"keys": (k_g, s_g), "q": q_g, "side": side_g}
     lib.multipliers_and_loader(
         GROUPS,
@@ -149,14 +149,20 @@ def stretch_of(i, worker, workers: int, work: int):
     return tuple(lax.div((place + x) * work, 2 * workers) for x in (0, 1))
 
 
+class _Work(NamedTuple):
+    """All thread blocks together have every pair of queries with every tile of keys."""
+
+    pairs: int
+    tiles: int
+    workers: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Role:
     """What both roles of a thread block over gathered keys know."""
 
     refs: dict[str, Any]
-    pairs: int  # of queries
-    tiles: int  # of keys
-    workers: int
+    work: "_Work"
     low: Any  # keys that a group of queries sees
     high: Any
     earlier: Any  # groups
@@ -165,20 +171,20 @@ class _Role:
     def walk(self, begin: Callable[..., Any], each: Callable[..., None]) -> None:
         """``begin(t, tile)`` of each tile, the ``t``th one of the thread block; and what that gives
         as the last argument of ``each(n, pair, tile, given)`` of its pairs, the ``n``th one."""
-        worker = lax.axis_index("worker")
+        worker, (pairs, tiles, workers) = lax.axis_index("worker"), self.work
 
         def stretch(i, done):
-            start, end = stretch_of(i, worker, self.workers, self.pairs * self.tiles)
+            start, end = stretch_of(i, worker, workers, pairs * tiles)
 
             def one(tile, done):
                 t, n = done
                 given = begin(t, tile)
-                a = jnp.maximum(start - tile * self.pairs, 0)
-                b = jnp.minimum(end - tile * self.pairs, self.pairs)
+                a = jnp.maximum(start - tile * pairs, 0)
+                b = jnp.minimum(end - tile * pairs, pairs)
                 return t + 1, self._seen(n, a, b, tile, lambda n, p: each(n, p, tile, given))
 
-            last = lax.div(end - 1, self.pairs)
-            return lax.fori_loop(lax.div(start, self.pairs), last + 1, one, done)
+            last = lax.div(end - 1, pairs)
+            return lax.fori_loop(lax.div(start, pairs), last + 1, one, done)
 
         lax.fori_loop(0, 2, stretch, (jnp.int32(0), jnp.int32(0)))
 
@@ -384,9 +390,9 @@ def _sums(
     """``s[2 i + row]``: a thread's part of query ``i``'s sums, of operands from ``$first`` on.
 
     ``part`` is where the thread's weights begin, ``words`` those of a query; of ``some`` tiles of
-    eight heads they lie side by side, in the state space ``space``. Of ``codes``, which are finite,
-    the sums are twice as large: one row adds what is positive, twice, the other one ``x + |x|``.
-    Comparisons and additions have units of their own, so half of each is faster than either.
+    eight heads they lie side by side, in the state space ``space``. Of ``codes`` the sums are twice
+    as large: one row adds what is positive, twice, the other one ``x + |x|``. Comparisons and
+    additions have units of their own, so half of each is faster than either. Weights are finite.
     """
     lines, tiles = [], heads // 8
     for i in range(count):
@@ -401,7 +407,7 @@ def _sums(
                 if not codes:
                     lines.append(f"max.NaN.f32 y{n}, {x}, 0f00000000;")
                 elif n < 2:
-                    lines.append(f"setp.gt.f32 k{n}, {x}, 0f00000000;")
+                    lines.append(f"setp.gtu.f32 k{n}, {x}, 0f00000000;")  # of NaN too
                 else:
                     lines.append(f"abs.f32 y{n}, {x}; add.f32 y{n}, y{n}, {x};")
             for n, x in enumerate(xs):

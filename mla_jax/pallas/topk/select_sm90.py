@@ -141,6 +141,8 @@ class Form:
     origins: bool = False
     places: bool = False
     ranked: bool = False
+    numbered: bool = False  # a row's number in starts, ends and origins is another one
+    eager: bool = False  # ranks are asked for before the row's end is known
     ahead: bool = False  # the next row is copied to shared memory meanwhile
 
 
@@ -210,10 +212,11 @@ def select(
         origins=origins is not None,
         places=places is not None,
         ranked=ranked,
+        numbered=row is not None,
+        eager=rows * columns <= EAGER,
         ahead=0 < workers < rows,
     )
     facts = {"k": k, "columns": columns, "shape": shape, "form": form}
-    facts |= {"eager": rows * columns <= EAGER, "numbered": row is not None}
     out = jax.ShapeDtypeStruct((rows, k), jnp.int32)
     words = shape.words(k, form) + columns * form.ahead
     kernel = lib.kernel(
@@ -238,7 +241,7 @@ def select(
 
 def _rows(
     ranks_g, starts_g, ends_g, origins_g, places_g, row_g, *chosen_g,
-    rows, k, columns, shape, form, eager, numbered, table,
+    rows, k, columns, shape, form, table,
 ) -> None:  # fmt: skip
     """A row, or, where the next one is copied meanwhile, one row after another."""
     chosen, best = chosen_g[0], chosen_g[-1]
@@ -256,8 +259,8 @@ def _rows(
         run(*refs, *numbers)
 
     def one(row, *more) -> None:
-        code = program(k, columns, shape, form, eager=eager)
-        call(code, row, row_g[0] + row if numbered else row, *more)
+        number = row_g[0] + row if form.numbered else row
+        call(program(k, columns, shape, form), row, number, *more)
 
     if not form.ahead:
         one(first)
@@ -270,14 +273,14 @@ def _rows(
         one(row, jnp.where(row + count < rows, row + count, -1), i & 1)
 
 
-def program(k: int, columns: int, shape: Shape, form: Form, *, eager: bool = False) -> str:
+def program(k: int, columns: int, shape: Shape, form: Form) -> str:
     """Operands: ranks, starts, ends, origins, places, chosen, their ranks, table, the row, and its
     number in starts, ends and origins; where rows are copied ahead, the next row or -1, and the
     parity of the own one's copy.
 
-    Those that ``form`` does not have are not read. ``eager``: ranks are asked for before the row's
-    end is known.
+    Those that ``form`` does not have are not read.
     """
+    eager = form.eager and not form.ahead
     registers = ", ".join(f"x{i}" for i in range(shape.each))
     start = "ld.global.b32 start, [out]; max.s32 start, start, 0;"
     return f"""{{
@@ -292,7 +295,7 @@ def program(k: int, columns: int, shape: Shape, form: Form, *, eager: bool = Fal
         shr.u32 warp, tid, 5;
         {"mov.u32 part, %cluster_ctarank;" if shape.blocks > 1 else "mov.u32 part, 0;"}
         cvt.u32.u64 table, $7;
-        {_ask(columns, shape, eager=True) if eager and not form.ahead else ""}
+        {_ask(columns, shape, eager=True) if eager else ""}
         mul.wide.s32 at, $9, 4;
         add.u64 out, at, $1;
         {start if form.starts else "mov.b32 start, 0;"}
@@ -652,7 +655,7 @@ def _scan(step: int, kept: str, shape: Shape) -> str:
         f"@p st.shared.b32 [t+{area}], some;",
         # Else the assembler keeps the comparisons as bits of a register, which takes longer than
         # comparing again.
-        f"@p st.shared.b32 [table+{area + 192}], base;",
+        f"setp.eq.u32 p, tid, 0; @p st.shared.b32 [table+{area + 192}], base;",
         "bar.sync 0;",
         f"ld.shared.b32 base, [table+{area + 192}];",
         _warps(area, shape),
