@@ -81,10 +81,8 @@ def prompts() -> Runs:
         q, w, k, scales = (
             jax.random.normal(key, shape) for key, shape in zip(draw, shapes, strict=True)
         )
-        q, k = (60 * x for x in (q, k))
         ends = jnp.arange(cached, count, dtype=jnp.int32) + 1
-        codes = (x.astype(jnp.float8_e4m3fn) for x in (q, k))
-        q, k = codes
+        q, k = ((60 * x).astype(jnp.float8_e4m3fn) for x in (q, k))
         given = q, w, k, jnp.zeros_like(ends), ends, jnp.abs(scales)
         run = _compiled(
             lambda q, w, k, a, b, s: mosaic.select_prefill(q, w, k, a, b, k=indexer.TOPK, scales=s),

@@ -2,8 +2,8 @@
 
 ``score[i, s] = scale[s] * sum_h w[i, h] relu(q[i, h] . k[s])``; what comes out are ranks, as those
 of ``kernels_triton``. Keys are the rows of a product and heads its columns, so a thread sums most
-heads by itself. Of codes ``relu(x)`` is ``(x + |x|) / 2``: an addition runs at twice the rate of a
-maximum, and the half is in the weights.
+heads by itself. Of codes ``relu(x)`` is ``(x + |x|) / 2`` or, in half of the sums, a comparison and
+what is positive: both run at a higher rate than a maximum. The half is in the weights.
 
 Here are the sums, and the kernel over gathered codes: a thread block goes through tiles of 256
 keys, and through some queries for each. Four warpgroups hold 64 keys each in registers, a warp of a

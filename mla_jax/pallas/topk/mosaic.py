@@ -26,8 +26,8 @@ UNROLLED = 32
 """Parts of the rows up to which the loop over them is none."""
 
 BUSY, LONG, SHORT = 0.75, 32, 4
-"""Thread blocks over pages: the part of the multiprocessors that has work in a turn that is taken
-alone, and most pages of a warpgroup in it; pages where there are several turns."""
+"""Thread blocks over pages all start together if they fill at least ``BUSY`` of the places for them
+and a warpgroup has at most ``LONG`` pages; else a warpgroup has ``SHORT`` pages."""
 
 
 def select_decode(
@@ -106,9 +106,10 @@ def select_prefill(
 def _span(rows: int, blocks: int, workers: int) -> int:
     """Of a row's ``blocks`` those of one thread block.
 
-    One turn of all ``workers`` is fastest if it keeps them busy and rows are equally long. Where
-    a turn would be long, or leave many of them idle, thread blocks are small, and workers take one
-    after the other: 64 rows of up to 32,768 keys, of any lengths, took 45 us instead of 60 (H200).
+    ``workers`` thread blocks run at a time. If rows are equally long, it is fastest that all start
+    together. Where that would take long, or leave many places empty, thread blocks are small, and
+    one starts where another ends: 64 rows of up to 32,768 keys, of any lengths, took 45 us instead
+    of 60 (H200).
     """
     once = cdiv(blocks, max(workers // rows, 1))
     busy = rows <= workers and rows * blocks >= BUSY * workers * once

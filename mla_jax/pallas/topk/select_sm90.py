@@ -207,14 +207,15 @@ def select(
     assert columns % 4 == 0 and columns <= shape.columns
     assert places is None or (starts is None and origins is None)
     workers = shape.residents * DeviceInfo.current().sms
+    ahead = 0 < workers < rows
     form = Form(
         starts=starts is not None,
         origins=origins is not None,
         places=places is not None,
         ranked=ranked,
         numbered=row is not None,
-        eager=rows * columns <= EAGER,
-        ahead=0 < workers < rows,
+        eager=not ahead and rows * columns <= EAGER,
+        ahead=ahead,
     )
     facts = {"k": k, "columns": columns, "shape": shape, "form": form}
     out = jax.ShapeDtypeStruct((rows, k), jnp.int32)
@@ -280,7 +281,6 @@ def program(k: int, columns: int, shape: Shape, form: Form) -> str:
 
     Those that ``form`` does not have are not read.
     """
-    eager = form.eager and not form.ahead
     registers = ", ".join(f"x{i}" for i in range(shape.each))
     start = "ld.global.b32 start, [out]; max.s32 start, start, 0;"
     return f"""{{
@@ -295,7 +295,7 @@ def program(k: int, columns: int, shape: Shape, form: Form) -> str:
         shr.u32 warp, tid, 5;
         {"mov.u32 part, %cluster_ctarank;" if shape.blocks > 1 else "mov.u32 part, 0;"}
         cvt.u32.u64 table, $7;
-        {_ask(columns, shape, eager=True) if eager else ""}
+        {_ask(columns, shape, eager=True) if form.eager else ""}
         mul.wide.s32 at, $9, 4;
         add.u64 out, at, $1;
         {start if form.starts else "mov.b32 start, 0;"}
@@ -312,7 +312,7 @@ def program(k: int, columns: int, shape: Shape, form: Form) -> str:
         sub.s32 count, end, start;
         setp.le.s32 p, count, {k};
         @p bra EVERYTHING;
-        {"" if eager or form.ahead else _ask(columns, shape, eager=False)}
+        {"" if form.eager or form.ahead else _ask(columns, shape, eager=False)}
         {_clear(shape)}
         mov.u32 wanted, {k};
         mov.u32 base, 0;
@@ -575,19 +575,22 @@ def _of_cluster(level: int, some: int, flip: int, shape: Shape) -> list[str]:
     return lines
 
 
+def _vectors(some: int) -> tuple[int, list[tuple[int, str]]]:
+    """How ``h0``, … are read: words of a vector, and the offset and the names of each vector."""
+    wide = min(some, 4)
+    firsts = range(0, some, wide)
+    return wide, [(4 * n, ", ".join(f"h{n + i}" for i in range(wide))) for n in firsts]
+
+
 def _own_entries(some: int) -> str:
     """``h0``, …: ``some`` words from the address ``u`` on."""
-    wide = min(some, 4)
-    return " ".join(
-        f"ld.shared.v{wide}.b32 {{{', '.join(f'h{n + i}' for i in range(wide))}}}, [u+{4 * n}];"
-        for n in range(0, some, wide)
-    )
+    wide, vectors = _vectors(some)
+    return " ".join(f"ld.shared.v{wide}.b32 {{{x}}}, [u+{n}];" for n, x in vectors)
 
 
 def _pulled(some: int, shape: Shape) -> str:
     """``h0``, …: words from ``u`` on of all thread blocks together, in the first warp; else 0."""
-    warps, wide = shape.threads // 32, min(some, 4)
-    words = [(4 * n, ", ".join(f"h{n + i}" for i in range(wide))) for n in range(0, some, wide)]
+    warps, (wide, vectors) = shape.threads // 32, _vectors(some)
     lines = []
     for first in range(0, shape.blocks, warps):
         lines += [
@@ -595,14 +598,14 @@ def _pulled(some: int, shape: Shape) -> str:
             "mapa.shared::cluster.u32 v, u, t;",
             f"mad.lo.u32 t, t, {128 * some}, table; mad.lo.u32 t, lane, {4 * some}, t;",
         ]
-        lines += [f"@p ld.shared::cluster.v{wide}.b32 {{{x}}}, [v+{n}];" for n, x in words]
-        lines += [f"@p st.shared.v{wide}.b32 [t+{shape.pulled + n}], {{{x}}};" for n, x in words]
+        lines += [f"@p ld.shared::cluster.v{wide}.b32 {{{x}}}, [v+{n}];" for n, x in vectors]
+        lines += [f"@p st.shared.v{wide}.b32 [t+{shape.pulled + n}], {{{x}}};" for n, x in vectors]
     lines.append("bar.sync 0; setp.eq.u32 q, warp, 0;")
     lines.append(f"mad.lo.u32 v, lane, {4 * some}, table;")
     lines += [f"mov.b32 h{n}, 0;" for n in range(some)]
     for block in range(shape.blocks):
         at = shape.pulled + 128 * some * block
-        for n, _ in words:
+        for n, _ in vectors:
             lines += [f"mov.b32 e{i}, 0;" for i in range(wide)]
             names = ", ".join(f"e{i}" for i in range(wide))
             lines.append(f"@q ld.shared.v{wide}.b32 {{{names}}}, [v+{at + n}];")
