@@ -28,14 +28,21 @@ def instructions(text: str) -> list[str]:
 
 
 class Machine:
-    """A cluster of thread blocks; ``memory`` are words, ``operands`` the program's ``$0``, …"""
+    """A cluster of thread blocks; ``memory`` are words, ``operands`` the program's ``$0``, …
 
-    def __init__(self, memory, operands, *, blocks: int, threads: int, shared_words: int):
+    ``teams``: the blocks are teams of one, each with a part of its own of shared memory. Operands
+    are numbers, or arrays of each thread's.
+    """
+
+    def __init__(
+        self, memory, operands, *, blocks: int, threads: int, shared_words: int, teams: bool = False
+    ):
         n = blocks * threads
         self.memory, self.blocks, self.threads, self.n = memory, blocks, threads, n
         self.shared = np.full((blocks, shared_words), 0xDEADBEEF, U32)
         self.registers = {f"${i}": np.full(n, x, U64) for i, x in enumerate(operands)}
-        self.registers["%tid.x"] = np.tile(np.arange(threads), blocks).astype(U64)
+        own = np.arange(n) if teams else np.tile(np.arange(threads), blocks)
+        self.registers["%tid.x"] = own.astype(U64)
         self.registers["%cluster_ctarank"] = np.repeat(np.arange(blocks), threads).astype(U64)
         self.block = np.repeat(np.arange(blocks), threads)
         self.waits = np.full(n, "", object)
@@ -253,7 +260,8 @@ def select(
     ranks, starts, ends, origins=None, places=None, first=0,
     *, k: int, shape, ranked=False, eager=False, ahead=False,
 ):  # fmt: skip
-    """``select_sm90.select``; ``ahead``: one thread block has all rows, and copies the next one."""
+    """``select_sm90.select``; ``ahead``: one thread block, or each of its teams, has several rows,
+    and copies the next one."""
     from mla_jax.pallas.topk import select_sm90 as kernel
 
     rows, columns = ranks.shape
@@ -271,14 +279,18 @@ def select(
     at = np.cumsum([0, *map(len, parts)])
     memory = np.concatenate(parts).view(U32)
     text = kernel.program(k, columns, shape, form)
-    size = {"blocks": shape.blocks, "threads": shape.threads}
-    size["shared_words"] = shape.words(k, form) + columns * ahead
-    shared = None
-    for row in range(rows):
-        following = row + 1 if row + 1 < rows else 2**32 - 1
-        numbers = row, first + row, following, row % 2
-        machine = Machine(memory, [*(4 * at[:6]), 4 * at[5 + ranked], 0, *numbers], **size)
-        if ahead and row:
+    words = shape.teams * (shape.words(k, form) + columns * ahead)
+    size = {"blocks": shape.teams * shape.blocks, "threads": shape.threads, "shared_words": words}
+    shared, own = None, np.repeat(np.arange(shape.teams), shape.blocks * shape.threads)
+    for turn, start in enumerate(range(0, rows, shape.teams)):
+        # A team without a row repeats the last one.
+        row = np.minimum(start + own, rows - 1)
+        after = start + shape.teams + own
+        following = np.minimum(after, rows - 1) if after[0] < rows else 2**32 - 1
+        numbers = row, first + row, following, turn % 2
+        operands = [*(4 * at[:6]), 4 * at[5 + ranked], 0, *numbers]
+        machine = Machine(memory, operands, **size, teams=shape.teams > 1)
+        if ahead and turn:
             machine.shared = shared
         elif ahead:
             machine.run(kernel.first_copy(k, columns, shape, form))

@@ -75,6 +75,7 @@ SHAPES = (
     Shape(blocks=3, groups=8, each=20),
     Shape(blocks=1, groups=8, each=32),
     Shape(blocks=8, groups=2, each=8),
+    Shape(blocks=1, groups=2, each=8, teams=4),
 )
 
 

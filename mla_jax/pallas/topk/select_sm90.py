@@ -21,7 +21,8 @@ cluster wait for words that were sent to them: its own barrier costs a fence of 
 # pyright: reportCallIssue=false
 
 import functools
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -61,8 +62,14 @@ FEW, MANY = 64, 512
 EAGER = 1 << 20
 """Ranks that are read before it is known which of them a row sees: so few cost next to nothing."""
 
+PIECES = 8
+"""Copies of a row, at most."""
+
 NEXT = 4 * AREA + 240
 """Where the barrier of the copy of the next row is."""
+
+TEAMS = 8
+"""The first of the hardware barriers of teams; Mosaic has 0 to 3."""
 
 SPREAD = 64
 """Thread blocks up to which few rows have eight or four each: those of a cluster start together,
@@ -76,14 +83,19 @@ NONE = "0x80000000"
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Of a row's cluster: thread blocks, warpgroups of each, and ranks of a thread."""
+    """Of a row's cluster: thread blocks, warpgroups of each, and ranks of a thread.
+
+    Or a thread block has several rows at a time, each of which has a team of so many warpgroups.
+    """
 
     blocks: int
     groups: int
     each: int
+    teams: int = 1
 
     @property
     def threads(self) -> int:
+        """Of a thread block, or of a team."""
         return 128 * self.groups
 
     @property
@@ -99,9 +111,10 @@ class Shape:
     @property
     def residents(self) -> int:
         """Thread blocks of a multiprocessor that copy rows ahead, or 0 where none does."""
-        if self.blocks > 1 or self.groups < 4:
+        groups = self.groups * self.teams
+        if self.blocks > 1 or groups < 4:
             return 0
-        return 1 if self.groups == 8 else 2 * (self.each <= 16)
+        return 1 if groups == 8 else 2 * (self.each <= 16)
 
     @property
     def tables(self) -> int:
@@ -112,14 +125,19 @@ class Shape:
         """Where the totals of a level are, those of each thread block of the cluster."""
         return 5 * AREA + BARRIERS + level * self.blocks * LINE
 
+    @property
+    def counted(self) -> int:
+        """Tables. Blocks of a cluster may still read the first one while the third one is filled."""
+        return 2 if self.blocks == 1 else 3
+
     def table(self, level: int) -> int:
-        """Where the table of a level begins; behind the last one everything else."""
-        return self.tables + level * TABLE
+        """Where the table of a level begins; of one thread block the third is the first again."""
+        return self.tables + level % self.counted * TABLE
 
     @property
     def pulled(self) -> int:
         """Where the entries of one warp are, those of each thread block of the cluster."""
-        return self.table(len(LEVELS))
+        return self.tables + self.counted * TABLE
 
     @property
     def kept(self) -> int:
@@ -128,7 +146,7 @@ class Shape:
         return self.pulled + entries if self.blocks > 1 else self.tables
 
     def words(self, k: int, form: "Form") -> int:
-        """Of shared memory, without the row that comes next."""
+        """Of shared memory, for each team, without the row that comes next."""
         kept = 4 * min(k, self.block) * (1 + form.ranked)
         return round_up(max(self.pulled, self.kept + kept), 16) // 4
 
@@ -165,6 +183,9 @@ def shape_of(columns: int, rows: int = 1) -> Shape:
     """
     if rows >= MANY and columns <= 128 * MOST:
         return fewest_blocks(columns, 1)
+    if rows >= MANY and columns <= 512 * MOST:
+        groups = 2 if columns <= 256 * MOST else 4
+        return replace(fewest_blocks(columns, groups), teams=8 // groups)
     if columns > 512 * MOST:
         most = next((n for n in (8, 4) if rows * n <= SPREAD), 1)
         if columns <= most * 512 * MOST:
@@ -206,8 +227,8 @@ def select(
     rows, columns = ranks.shape
     assert columns % 4 == 0 and columns <= shape.columns
     assert places is None or (starts is None and origins is None)
-    workers = shape.residents * DeviceInfo.current().sms
-    ahead = 0 < workers < rows
+    workers, teams = shape.residents * DeviceInfo.current().sms, shape.teams
+    ahead = 0 < workers * teams < rows
     form = Form(
         starts=starts is not None,
         origins=origins is not None,
@@ -223,12 +244,12 @@ def select(
     kernel = lib.kernel(
         functools.partial(_rows, rows=rows, **facts),
         out_type=(out, out) if ranked else out,
-        scratch_types={"table": plgpu.SMEM((words,), jnp.int32)},
-        grid=(workers if form.ahead else rows,),
+        scratch_types={"table": plgpu.SMEM((teams * words,), jnp.int32)},
+        grid=(workers if form.ahead else cdiv(rows, teams),),
         grid_names=("row",),
         cluster=(shape.blocks,),
         cluster_names=("part",),
-        num_threads=shape.groups,
+        num_threads=teams * shape.groups,
         thread_name="wg",
         kernel_name="mla_select",
         compiler_params=plgpu.CompilerParams(
@@ -247,7 +268,8 @@ def _rows(
     """A row, or, where the next one is copied meanwhile, one row after another."""
     chosen, best = chosen_g[0], chosen_g[-1]
     refs = ranks_g, starts_g, ends_g, origins_g, places_g, chosen, best, table
-    first, count = lax.axis_index("row"), lax.axis_size("row")
+    team, count = lax.div(lax.axis_index("wg"), shape.groups), shape.teams * lax.axis_size("row")
+    first = shape.teams * lax.axis_index("row") + team
 
     def call(code: str, *numbers) -> None:
         @plgpu.inline_mgpu(arg_types=(*(plgpu.RefType(),) * 8, *(inline.SCALAR,) * len(numbers)))
@@ -263,15 +285,19 @@ def _rows(
         number = row_g[0] + row if form.numbered else row
         call(program(k, columns, shape, form), row, number, *more)
 
-    if not form.ahead:
-        one(first)
-        return
-    call(first_copy(k, columns, shape, form), first)
+    def all_of_them() -> None:
+        call(first_copy(k, columns, shape, form), first)
 
-    @pl.loop(0, lax.div(rows - 1 - first, count) + 1)
-    def _(i):
-        row = first + i * count
-        one(row, jnp.where(row + count < rows, row + count, -1), i & 1)
+        @pl.loop(0, lax.div(rows - 1 - first, count) + 1)
+        def _(i):
+            row = first + i * count
+            one(row, jnp.where(row + count < rows, row + count, -1), i & 1)
+
+    mine = all_of_them if form.ahead else lambda: one(first)
+    if shape.teams == 1:
+        mine()
+    else:
+        pl.when(first < rows)(mine)
 
 
 def program(k: int, columns: int, shape: Shape, form: Form) -> str:
@@ -286,15 +312,14 @@ def program(k: int, columns: int, shape: Shape, form: Form) -> str:
     return f"""{{
         .reg .pred p, q;
         .reg .b32 {registers};
-        .reg .b32 tid, lane, warp, part, start, end, origin, count, place, table, wanted, base;
-        .reg .b32 before, earlier, some, all, mine, found, t, u, v;
+        .reg .b32 tid, lane, warp, part, start, end, origin, count, place, table, wanted, base, team;
+        .reg .b32 before, earlier, some, all, mine, found, t, u, v, four, minus;
         .reg .b32 h<{max(ENTRIES // shape.threads, 2)}>, e<4>, c<2>, i<2>;
         .reg .b64 at, out, to, best;
-        mov.u32 tid, %tid.x;
-        and.b32 lane, tid, 31;
+        {_thread(k, columns, shape, form)}
         shr.u32 warp, tid, 5;
         {"mov.u32 part, %cluster_ctarank;" if shape.blocks > 1 else "mov.u32 part, 0;"}
-        cvt.u32.u64 table, $7;
+        {_FACTORS}
         {_ask(columns, shape, eager=True) if form.eager else ""}
         mul.wide.s32 at, $9, 4;
         add.u64 out, at, $1;
@@ -306,9 +331,6 @@ def program(k: int, columns: int, shape: Shape, form: Form) -> str:
         {_barriers(shape)}
         {_take(k, columns, shape, form) if form.ahead else ""}
         min.s32 end, end, {columns};
-        mul.wide.s32 at, $8, {4 * k};
-        add.u64 out, at, $5;
-        add.u64 best, at, $6;
         sub.s32 count, end, start;
         setp.le.s32 p, count, {k};
         @p bra EVERYTHING;
@@ -328,6 +350,43 @@ def program(k: int, columns: int, shape: Shape, form: Form) -> str:
         {_everything(k, columns, shape, form)}
         END:
         }}"""
+
+
+def _thread(k: int, columns: int, shape: Shape, form: Form) -> str:
+    """``tid``, ``lane``, and where shared memory begins: those of a team, if there are several."""
+    lines = "mov.u32 tid, %tid.x; and.b32 lane, tid, 31; cvt.u32.u64 table, $7;"
+    if shape.teams == 1:
+        return lines
+    size = 4 * (shape.words(k, form) + columns * form.ahead)
+    # The sum is the same in all lanes, which the assembler knows of no shift.
+    return f"""
+        {lines}
+        shr.u32 team, tid, {7 + int(math.log2(shape.groups))}; and.b32 tid, tid, {shape.threads - 1};
+        setp.eq.u32 p, lane, 0; selp.b32 team, team, 0, p;
+        redux.sync.add.s32 team, team, 0xffffffff;
+        mad.lo.u32 table, team, {size}, table; add.u32 team, team, {TEAMS};
+        """
+
+
+def _sync(shape: Shape) -> str:
+    """All threads of the thread block, or of the team, wait for each other."""
+    return "bar.sync 0;" if shape.teams == 1 else f"bar.sync team, {shape.threads};"
+
+
+_FACTORS = """
+    setp.eq.u32 p, lane, 0; selp.b32 minus, -1, 0, p;
+    redux.sync.add.s32 minus, minus, 0xffffffff; mul.lo.u32 four, minus, -4;
+    """
+"""``four`` and ``minus`` are 4 and -1, which the assembler does not know. So it multiplies by them.
+
+Shifts, comparisons and most additions run in one unit, a warp's in two cycles, products in another
+one. Half of the additions as products: both units are busy as long, and shorter.
+"""
+
+
+def _more(to: str, x: str, n: int) -> str:
+    """``to = x + n`` in the unit of products."""
+    return f"mad.lo.u32 {to}, minus, {-n}, {x};"
 
 
 def _ask(columns: int, shape: Shape, *, eager: bool) -> str:
@@ -359,27 +418,31 @@ def _ask(columns: int, shape: Shape, *, eager: bool) -> str:
 def first_copy(k: int, columns: int, shape: Shape, form: Form) -> str:
     """Copy the first row of a thread block to shared memory. Operands: those of ``program``."""
     return f"""{{
-        .reg .pred p;
-        .reg .b32 tid, table, u;
+        .reg .pred p, q;
+        .reg .b32 tid, lane, table, team, u;
         .reg .b64 at;
-        mov.u32 tid, %tid.x;
-        cvt.u32.u64 table, $7;
+        {_thread(k, columns, shape, form)}
         setp.eq.u32 p, tid, 0;
         @p mbarrier.init.shared.b64 [table+{NEXT}], 1;
         @p fence.proxy.async.shared::cta;
+        {_sync(shape)}
+        setp.ge.u32 p, tid, 0;
         {_copy("$8", k, columns, shape, form)}
-        bar.sync 0;
+        {_sync(shape)}
         }}"""
 
 
 def _copy(row: str, k: int, columns: int, shape: Shape, form: Form) -> str:
-    """Begin to copy a row, where ``p``."""
+    """Begin to copy a row, where ``p``: each of the first threads has a piece."""
     size, copy = 4 * columns, "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+    pieces = math.gcd(PIECES, size // 16)
     return f"""
-        mul.wide.s32 at, {row}, {size}; add.u64 at, at, $0;
-        add.u32 u, table, {4 * shape.words(k, form)};
-        @p mbarrier.arrive.expect_tx.shared.b64 _, [table+{NEXT}], {size};
-        @p {copy} [u], [at], {size}, [table+{NEXT}];
+        setp.eq.and.u32 q, tid, 0, p;
+        @q mbarrier.arrive.expect_tx.shared.b64 _, [table+{NEXT}], {size};
+        setp.lt.and.u32 q, tid, {pieces}, p;
+        mul.wide.s32 at, {row}, {size}; add.u64 at, at, $0; mad.wide.u32 at, tid, {size // pieces}, at;
+        mad.lo.u32 u, tid, {size // pieces}, table; add.u32 u, u, {4 * shape.words(k, form)};
+        @q {copy} [u], [at], {size // pieces}, [table+{NEXT}];
         """
 
 
@@ -392,11 +455,14 @@ def _take(k: int, columns: int, shape: Shape, form: Form) -> str:
         f"mad.lo.u32 u, place, 4, table; add.u32 u, u, {4 * shape.words(k, form)};",
     ]
     for i in range(0, shape.each, 4):
-        n = 32 * i
-        lines += [f"mov.b32 x{i + j}, {NONE};" for j in range(4)]
-        lines.append(f"setp.lt.s32 p, place, {columns - n};")
-        lines.append(f"@p ld.shared.v4.b32 {{x{i}, x{i + 1}, x{i + 2}, x{i + 3}}}, [u+{4 * n}];")
-    lines.append("bar.sync 0; setp.eq.u32 p, tid, 0; setp.ge.and.s32 p, $10, 0, p;")
+        n, only = 32 * i, ""
+        if columns < shape.block:
+            only = "@p"
+            lines += [f"mov.b32 x{i + j}, {NONE};" for j in range(4)]
+            lines.append(f"setp.lt.s32 p, place, {columns - n};")
+        vector = f"{{x{i}, x{i + 1}, x{i + 2}, x{i + 3}}}"
+        lines.append(f"{only} ld.shared.v4.b32 {vector}, [u+{4 * n}];")
+    lines.append(f"{_sync(shape)} setp.ge.s32 p, $10, 0;")
     lines.append(_copy("$10", k, columns, shape, form))
     return " ".join(lines)
 
@@ -413,18 +479,24 @@ def _clear(shape: Shape) -> str:
         f"setp.ge.and.s32 q, v, {shape.block}, q;",
         "sub.s32 start, start, place;",
         "sub.s32 end, end, place;",
-        "mov.b32 t, 0; mad.lo.u32 u, tid, 16, table;",
+        _zeros(shape.tables, shape.counted * TABLE, shape),
+        _sync(shape),
+        _all_began(shape),
+        "@q bra SEEN;",
     ]
-    size = shape.table(len(LEVELS)) - shape.tables
-    for n in range(0, size, 16 * shape.threads):
-        lines.append(f"setp.lt.u32 p, tid, {(size - n) // 16};")
-        lines.append(f"@p st.shared.v4.b32 [u+{shape.tables + n}], {{t, t, t, t}};")
-    lines += ["bar.sync 0;", _all_began(shape), "@q bra SEEN;"]
     for i in range(shape.each):
         n = 32 * (i // 4 * 4) + i % 4
         lines.append(f"setp.gt.s32 p, end, {n}; setp.le.and.s32 p, start, {n}, p;")
         lines.append(f"selp.b32 x{i}, x{i}, {NONE}, p;")
     lines.append("SEEN: add.s32 start, start, 0;")
+    return " ".join(lines)
+
+
+def _zeros(first: int, size: int, shape: Shape) -> str:
+    lines = ["mov.b32 t, 0; mad.lo.u32 u, tid, 16, table;"]
+    for n in range(0, size, 16 * shape.threads):
+        lines.append(f"setp.lt.u32 p, tid, {(size - n) // 16};")
+        lines.append(f"@p st.shared.v4.b32 [u+{first + n}], {{t, t, t, t}};")
     return " ".join(lines)
 
 
@@ -472,22 +544,24 @@ def _level(level: int, shape: Shape) -> str:
     kept is not below ``base``. Behind the last level ``wanted`` of the ranks ``base`` are kept.
     """
     low, bits = LEVELS[level]
-    entries, area = shape.table(level), level * AREA
-    # The assembler makes a branch of a predicate here: the others count at a place of no use.
-    lines = [f"add.u32 u, table, {entries};"]
+    entries, area, unused = shape.table(level), level * AREA, ENTRIES - (1 << bits)
+    # The last entries are used. What is below ``base`` may count before them, which does not matter.
+    lines = []
+    if level + 1 == shape.counted < len(LEVELS):
+        lines.append(_zeros(shape.table(level + 1), TABLE, shape))
+    lines.append(f"add.u32 u, table, {entries}; sub.u32 base, base, {unused << low};")
+    lines.append(f"shr.u32 v, base, {low};")
     for i in range(shape.each):
-        if level == 0:
-            lines.append(f"shr.u32 t, x{i}, {low};")
-        elif low:
-            lines.append(f"sub.u32 t, x{i}, base; shr.u32 t, t, {low}; min.u32 t, t, {ENTRIES};")
-        else:
-            lines.append(f"sub.u32 t, x{i}, base; setp.lt.u32 p, t, {1 << bits};")
-            lines.append(f"selp.b32 t, t, {ENTRIES}, p;")
-        lines.append("mad.lo.u32 t, t, 4, u; red.shared.add.u32 [t], 1;")
+        lines.append(f"shr.u32 t, x{i}, {low};" if low else f"mov.b32 t, x{i};")
+        if level:
+            # The assembler makes a branch of a predicate here: the others count at a place of no
+            # use.
+            lines.append(f"sub.u32 t, t, v; min.u32 t, t, {ENTRIES};")
+        lines.append("mad.lo.u32 t, t, four, u; red.shared.add.u32 [t], 1;")
     # The best value is entry 2047; as integers with a sign the upper half comes first.
     some, flip = ENTRIES // shape.threads, 1 << (bits - 1) if level == 0 else 0
     lines += [
-        "bar.sync 0;",
+        _sync(shape),
         _entries("tid", some, flip, entries),
         _own_entries(some),
         _summed(some),
@@ -495,15 +569,13 @@ def _level(level: int, shape: Shape) -> str:
         "add.u32 t, before, some;",
         "setp.lt.u32 p, before, wanted; setp.ge.and.u32 p, t, wanted, p;",
     ]
-    for n in reversed(range(some)):
-        lines += [
-            f"add.u32 t, before, h{n}; setp.ge.and.u32 q, t, wanted, p;",
-            f"add.u32 u, mine, {n};",
-            f"@q st.shared.v4.b32 [table+{area + 192}], {{u, before, h{n}, u}};",
-            "not.pred q, q; and.pred p, p, q; mov.b32 before, t;",
-        ]
+    lines.append(f"add.u32 found, mine, {some - 1}; mov.b32 all, h{some - 1};")
+    for n in reversed(range(some - 1)):
+        lines.append("add.u32 t, before, all; setp.lt.u32 q, t, wanted; @q mov.b32 before, t;")
+        lines.append(f"@q add.u32 found, mine, {n}; @q mov.b32 all, h{n};")
     lines += [
-        "bar.sync 0;",
+        f"@p st.shared.v4.b32 [table+{area + 192}], {{found, before, all, found}};",
+        _sync(shape),
         f"ld.shared.v4.b32 {{found, before, all, t}}, [table+{area + 192}];",
         "sub.u32 wanted, wanted, before;",
         f"xor.b32 found, found, {1 << (bits - 1)};" if level == 0 else "",
@@ -535,7 +607,7 @@ def _of_block(area: int, shape: Shape) -> list[str]:
         "mad.lo.u32 t, warp, 4, table; setp.eq.u32 p, lane, 31;",
         f"@p st.shared.b32 [t+{area}], before;",
         "sub.u32 before, before, some;",
-        "bar.sync 0;",
+        _sync(shape),
         _warps(area, shape),
         "add.u32 before, before, t;",
     ]
@@ -600,7 +672,7 @@ def _pulled(some: int, shape: Shape) -> str:
         ]
         lines += [f"@p ld.shared::cluster.v{wide}.b32 {{{x}}}, [v+{n}];" for n, x in vectors]
         lines += [f"@p st.shared.v{wide}.b32 [t+{shape.pulled + n}], {{{x}}};" for n, x in vectors]
-    lines.append("bar.sync 0; setp.eq.u32 q, warp, 0;")
+    lines.append(f"{_sync(shape)} setp.eq.u32 q, warp, 0;")
     lines.append(f"mad.lo.u32 v, lane, {4 * some}, table;")
     lines += [f"mov.b32 h{n}, 0;" for n in range(some)]
     for block in range(shape.blocks):
@@ -647,7 +719,7 @@ def _scan(step: int, kept: str, shape: Shape) -> str:
         lines.append(f"mov.b32 c{w}, 0;")
         for i in range(16 * w, min(16 * w + 16, shape.each)):
             lines.append(f"setp.{kept}.s32 p, x{i}, base;")
-            lines.append(f"@p add.u32 c{w}, c{w}, {1 << (8 * (i // 4 % 4))};")
+            lines.append(f"@p {_more(f'c{w}', f'c{w}', 1 << (8 * (i // 4 % 4)))}")
         lines.append(_scanned(f"c{w}", f"i{w}"))
         lines.append(f"sub.u32 c{w}, i{w}, c{w};")
         lines.append(f"shfl.sync.idx.b32 i{w}, i{w}, 31, 31, 0xffffffff;")
@@ -659,7 +731,7 @@ def _scan(step: int, kept: str, shape: Shape) -> str:
         # Else the assembler keeps the comparisons as bits of a register, which takes longer than
         # comparing again.
         f"setp.eq.u32 p, tid, 0; @p st.shared.b32 [table+{area + 192}], base;",
-        "bar.sync 0;",
+        _sync(shape),
         f"ld.shared.b32 base, [table+{area + 192}];",
         _warps(area, shape),
         "mov.b32 before, t;",
@@ -715,6 +787,11 @@ def _drop(shape: Shape) -> str:
     return " ".join(lines)
 
 
+def _results(k: int) -> str:
+    """``out`` and ``best``: where the row's places and ranks go."""
+    return f"mul.wide.s32 at, $8, {4 * k}; add.u64 out, at, $5; add.u64 best, at, $6;"
+
+
 def _store(k: int, columns: int, shape: Shape, form: Form) -> str:
     """Places of what is kept, and its ranks, if ``form`` wants them.
 
@@ -727,12 +804,13 @@ def _store(k: int, columns: int, shape: Shape, form: Form) -> str:
         lines.append(begin)
         lines.append("mad.lo.u32 u, some, 4, table;")
         for i in range(first, first + 4):
-            lines.append(f"setp.ge.s32 p, x{i}, base; add.u32 t, place, {32 * first + i % 4};")
+            lines.append(f"setp.ge.s32 p, x{i}, base; {_more('t', 'place', 32 * first + i % 4)}")
             lines.append(f"@p st.shared.b32 [u+{shape.kept}], t;")
             if form.ranked:
                 lines.append(f"@p st.shared.b32 [u+{ranks}], x{i};")
-            lines.append("@p add.u32 u, u, 4;")
-    lines += ["bar.sync 0;", _earlier(4, shape)]
+            lines.append(f"@p {_more('u', 'u', 4)}")
+    lines += [_sync(shape), _earlier(4, shape)]
+    lines.append(_results(k))
     lines.append("mad.lo.u32 u, tid, 4, table; add.u32 t, tid, earlier;")
     lines.append("mad.wide.u32 out, t, 4, out; mad.wide.u32 best, t, 4, best;")
     if form.places:
@@ -758,7 +836,8 @@ def _store(k: int, columns: int, shape: Shape, form: Form) -> str:
 
 def _everything(k: int, columns: int, shape: Shape, form: Form) -> str:
     """A row that sees at most ``k`` columns takes them."""
-    lines = [f"mad.lo.u32 u, part, {shape.threads}, tid;", "sub.s32 origin, start, origin;"]
+    lines = [_results(k), f"mad.lo.u32 u, part, {shape.threads}, tid;"]
+    lines.append("sub.s32 origin, start, origin;")
     if form.ranked:
         lines.append(f"mul.wide.s32 at, $8, {4 * columns}; add.u64 at, at, $0;")
         lines.append("mad.wide.u32 at, start, 4, at;")
