@@ -9,6 +9,9 @@ import re
 import numpy as np
 
 U32, U64 = np.uint32, np.uint64
+UNTOUCHED = np.int32(-0x33333334)
+"""What stands in results before they are written."""
+
 CALLS = {
     "add": np.add, "sub": np.subtract, "xor": np.bitwise_xor, "and": np.bitwise_and,
     "shr": np.right_shift, "min": np.minimum, "max": np.maximum,
@@ -258,7 +261,7 @@ class Machine:
 
 def select(
     ranks, starts, ends, origins=None, places=None, first=0,
-    *, k: int, shape, ranked=False, eager=False, ahead=False,
+    *, k: int, shape, ranked=False, eager=False, ahead=False, whole=False,
 ):  # fmt: skip
     """``select_sm90.select``; ``ahead``: one thread block, or each of its teams, has several rows,
     and copies the next one."""
@@ -272,9 +275,10 @@ def select(
         ranked=ranked,
         eager=eager,
         ahead=ahead,
+        whole=whole,
     )
     given = [ends if x is None else x for x in (starts, ends, origins, places)]
-    results = np.full((1 + ranked, rows, k), 0xCCCCCCCC, U32).view(np.int32)
+    results = np.full((1 + ranked, len(ends) if whole else rows, k), UNTOUCHED)
     parts = [np.ascontiguousarray(x, np.int32).ravel() for x in (ranks, *given, *results)]
     at = np.cumsum([0, *map(len, parts)])
     memory = np.concatenate(parts).view(U32)

@@ -110,10 +110,13 @@ def test_bounds_may_be_of_more_rows(rng):
     ranks = drawn("random", rng, 4, keys)
     shape = Shape(blocks=1, groups=4, each=4)
     origins = limits[:, 0] - 10
-    got = ptx_machine.select(ranks, *limits.T, origins, first=2, k=k, shape=shape)
     own = limits[2:6]
     alone = ptx_machine.select(ranks, *own.T, own[:, 0] - 10, k=k, shape=shape)
+    got = ptx_machine.select(ranks, *limits.T, origins, first=2, k=k, shape=shape)
     np.testing.assert_array_equal(got, alone)
+    got = ptx_machine.select(ranks, *limits.T, origins, first=2, k=k, shape=shape, whole=True)
+    np.testing.assert_array_equal(got[2:6], alone)
+    assert len(got) == 7 and (got[[0, 1, 6]] == ptx_machine.UNTOUCHED).all()
 
 
 def test_a_list_may_be_full_of_what_is_no_candidate(rng):
@@ -155,8 +158,12 @@ def test_places_and_ranks_of_lists(kind, shape, rng):
     np.testing.assert_array_equal(found, np.where(wanted < 0, -(2**31), taken))
 
 
-def by_sorting(ranks, starts, ends, origins=None, places=None, row=None, *, k, shape, ranked=False):
+def by_sorting(
+    ranks, starts, ends, origins=None, places=None, row=None, into=None,
+    *, k, shape, ranked=False, whole=False,
+):  # fmt: skip
     """``select`` without its kernel."""
+    into = jnp.full((len(ends), k), 777, jnp.int32) if into is None else into
     starts, ends, origins = (
         x if x is None or row is None else jax.lax.dynamic_slice_in_dim(x, row, len(ranks))
         for x in (starts, ends, origins)
@@ -173,6 +180,8 @@ def by_sorting(ranks, starts, ends, origins=None, places=None, row=None, *, k, s
     else:
         found = jnp.where(seen > k, jnp.take_along_axis(places, best, axis=1, mode="clip"), best)
     found = jnp.where(real, found, -1)
+    if whole:
+        return jax.lax.dynamic_update_slice_in_dim(into, found, row, 0)
     taken = jnp.take_along_axis(ranks, best, axis=1, mode="clip")
     return (found, jnp.where(found >= 0, taken, -(2**31))) if ranked else found
 
@@ -204,8 +213,12 @@ def test_lists_of_parts_are_joined(kind, keys, rng, monkeypatch):
         want = [oracle(r, a, b, k) for r, a, b in zip(full, own, np.asarray(ends), strict=True)]
         np.testing.assert_array_equal(got, want)
         five = jnp.int32(3), 5
-        got = rows_sm90.select(lambda *where: some(*where)[3:8], first, ends, keys, k=k, some=five)
-        np.testing.assert_array_equal(got, want[3:8])
+        into = jnp.full((len(ends), k), -5, jnp.int32)
+        for given in (None, into):  # without an array of all rows the others may be anything
+            facts = {"k": k, "some": five, "into": given}
+            got = rows_sm90.select(lambda *at: some(*at)[3:8], first, ends, keys, **facts)
+            np.testing.assert_array_equal(got[3:8], want[3:8])
+        np.testing.assert_array_equal(got, into.at[3:8].set(got[3:8]))
 
 
 def test_many_rows_of_many_columns_are_in_parts():

@@ -467,11 +467,15 @@ def test_on_a_gpu_over_gathered_codes(module, workspace, columns, rng, monkeypat
 
 @pytest.mark.parametrize(("workers", "work"), [(1, 1), (1, 2), (3, 7), (132, 264), (132, 65_536)])
 def test_stretches_are_all_of_the_work_once(workers, work):
-    """Two of each thread block, as far from the beginning as from the end, equally long."""
-    found = [
-        [tuple(map(int, scores_sm90.stretch_of(i, jnp.int32(n), workers, work))) for i in (0, 1)]
-        for n in range(workers)
-    ]
+    """Two parts of each thread block, as far from the beginning as from the end, equally long."""
+    found = []
+    for n in range(workers):
+        (a, b), (c, d), *other = (
+            tuple(map(int, scores_sm90.stretch_of(i, jnp.int32(n), workers, work)))
+            for i in range(4)
+        )
+        assert c <= d == a <= b and (a % scores_sm90.NEAR == 0 or a == b)
+        found.append(((c, b), (other[1][0], other[0][1])))
     assert sorted(n for both in found for a, b in both for n in range(a, b)) == list(range(work))
     sizes = [sum(b - a for a, b in both) for both in found]
     assert max(sizes) - min(sizes) <= 2

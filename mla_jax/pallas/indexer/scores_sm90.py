@@ -13,8 +13,8 @@ cycles. It takes 790 with its sums, for both use the register file. The kernel o
 ``paged_sm90``.
 
 Each multiprocessor has one thread block, and each of these has the same number of pairs of a tile
-and two queries: two stretches of all of them, tile by tile, one as far from the beginning as the
-other one from the end. So it does not matter that the first keys are seen by more queries.
+and two queries: two parts of all of them, tile by tile, one as far from the beginning as the other
+one from the end. So it does not matter that the first keys are seen by more queries.
 """
 
 # Mosaic GPU states its types in part only; roles are decided while tracing.
@@ -68,6 +68,9 @@ REGISTERS = 32, 112
 
 TOGETHER = 64
 """Queries whose bounds are one: keys that none of them sees are skipped."""
+
+NEAR = 256
+"""Pairs of queries: where in them a thread block begins, others begin too."""
 
 I32, F8 = jnp.int32, jnp.float8_e4m3fn
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
@@ -144,9 +147,17 @@ def _gathered(
 
 
 def stretch_of(i, worker, workers: int, work: int):
-    """Where the ``i``th of a worker's two stretches of all the ``work`` begins and ends."""
-    place = jnp.where(i == 0, worker, 2 * workers - 1 - worker)
-    return tuple(lax.div((place + x) * work, 2 * workers) for x in (0, 1))
+    """Where the ``i``th of a worker's four stretches of all the ``work`` begins and ends.
+
+    The first two are a part of it, the last two another part: from a multiple of ``NEAR`` on to the
+    end, then what is before. So all workers go through about the same queries at a time, and most
+    of these are read from the L2 cache.
+    """
+    place = jnp.where(i < 2, worker, 2 * workers - 1 - worker)
+    start, end = (lax.div((place + x) * work, 2 * workers) for x in (0, 1))
+    middle = jnp.minimum(NEAR * cdiv_(start, NEAR), end)
+    rest = (i & 1) == 1
+    return jnp.where(rest, start, middle), jnp.where(rest, middle, end)
 
 
 class _Work(NamedTuple):
@@ -183,10 +194,10 @@ class _Role:
                 b = jnp.minimum(end - tile * pairs, pairs)
                 return t + 1, self._seen(n, a, b, tile, lambda n, p: each(n, p, tile, given))
 
-            last = lax.div(end - 1, pairs)
-            return lax.fori_loop(lax.div(start, pairs), last + 1, one, done)
+            behind = jnp.where(start < end, lax.div(end - 1, pairs) + 1, 0)
+            return lax.fori_loop(lax.div(start, pairs), behind, one, done)
 
-        lax.fori_loop(0, 2, stretch, (jnp.int32(0), jnp.int32(0)))
+        lax.fori_loop(0, 4, stretch, (jnp.int32(0), jnp.int32(0)))
 
     def _seen(self, n, a, b, tile, each: Callable[[Any, Any], None]) -> Any:
         """``each(n, pair)`` of pairs ``a`` to ``b`` whose group sees the tile; the next ``n``."""

@@ -49,7 +49,7 @@ def select_decode(
     streams, resident = paged.fit(queries, records=records)
     number = jnp.zeros((), jnp.int32) if layer is None else layer
 
-    def some(row: Array, rows: int, *whole: Array) -> Array:
+    def some(row: Array, rows: int, into: Array | None, *whole: Array) -> Array:
         cut = partial(lax.dynamic_slice_in_dim, start_index=row, slice_size=rows)
         q, weights, page_table, lens = map(cut, whole)
 
@@ -61,7 +61,11 @@ def select_decode(
             )  # fmt: skip
 
         chosen = rows_sm90.select(ranks, None, lens.reshape(-1), width * page, k=k)
-        return chosen.reshape(len(q), queries, k)
+        chosen = chosen.reshape(len(q), queries, k)
+        if rows == len(whole[0]):
+            return chosen
+        into = jnp.zeros((len(whole[0]), queries, k), jnp.int32) if into is None else into
+        return lax.dynamic_update_slice_in_dim(into, chosen, row, 0)
 
     columns = queries * min(width * page, rows_sm90.COLUMNS)
     return _by_rows(some, (q, weights, page_table, lens), columns)
@@ -84,7 +88,9 @@ def select_prefill(
     rest = round_up(count, 8) - count
     keys, scales = jnp.pad(keys, ((0, rest), (0, 0))), jnp.pad(scales, (0, rest))
 
-    def some(row: Array, rows: int, side: Array, starts: Array, ends: Array) -> Array:
+    def some(
+        row: Array, rows: int, into: Array | None, side: Array, starts: Array, ends: Array
+    ) -> Array:
         def ranks(base: Array | None, columns: int) -> Array:
             scored = ends - starts > k
             # Of the rows of all calls: the same in each call, so XLA makes them once.
@@ -97,7 +103,7 @@ def select_prefill(
 
         whole = rows == len(starts)
         part = None if whole else (row, rows)
-        return rows_sm90.select(ranks, starts, ends, count, k=k, some=part)
+        return rows_sm90.select(ranks, starts, ends, count, k=k, some=part, into=into)
 
     side = _side(weights, ends, multiple=scores.SIDE)
     return _by_rows(some, (side, starts, ends), min(count, rows_sm90.COLUMNS))
@@ -128,25 +134,26 @@ def _by_groups(
 def _by_rows(
     one: Callable[..., Array], arrays: Sequence[Array], columns: int
 ) -> Int[Array, "rows ..."]:
-    """The results of ``one(first row's number, rows, *arrays)``, laid end to end.
+    """The results of ``one(first row's number, rows, into, *arrays)`` for all rows.
 
     Each call has as many rows as the workspace holds, an even number of them if there are several.
-    ``arrays`` are whole: cut for each call they would be copied. Rows of zeros fill the last call.
+    ``arrays`` are whole: cut for each call they would be copied. So is what a call gives: ``into``,
+    what the calls before gave, with its rows written. Rows of zeros fill the last call.
     """
     rows = len(arrays[0])
     calls = cdiv(rows, max(WORKSPACE // max(columns, 1), 1))
     if calls <= 1:
-        return one(jnp.int32(0), rows, *arrays)
+        return one(jnp.int32(0), rows, None, *arrays)
     some = round_up(cdiv(rows, calls), 2)  # a kernel takes two rows at a time
     calls = cdiv(rows, some)
     pad = calls * some - rows
     arrays = [jnp.pad(x, ((0, pad), *((0, 0),) * (x.ndim - 1))) for x in arrays]
+    found = one(jnp.int32(0), some, None, *arrays)
     if calls <= UNROLLED:
-        found = jnp.concatenate([one(jnp.int32(i * some), some, *arrays) for i in range(calls)])
+        for i in range(1, calls):
+            found = one(jnp.int32(i * some), some, found, *arrays)
     else:
-        firsts = some * jnp.arange(calls, dtype=jnp.int32)
-        found = lax.map(lambda first: one(first, some, *arrays), firsts)
-        found = found.reshape(-1, *found.shape[2:])
+        found = lax.fori_loop(1, calls, lambda i, found: one(i * some, some, found, *arrays), found)
     return found[:rows] if pad else found
 
 

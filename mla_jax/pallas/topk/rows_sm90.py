@@ -32,42 +32,49 @@ def select(
     *,
     k: int,
     some: tuple[Array, int] | None = None,
-) -> Int[Array, "some {k}"]:
+    into: Int[Array, "rows {k}"] | None = None,
+) -> Int[Array, "some_or_all {k}"]:
     """Places from ``starts`` (or 0) on of the best; ``ranks(base, columns)`` is a workspace.
 
     Without a base its columns are those from 0 on.
 
     Of more than ``COLUMNS`` these are scored at a time, and their best joined with the best so far.
     ``some``: only these rows count, the first one's number and how many; ``ranks`` are theirs.
+    Then the result has all rows, those that do not count are of ``into``, or anything.
     """
     row, rows = (None, len(ends)) if some is None else some
     if rows and k < longest <= COLUMNS:
-        return _at_once(ranks, starts, ends, longest, row, rows, k=k)
+        return _at_once(ranks, starts, ends, longest, row, rows, into, k=k)
+    all_rows = len(ends)
     if row is not None:
         ends = lax.dynamic_slice_in_dim(ends, row, rows)
         starts = None if starts is None else lax.dynamic_slice_in_dim(starts, row, rows)
     first = jnp.zeros_like(ends) if starts is None else jnp.clip(starts, 0, longest)
     lens, at = (jnp.clip(ends, 0, longest) - first)[:, None], jnp.arange(k, dtype=jnp.int32)
-    everything = jnp.where(at < lens, at, -1)
-    if not rows or longest <= k:
-        return everything
-    return jnp.where(lens > k, _by_chunks(ranks, first, ends, longest, k=k), everything)
+    found = jnp.where(at < lens, at, -1)
+    if rows and longest > k:
+        found = jnp.where(lens > k, _by_chunks(ranks, first, ends, longest, k=k), found)
+    if row is None:
+        return found
+    into = jnp.zeros((all_rows, k), jnp.int32) if into is None else into
+    return lax.dynamic_update_slice_in_dim(into, found, row, 0)
 
 
 def _at_once(
     ranks: Callable[[Array | None, int], Array], starts: Int[Array, "rows"] | None,
-    ends: Int[Array, "rows"], longest: int, row: Array | None, rows: int, *, k: int,
-) -> Int[Array, "some {k}"]:  # fmt: skip
+    ends: Int[Array, "rows"], longest: int, row: Array | None, rows: int,
+    into: Int[Array, "rows {k}"] | None, *, k: int,
+) -> Int[Array, "some_or_all {k}"]:  # fmt: skip
     """``select`` of rows that are scored at once; ``starts`` and ``ends`` are of all rows."""
     parts = _parts(rows, longest)
     found = ranks(None, round_up(longest, 16 * parts))
     if parts == 1:
-        return _best(found, starts, ends, row=row, k=k)
+        return _best(found, starts, ends, row=row, into=into, k=k)
     first = 0 if starts is None else jnp.clip(starts, 0, longest)
     lens = jnp.clip(ends, 0, longest) - first
     kept, places = _lists(found, starts, ends, first, row, parts=parts, k=k)
     ends = jnp.where(lens > k, kept.shape[1], lens)
-    return _best(kept, None, ends, places=places, row=row, k=k)
+    return _best(kept, None, ends, places=places, row=row, into=into, k=k)
 
 
 def _by_chunks(
@@ -113,16 +120,18 @@ def _best(
     k: int,
     places: Array | None = None,
     row: Array | None = None,
+    into: Array | None = None,
     ranked: bool = False,
 ) -> Any:
-    """``select_sm90.select`` of any number of columns."""
+    """``select_sm90.select`` of any number of columns; of some rows places are those of all."""
     rest = -ranks.shape[1] % 4
     if rest:  # of lists; no row sees these columns, and none is chosen
         ranks = jnp.pad(ranks, ((0, 0), (0, rest)), constant_values=NO_CANDIDATE)
         places = None if places is None else jnp.pad(places, ((0, 0), (0, rest)))
     shape = select_sm90.shape_of(ranks.shape[1], len(ranks))
-    given = ranks, starts, ends, origins, places, row
-    return select_sm90.select(*given, k=k, shape=shape, ranked=ranked)
+    given = ranks, starts, ends, origins, places, row, into
+    whole = row is not None and not ranked
+    return select_sm90.select(*given, k=k, shape=shape, ranked=ranked, whole=whole)
 
 
 def _lists(

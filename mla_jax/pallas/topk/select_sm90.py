@@ -62,9 +62,6 @@ FEW, MANY = 64, 512
 EAGER = 1 << 20
 """Ranks that are read before it is known which of them a row sees: so few cost next to nothing."""
 
-PIECES = 8
-"""Copies of a row, at most."""
-
 NEXT = 4 * AREA + 240
 """Where the barrier of the copy of the next row is."""
 
@@ -85,7 +82,8 @@ NONE = "0x80000000"
 class Shape:
     """Of a row's cluster: thread blocks, warpgroups of each, and ranks of a thread.
 
-    Or a thread block has several rows at a time, each of which has a team of so many warpgroups.
+    Or a thread block has several rows at a time, each of which has a team of so many warpgroups,
+    which are a power of two.
     """
 
     blocks: int
@@ -127,7 +125,7 @@ class Shape:
 
     @property
     def counted(self) -> int:
-        """Tables. Blocks of a cluster may still read the first one while the third one is filled."""
+        """Tables: blocks of a cluster may still read the first one while the third is filled."""
         return 2 if self.blocks == 1 else 3
 
     def table(self, level: int) -> int:
@@ -162,10 +160,11 @@ class Form:
     numbered: bool = False  # a row's number in starts, ends and origins is another one
     eager: bool = False  # ranks are asked for before the row's end is known
     ahead: bool = False  # the next row is copied to shared memory meanwhile
+    whole: bool = False  # the results' rows have the numbers that those in ends have
 
 
 def shape_of(columns: int, rows: int = 1) -> Shape:
-    """The fewest thread blocks, of 512 threads or of 1,024.
+    """The fewest thread blocks, of 512 threads or of 1,024; or a part of one.
 
     A thread block of 1,024 has a multiprocessor for itself. So has one of 512 whose threads have 32
     ranks each, because they take 67 registers and more; with 16 ranks two such blocks share a
@@ -174,8 +173,10 @@ def shape_of(columns: int, rows: int = 1) -> Shape:
     2^25 ranks in rows of 32,768: 70 µs with 1,024 threads, 112 with 512 in two thread blocks or
     parts. 64 rows of them: 9.2 and 8.5.
 
-    Many short rows have 128 threads each: as many ranks are in flight then, of four times the rows,
-    and fewer threads wait at a barrier.
+    Of many rows as many are selected from at a time as the registers hold, 32 ranks a thread: while
+    threads of one wait for each other, others run. Short ones have a thread block of 128 each.
+    Others share one of 1,024: four rows of 8,192 took 52 µs where two took 62 (2^25 ranks), two of
+    16,384 took 93 instead of 132 (2^26). A block of 1,024 limits what the assembler gives a thread.
 
     At most eight rows have eight thread blocks each, at most 16 have four: one row of 131,072 takes
     6.2 µs with eight blocks of 512 threads, 8.2 with four of 1,024; 16 rows of 32,768 take 5.7 with
@@ -202,7 +203,7 @@ def fewest_blocks(columns: int, groups: int, *, least: int = 1) -> Shape:
     return Shape(blocks=blocks, groups=groups, each=each)
 
 
-@lib.lowered_once("k", "shape", "ranked")
+@lib.lowered_once("k", "shape", "ranked", "whole")
 def select(
     ranks: jax.Array,
     starts: jax.Array | None,
@@ -210,10 +211,12 @@ def select(
     origins: jax.Array | None = None,
     places: jax.Array | None = None,
     row: jax.Array | None = None,
+    into: jax.Array | None = None,
     *,
     k: int,
     shape: Shape,
     ranked: bool = False,
+    whole: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """``[rows, k]``: places from ``starts`` on of the best of ``ranks`` [rows, columns], ascending.
 
@@ -222,7 +225,8 @@ def select(
     counted from ``origins`` on, if there are any; or ``places`` [rows, columns] has them, and those
     of a row that sees at most ``k`` are its columns. ``starts``, ``ends`` and ``origins`` may be of
     more rows, of which these begin with ``row``, or with the first one. ``ranked``: the ranks too,
-    ``NO_CANDIDATE`` where the place is -1.
+    ``NO_CANDIDATE`` where the place is -1. ``whole``: the result has a row for each of ``ends``,
+    and the others are those of ``into``, or anything.
     """
     rows, columns = ranks.shape
     assert columns % 4 == 0 and columns <= shape.columns
@@ -237,13 +241,14 @@ def select(
         numbered=row is not None,
         eager=not ahead and rows * columns <= EAGER,
         ahead=ahead,
+        whole=whole,
     )
     facts = {"k": k, "columns": columns, "shape": shape, "form": form}
-    out = jax.ShapeDtypeStruct((rows, k), jnp.int32)
+    out = jax.ShapeDtypeStruct((len(ends) if whole else rows, k), jnp.int32)
     words = shape.words(k, form) + columns * form.ahead
     kernel = lib.kernel(
         functools.partial(_rows, rows=rows, **facts),
-        out_type=(out, out) if ranked else out,
+        out_type=(out, out) if ranked else out if into is None else (),
         scratch_types={"table": plgpu.SMEM((teams * words,), jnp.int32)},
         grid=(workers if form.ahead else cdiv(rows, teams),),
         grid_names=("row",),
@@ -258,7 +263,9 @@ def select(
     )
     numbers = None if row is None else row.reshape(1)
     given = (ends if x is None else x for x in (starts, ends, origins, places, numbers))
-    return kernel(ranks, *given)
+    if into is None:
+        return kernel(ranks, *given)
+    return lib.in_place(kernel, (ranks, *given), [into])[0]
 
 
 def _rows(
@@ -285,7 +292,7 @@ def _rows(
         number = row_g[0] + row if form.numbered else row
         call(program(k, columns, shape, form), row, number, *more)
 
-    def all_of_them() -> None:
+    def several() -> None:
         call(first_copy(k, columns, shape, form), first)
 
         @pl.loop(0, lax.div(rows - 1 - first, count) + 1)
@@ -293,7 +300,9 @@ def _rows(
             row = first + i * count
             one(row, jnp.where(row + count < rows, row + count, -1), i & 1)
 
-    mine = all_of_them if form.ahead else lambda: one(first)
+    # Launched while the kernel before ends: from here on what that wrote may be read.
+    plgpu.griddepcontrol_wait()
+    mine = several if form.ahead else lambda: one(first)
     if shape.teams == 1:
         mine()
     else:
@@ -312,8 +321,8 @@ def program(k: int, columns: int, shape: Shape, form: Form) -> str:
     return f"""{{
         .reg .pred p, q;
         .reg .b32 {registers};
-        .reg .b32 tid, lane, warp, part, start, end, origin, count, place, table, wanted, base, team;
-        .reg .b32 before, earlier, some, all, mine, found, t, u, v, four, minus;
+        .reg .b32 tid, lane, warp, part, start, end, origin, count, place, table, wanted, base;
+        .reg .b32 team, before, earlier, some, all, mine, found, t, u, v, four, minus;
         .reg .b32 h<{max(ENTRIES // shape.threads, 2)}>, e<4>, c<2>, i<2>;
         .reg .b64 at, out, to, best;
         {_thread(k, columns, shape, form)}
@@ -361,7 +370,7 @@ def _thread(k: int, columns: int, shape: Shape, form: Form) -> str:
     # The sum is the same in all lanes, which the assembler knows of no shift.
     return f"""
         {lines}
-        shr.u32 team, tid, {7 + int(math.log2(shape.groups))}; and.b32 tid, tid, {shape.threads - 1};
+        shr.u32 team, tid, {int(math.log2(shape.threads))}; and.b32 tid, tid, {shape.threads - 1};
         setp.eq.u32 p, lane, 0; selp.b32 team, team, 0, p;
         redux.sync.add.s32 team, team, 0xffffffff;
         mad.lo.u32 table, team, {size}, table; add.u32 team, team, {TEAMS};
@@ -418,31 +427,26 @@ def _ask(columns: int, shape: Shape, *, eager: bool) -> str:
 def first_copy(k: int, columns: int, shape: Shape, form: Form) -> str:
     """Copy the first row of a thread block to shared memory. Operands: those of ``program``."""
     return f"""{{
-        .reg .pred p, q;
+        .reg .pred p;
         .reg .b32 tid, lane, table, team, u;
         .reg .b64 at;
         {_thread(k, columns, shape, form)}
         setp.eq.u32 p, tid, 0;
         @p mbarrier.init.shared.b64 [table+{NEXT}], 1;
         @p fence.proxy.async.shared::cta;
-        {_sync(shape)}
-        setp.ge.u32 p, tid, 0;
         {_copy("$8", k, columns, shape, form)}
         {_sync(shape)}
         }}"""
 
 
 def _copy(row: str, k: int, columns: int, shape: Shape, form: Form) -> str:
-    """Begin to copy a row, where ``p``: each of the first threads has a piece."""
+    """Begin to copy a row, where ``p``."""
     size, copy = 4 * columns, "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-    pieces = math.gcd(PIECES, size // 16)
     return f"""
-        setp.eq.and.u32 q, tid, 0, p;
-        @q mbarrier.arrive.expect_tx.shared.b64 _, [table+{NEXT}], {size};
-        setp.lt.and.u32 q, tid, {pieces}, p;
-        mul.wide.s32 at, {row}, {size}; add.u64 at, at, $0; mad.wide.u32 at, tid, {size // pieces}, at;
-        mad.lo.u32 u, tid, {size // pieces}, table; add.u32 u, u, {4 * shape.words(k, form)};
-        @q {copy} [u], [at], {size // pieces}, [table+{NEXT}];
+        mul.wide.s32 at, {row}, {size}; add.u64 at, at, $0;
+        add.u32 u, table, {4 * shape.words(k, form)};
+        @p mbarrier.arrive.expect_tx.shared.b64 _, [table+{NEXT}], {size};
+        @p {copy} [u], [at], {size}, [table+{NEXT}];
         """
 
 
@@ -462,7 +466,7 @@ def _take(k: int, columns: int, shape: Shape, form: Form) -> str:
             lines.append(f"setp.lt.s32 p, place, {columns - n};")
         vector = f"{{x{i}, x{i + 1}, x{i + 2}, x{i + 3}}}"
         lines.append(f"{only} ld.shared.v4.b32 {vector}, [u+{4 * n}];")
-    lines.append(f"{_sync(shape)} setp.ge.s32 p, $10, 0;")
+    lines.append(f"{_sync(shape)} setp.eq.u32 p, tid, 0; setp.ge.and.s32 p, $10, 0, p;")
     lines.append(_copy("$10", k, columns, shape, form))
     return " ".join(lines)
 
@@ -493,6 +497,7 @@ def _clear(shape: Shape) -> str:
 
 
 def _zeros(first: int, size: int, shape: Shape) -> str:
+    """Zeros in shared memory, from byte ``first`` on."""
     lines = ["mov.b32 t, 0; mad.lo.u32 u, tid, 16, table;"]
     for n in range(0, size, 16 * shape.threads):
         lines.append(f"setp.lt.u32 p, tid, {(size - n) // 16};")
@@ -545,7 +550,7 @@ def _level(level: int, shape: Shape) -> str:
     """
     low, bits = LEVELS[level]
     entries, area, unused = shape.table(level), level * AREA, ENTRIES - (1 << bits)
-    # The last entries are used. What is below ``base`` may count before them, which does not matter.
+    # The last entries are used. What is a little below ``base`` counts before them: no matter.
     lines = []
     if level + 1 == shape.counted < len(LEVELS):
         lines.append(_zeros(shape.table(level + 1), TABLE, shape))
@@ -787,9 +792,10 @@ def _drop(shape: Shape) -> str:
     return " ".join(lines)
 
 
-def _results(k: int) -> str:
+def _results(k: int, form: Form) -> str:
     """``out`` and ``best``: where the row's places and ranks go."""
-    return f"mul.wide.s32 at, $8, {4 * k}; add.u64 out, at, $5; add.u64 best, at, $6;"
+    row = "$9" if form.whole else "$8"
+    return f"mul.wide.s32 at, {row}, {4 * k}; add.u64 out, at, $5; add.u64 best, at, $6;"
 
 
 def _store(k: int, columns: int, shape: Shape, form: Form) -> str:
@@ -810,7 +816,7 @@ def _store(k: int, columns: int, shape: Shape, form: Form) -> str:
                 lines.append(f"@p st.shared.b32 [u+{ranks}], x{i};")
             lines.append(f"@p {_more('u', 'u', 4)}")
     lines += [_sync(shape), _earlier(4, shape)]
-    lines.append(_results(k))
+    lines.append(_results(k, form))
     lines.append("mad.lo.u32 u, tid, 4, table; add.u32 t, tid, earlier;")
     lines.append("mad.wide.u32 out, t, 4, out; mad.wide.u32 best, t, 4, best;")
     if form.places:
@@ -836,7 +842,7 @@ def _store(k: int, columns: int, shape: Shape, form: Form) -> str:
 
 def _everything(k: int, columns: int, shape: Shape, form: Form) -> str:
     """A row that sees at most ``k`` columns takes them."""
-    lines = [_results(k), f"mad.lo.u32 u, part, {shape.threads}, tid;"]
+    lines = [_results(k, form), f"mad.lo.u32 u, part, {shape.threads}, tid;"]
     lines.append("sub.s32 origin, start, origin;")
     if form.ranked:
         lines.append(f"mul.wide.s32 at, $8, {4 * columns}; add.u64 at, at, $0;")
