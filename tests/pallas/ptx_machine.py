@@ -228,6 +228,9 @@ class Machine:
                 assert (self.shared[where] == 0).all(), "words that nobody has sent"
                 self.put(a[0], np.ones(self.n, U64), active)
 
+    def do_createpolicy(self, op, a, active) -> None:
+        pass
+
     def do_fence(self, op, a, active) -> None:
         pass
 

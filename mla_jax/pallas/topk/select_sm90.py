@@ -318,6 +318,7 @@ def program(k: int, columns: int, shape: Shape, form: Form) -> str:
     """
     registers = ", ".join(f"x{i}" for i in range(shape.each))
     start = "ld.global.b32 start, [out]; max.s32 start, start, 0;"
+    clear = _zeros(shape.tables, shape.counted * TABLE, shape) + _sync(shape)
     return f"""{{
         .reg .pred p, q;
         .reg .b32 {registers};
@@ -339,12 +340,15 @@ def program(k: int, columns: int, shape: Shape, form: Form) -> str:
         ld.global.b32 end, [out];
         {_barriers(shape)}
         {_take(k, columns, shape, form) if form.ahead else ""}
+        {clear if form.eager else ""}
         min.s32 end, end, {columns};
         sub.s32 count, end, start;
         setp.le.s32 p, count, {k};
         @p bra EVERYTHING;
         {"" if form.eager or form.ahead else _ask(columns, shape, eager=False)}
-        {_clear(shape)}
+        {"" if form.eager else clear}
+        {_all_began(shape)}
+        {_mask(shape)}
         mov.u32 wanted, {k};
         mov.u32 base, 0;
         {" ".join(_level(n, shape) for n in range(3))}
@@ -429,7 +433,7 @@ def first_copy(k: int, columns: int, shape: Shape, form: Form) -> str:
     return f"""{{
         .reg .pred p;
         .reg .b32 tid, lane, table, team, u;
-        .reg .b64 at;
+        .reg .b64 at, out;
         {_thread(k, columns, shape, form)}
         setp.eq.u32 p, tid, 0;
         @p mbarrier.init.shared.b64 [table+{NEXT}], 1;
@@ -440,13 +444,18 @@ def first_copy(k: int, columns: int, shape: Shape, form: Form) -> str:
 
 
 def _copy(row: str, k: int, columns: int, shape: Shape, form: Form) -> str:
-    """Begin to copy a row, where ``p``."""
-    size, copy = 4 * columns, "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+    """Begin to copy a row, where ``p``.
+
+    The L2 cache need not keep it, so that it keeps what was written last and not yet read.
+    """
+    copy = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+    size = 4 * columns
     return f"""
         mul.wide.s32 at, {row}, {size}; add.u64 at, at, $0;
         add.u32 u, table, {4 * shape.words(k, form)};
         @p mbarrier.arrive.expect_tx.shared.b64 _, [table+{NEXT}], {size};
-        @p {copy} [u], [at], {size}, [table+{NEXT}];
+        createpolicy.fractional.L2::evict_first.b64 out, 1.0;
+        @p {copy} [u], [at], {size}, [table+{NEXT}], out;
         """
 
 
@@ -471,11 +480,8 @@ def _take(k: int, columns: int, shape: Shape, form: Form) -> str:
     return " ".join(lines)
 
 
-def _clear(shape: Shape) -> str:
-    """Clear the tables; what the row does not see is ``NONE``.
-
-    ``start`` and ``end`` are counted from ``x0`` on now.
-    """
+def _mask(shape: Shape) -> str:
+    """What the row does not see is ``NONE``. ``start`` and ``end`` are counted from ``x0`` on now."""
     lines = [
         f"mul.lo.u32 t, part, {shape.block}; sub.s32 u, start, t; sub.s32 v, end, t;",
         # q: the thread block sees all of its columns
@@ -483,9 +489,6 @@ def _clear(shape: Shape) -> str:
         f"setp.ge.and.s32 q, v, {shape.block}, q;",
         "sub.s32 start, start, place;",
         "sub.s32 end, end, place;",
-        _zeros(shape.tables, shape.counted * TABLE, shape),
-        _sync(shape),
-        _all_began(shape),
         "@q bra SEEN;",
     ]
     for i in range(shape.each):
@@ -637,7 +640,7 @@ def _of_cluster(level: int, some: int, flip: int, shape: Shape) -> list[str]:
         lines.append(f"ld.shared.b32 t, [u+{totals + block * LINE}]; add.u32 some, some, t;")
     lines += [
         f"setp.lt.u32 p, lane, {warps}; selp.b32 some, some, 0, p;",
-        _scanned("some", "before"),
+        _scanned("some", "before", warps),
         "sub.u32 before, before, some; add.u32 t, before, some;",
         "setp.lt.u32 p, before, wanted; setp.ge.and.u32 p, t, wanted, p;",
         "selp.b32 u, lane, 0, p; redux.sync.add.s32 found, u, 0xffffffff;",
@@ -690,10 +693,10 @@ def _pulled(some: int, shape: Shape) -> str:
     return " ".join(lines)
 
 
-def _scanned(x: str, to: str) -> str:
-    """``to``: the sum of ``x`` of a warp's lanes up to the own one."""
+def _scanned(x: str, to: str, lanes: int = 32) -> str:
+    """``to``: the sum of ``x`` of a warp's lanes up to the own one; only the first ones count."""
     lines = [f"mov.b32 {to}, {x};"]
-    for n in (1, 2, 4, 8, 16):
+    for n in (1 << i for i in range((lanes - 1).bit_length())):
         lines.append(f"shfl.sync.up.b32 t|p, {to}, {n}, 0, 0xffffffff; @p add.u32 {to}, {to}, t;")
     return " ".join(lines)
 
