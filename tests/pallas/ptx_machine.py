@@ -63,8 +63,8 @@ class Machine:
             return
         op, arguments, active = self.parsed(line, active)
         if op[0] == "bra":
-            here = active.reshape(self.blocks, -1)
-            assert (here.all(1) | ~here.any(1)).all(), "a branch of a part of a block"
+            here = active.reshape(-1, 32)
+            assert (here.all(1) | ~here.any(1)).all(), "a branch of a part of a warp"
             self.waits[active] = arguments[0]
             return
         if op[0] in ("bar", "barrier"):
@@ -164,7 +164,10 @@ class Machine:
         lane = np.arange(self.n) % 32
         x, n = self.get(a[1]), int(a[2])
         if op[2] == "up":
-            source, good = lane - n, lane >= n
+            own = 32 - (int(a[3]) >> 8)  # lanes of a part of the warp
+            source, good = lane - n, lane % own >= n
+        elif op[2] == "bfly":
+            source, good = lane ^ n, np.ones(self.n, bool)
         else:
             assert op[2] == "idx"
             source, good = np.full(self.n, n), np.ones(self.n, bool)
@@ -174,7 +177,8 @@ class Machine:
             self.put(ok, good.astype(U64), active)
 
     def do_redux(self, op, a, active) -> None:
-        assert active.all() or active.reshape(self.blocks, -1).all(1).any()
+        here = active.reshape(-1, 32)
+        assert (here.all(1) | ~here.any(1)).all(), "a sum of a part of a warp"
         sums = self.get(a[1]).reshape(-1, 32).sum(1, dtype=U32)
         self.put(a[0], np.repeat(sums, 32), active)
 

@@ -50,8 +50,8 @@ TABLE = 4 * ENTRIES + 16
 AREA = 256
 """Bytes of the totals of one step: 32 of warps, then 16 of thread blocks, then 4 words found."""
 
-BARRIERS, LINE = 64, 128
-"""Of a cluster: bytes of the barriers of five steps, and of the totals of one thread block."""
+BARRIERS = 64
+"""Bytes of the barriers of a cluster's five steps."""
 
 MOST = 32
 """Ranks of a thread, at most."""
@@ -120,8 +120,8 @@ class Shape:
         return self.totals(len(LEVELS)) if self.blocks > 1 else 5 * AREA
 
     def totals(self, level: int) -> int:
-        """Where the totals of a level are, those of each thread block of the cluster."""
-        return 5 * AREA + BARRIERS + level * self.blocks * LINE
+        """Where the totals of a level are, of four threads each, of each block of the cluster."""
+        return 5 * AREA + BARRIERS + level * self.blocks * self.threads
 
     @property
     def counted(self) -> int:
@@ -133,20 +133,19 @@ class Shape:
         return self.tables + level % self.counted * TABLE
 
     @property
-    def pulled(self) -> int:
-        """Where the entries of one warp are, those of each thread block of the cluster."""
+    def end(self) -> int:
+        """Where the tables end."""
         return self.tables + self.counted * TABLE
 
     @property
     def kept(self) -> int:
         """Where that is what is kept: in a cluster other blocks may still read the tables then."""
-        entries = self.blocks * 4 * ENTRIES // (self.threads // 32)
-        return self.pulled + entries if self.blocks > 1 else self.tables
+        return self.end if self.blocks > 1 else self.tables
 
     def words(self, k: int, form: "Form") -> int:
         """Of shared memory, for each team, without the row that comes next."""
         kept = 4 * min(k, self.block) * (1 + form.ranked)
-        return round_up(max(self.pulled, self.kept + kept), 16) // 4
+        return round_up(max(self.end, self.kept + kept), 16) // 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,7 +323,7 @@ def program(k: int, columns: int, shape: Shape, form: Form) -> str:
         .reg .b32 {registers};
         .reg .b32 tid, lane, warp, part, start, end, origin, count, place, table, wanted, base;
         .reg .b32 team, before, earlier, some, all, mine, found, t, u, v, four, minus;
-        .reg .b32 h<{max(ENTRIES // shape.threads, 2)}>, e<4>, c<2>, i<2>;
+        .reg .b32 h<{max(ENTRIES // shape.threads, shape.groups, 2)}>, e<4>, c<2>, i<2>;
         .reg .b64 at, out, to, best;
         {_thread(k, columns, shape, form)}
         shr.u32 warp, tid, 5;
@@ -481,7 +480,7 @@ def _take(k: int, columns: int, shape: Shape, form: Form) -> str:
 
 
 def _mask(shape: Shape) -> str:
-    """What the row does not see is ``NONE``. ``start`` and ``end`` are counted from ``x0`` on now."""
+    """What the row does not see is ``NONE``. ``start`` and ``end`` count from ``x0`` on now."""
     lines = [
         f"mul.lo.u32 t, part, {shape.block}; sub.s32 u, start, t; sub.s32 v, end, t;",
         # q: the thread block sees all of its columns
@@ -512,10 +511,9 @@ def _barriers(shape: Shape) -> str:
     """Of a cluster, one for each step: it lets go when all blocks have sent what it waits for."""
     if shape.blocks == 1:
         return ""
-    warps = shape.threads // 32
     lines = ["setp.eq.u32 p, tid, 0;"]
     for step in range(5):
-        count = shape.blocks * (warps if step < len(LEVELS) else 1)
+        count = shape.blocks * (shape.threads // 4 if step < len(LEVELS) else 1)
         at = f"[table+{5 * AREA + 8 * step}]"
         lines.append(f"@p mbarrier.init.shared.b64 {at}, 1;")
         lines.append(f"@p mbarrier.arrive.expect_tx.shared.b64 _, {at}, {4 * count};")
@@ -532,8 +530,15 @@ def _all_began(shape: Shape) -> str:
 def _send(x: str, step: int, to: str, shape: Shape, *, thread: str = "lane") -> str:
     """``x`` to the address ``to`` of each thread block, by the ``thread`` of its number."""
     return f"""
-        setp.lt.u32 p, {thread}, {shape.blocks}; selp.b32 u, {thread}, 0, p;
-        mapa.shared::cluster.u32 t, {to}, u;
+        setp.lt.u32 p, {thread}, {shape.blocks}; mov.b32 u, {thread};
+        {_sent(x, step, to, "u")}
+        """
+
+
+def _sent(x: str, step: int, to: str, block: str) -> str:
+    """``x`` to the address ``to`` of a thread block, where ``p``."""
+    return f"""
+        selp.b32 u, {block}, 0, p; mapa.shared::cluster.u32 t, {to}, u;
         add.u32 v, table, {5 * AREA + 8 * step}; mapa.shared::cluster.u32 v, v, u;
         @p st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [t], {x}, [v];
         """
@@ -583,6 +588,7 @@ def _level(level: int, shape: Shape) -> str:
         lines.append(f"@q add.u32 found, mine, {n}; @q mov.b32 all, h{n};")
     lines += [
         f"@p st.shared.v4.b32 [table+{area + 192}], {{found, before, all, found}};",
+        f"FOUND{level}:" if shape.blocks > 1 else "",
         _sync(shape),
         f"ld.shared.v4.b32 {{found, before, all, t}}, [table+{area + 192}];",
         "sub.u32 wanted, wanted, before;",
@@ -622,35 +628,52 @@ def _of_block(area: int, shape: Shape) -> list[str]:
 
 
 def _of_cluster(level: int, some: int, flip: int, shape: Shape) -> list[str]:
-    """The same for the first warp, of entries that pass ``wanted``; the others have none.
+    """The same for four lanes of the first warp, of entries that pass ``wanted``.
 
-    Each warp sends the total of its entries to all thread blocks. All warps add these up and find
-    the one whose entries pass ``wanted``. Each reads these entries in another block's table, for
-    reading them all in one warp takes 100 cycles a block; the first warp adds them up.
+    Each four threads send the total of their entries to all thread blocks. The first warp of each
+    adds these up, finds the four whose entries pass ``wanted``, reads these in all tables, a block
+    by each four lanes, and adds them up.
     """
-    totals, warps = shape.totals(level), shape.threads // 32
+    totals, each = shape.totals(level), shape.groups
     lines = [
-        "redux.sync.add.s32 some, some, 0xffffffff;",
-        f"mad.lo.u32 t, part, {LINE}, table; mad.lo.u32 t, warp, 4, t; add.u32 t, t, {totals};",
-        _send("some", level, "t", shape),
-        _received(level),
-        f"and.b32 u, lane, {warps - 1}; mad.lo.u32 u, u, 4, table; mov.b32 some, 0;",
+        _summed_lanes("some", (1, 2)),
+        f"mad.lo.u32 t, part, {shape.threads}, table; and.b32 u, tid, {-4 & 0xFFFFFFFF};",
+        f"add.u32 t, t, u; add.u32 mine, t, {totals}; and.b32 all, lane, 3;",
     ]
-    for block in range(shape.blocks):
-        lines.append(f"ld.shared.b32 t, [u+{totals + block * LINE}]; add.u32 some, some, t;")
+    for first in range(0, shape.blocks, 4):
+        lines.append(f"add.u32 u, all, {first}; setp.lt.u32 p, u, {shape.blocks};")
+        lines.append(_sent("some", level, "mine", "u"))
     lines += [
-        f"setp.lt.u32 p, lane, {warps}; selp.b32 some, some, 0, p;",
-        _scanned("some", "before", warps),
+        f"setp.ne.u32 p, warp, 0; @p bra FOUND{level};",
+        _received(level),
+        f"mad.lo.u32 u, lane, {4 * each}, table;",
+        _total([totals + block * shape.threads for block in range(shape.blocks)], each),
+        _summed(each),
+        _scanned("some", "before"),
         "sub.u32 before, before, some; add.u32 t, before, some;",
         "setp.lt.u32 p, before, wanted; setp.ge.and.u32 p, t, wanted, p;",
-        "selp.b32 u, lane, 0, p; redux.sync.add.s32 found, u, 0xffffffff;",
+        f"mul.lo.u32 found, lane, {each}; mov.b32 all, h0;",
+    ]
+    for n in range(1, each):
+        lines.append("add.u32 t, before, all; setp.lt.u32 q, t, wanted; @q mov.b32 before, t;")
+        lines.append(f"@q add.u32 found, found, 1; @q mov.b32 all, h{n};")
+    lines += [
+        "selp.b32 u, found, 0, p; redux.sync.add.s32 found, u, 0xffffffff;",
         "selp.b32 u, before, 0, p; redux.sync.add.s32 earlier, u, 0xffffffff;",
-        "mad.lo.u32 found, found, 32, lane;",
+        "and.b32 t, lane, 3; mad.lo.u32 found, found, 4, t;",
         _entries("found", some, flip, shape.table(level)),
-        _pulled(some, shape),
+        f"shr.u32 t, lane, 2; setp.lt.u32 p, t, {shape.blocks}; selp.b32 t, t, 0, p;",
+        "mapa.shared::cluster.u32 u, u, t;",
+        *(f"mov.b32 h{n}, 0;" for n in range(some)),
+    ]
+    wide, vectors = _vectors(some)
+    lines += [f"@p ld.shared::cluster.v{wide}.b32 {{{x}}}, [u+{n}];" for n, x in vectors]
+    lines += [_summed_lanes(f"h{n}", (4, 8, 16)) for n in range(some)]
+    lines += [
         _summed(some),
-        _scanned("some", "before"),
+        _scanned("some", "before", 4),
         "sub.u32 before, before, some; add.u32 before, before, earlier;",
+        "setp.lt.u32 p, lane, 4; selp.b32 some, some, 0, p;",
     ]
     return lines
 
@@ -668,36 +691,30 @@ def _own_entries(some: int) -> str:
     return " ".join(f"ld.shared.v{wide}.b32 {{{x}}}, [u+{n}];" for n, x in vectors)
 
 
-def _pulled(some: int, shape: Shape) -> str:
-    """``h0``, …: words from ``u`` on of all thread blocks together, in the first warp; else 0."""
-    warps, (wide, vectors) = shape.threads // 32, _vectors(some)
-    lines = []
-    for first in range(0, shape.blocks, warps):
-        lines += [
-            f"add.u32 t, warp, {first}; setp.lt.u32 p, t, {shape.blocks}; selp.b32 t, t, 0, p;",
-            "mapa.shared::cluster.u32 v, u, t;",
-            f"mad.lo.u32 t, t, {128 * some}, table; mad.lo.u32 t, lane, {4 * some}, t;",
-        ]
-        lines += [f"@p ld.shared::cluster.v{wide}.b32 {{{x}}}, [v+{n}];" for n, x in vectors]
-        lines += [f"@p st.shared.v{wide}.b32 [t+{shape.pulled + n}], {{{x}}};" for n, x in vectors]
-    lines.append(f"{_sync(shape)} setp.eq.u32 q, warp, 0;")
-    lines.append(f"mad.lo.u32 v, lane, {4 * some}, table;")
-    lines += [f"mov.b32 h{n}, 0;" for n in range(some)]
-    for block in range(shape.blocks):
-        at = shape.pulled + 128 * some * block
+def _total(places: list[int], some: int) -> str:
+    """``h0``, …: sums of ``some`` words from each of the places behind ``u`` on."""
+    wide, vectors = _vectors(some)
+    lines = [f"mov.b32 h{n}, 0;" for n in range(some)]
+    names = ", ".join(f"e{i}" for i in range(wide))
+    for at in places:
         for n, _ in vectors:
-            lines += [f"mov.b32 e{i}, 0;" for i in range(wide)]
-            names = ", ".join(f"e{i}" for i in range(wide))
-            lines.append(f"@q ld.shared.v{wide}.b32 {{{names}}}, [v+{at + n}];")
+            lines.append(f"ld.shared.v{wide}.b32 {{{names}}}, [u+{at + n}];")
             lines += [f"add.u32 h{n // 4 + i}, h{n // 4 + i}, e{i};" for i in range(wide)]
     return " ".join(lines)
 
 
+def _summed_lanes(x: str, distances: tuple[int, ...]) -> str:
+    """``x``: its sum over lanes whose numbers differ in the bits of ``distances``."""
+    shuffle, everyone = "shfl.sync.bfly.b32", "31, 0xffffffff"
+    return " ".join(f"{shuffle} t, {x}, {n}, {everyone}; add.u32 {x}, {x}, t;" for n in distances)
+
+
 def _scanned(x: str, to: str, lanes: int = 32) -> str:
-    """``to``: the sum of ``x`` of a warp's lanes up to the own one; only the first ones count."""
-    lines = [f"mov.b32 {to}, {x};"]
+    """``to``: the sum of ``x`` up to the own lane, of each so many lanes."""
+    lines, own = [f"mov.b32 {to}, {x};"], (32 - lanes) << 8  # as the instruction wants it
     for n in (1 << i for i in range((lanes - 1).bit_length())):
-        lines.append(f"shfl.sync.up.b32 t|p, {to}, {n}, 0, 0xffffffff; @p add.u32 {to}, {to}, t;")
+        lines.append(f"shfl.sync.up.b32 t|p, {to}, {n}, {own}, 0xffffffff;")
+        lines.append(f"@p add.u32 {to}, {to}, t;")
     return " ".join(lines)
 
 
