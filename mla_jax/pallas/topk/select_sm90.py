@@ -327,6 +327,7 @@ def program(k: int, columns: int, shape: Shape, form: Form) -> str:
         .reg .b64 at, out, to, best;
         {_thread(k, columns, shape, form)}
         shr.u32 warp, tid, 5;
+        {_of_warp("warp") if shape.blocks > 1 else ""}
         {"mov.u32 part, %cluster_ctarank;" if shape.blocks > 1 else "mov.u32 part, 0;"}
         {_FACTORS}
         {_ask(columns, shape, eager=True) if form.eager else ""}
@@ -370,13 +371,19 @@ def _thread(k: int, columns: int, shape: Shape, form: Form) -> str:
     if shape.teams == 1:
         return lines
     size = 4 * (shape.words(k, form) + columns * form.ahead)
-    # The sum is the same in all lanes, which the assembler knows of no shift.
     return f"""
         {lines}
         shr.u32 team, tid, {int(math.log2(shape.threads))}; and.b32 tid, tid, {shape.threads - 1};
-        setp.eq.u32 p, lane, 0; selp.b32 team, team, 0, p;
-        redux.sync.add.s32 team, team, 0xffffffff;
+        {_of_warp("team")}
         mad.lo.u32 table, team, {size}, table; add.u32 team, team, {TEAMS};
+        """
+
+
+def _of_warp(x: str) -> str:
+    """``x``, the same in all lanes: so the assembler knows it too, and that branches by it are."""
+    return f"""
+        setp.eq.u32 p, lane, 0; selp.b32 {x}, {x}, 0, p;
+        redux.sync.add.s32 {x}, {x}, 0xffffffff;
         """
 
 
