@@ -33,8 +33,8 @@ def instructions(text: str) -> list[str]:
 class Machine:
     """A cluster of thread blocks; ``memory`` are words, ``operands`` the program's ``$0``, …
 
-    ``teams``: the blocks are teams of one, each with a part of its own of shared memory. Operands
-    are numbers, or arrays of each thread's.
+    ``teams``: the blocks are teams of one, which share its memory. Operands are numbers, or arrays
+    of each thread's.
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class Machine:
     ):
         n = blocks * threads
         self.memory, self.blocks, self.threads, self.n = memory, blocks, threads, n
-        self.shared = np.full((blocks, shared_words), 0xDEADBEEF, U32)
+        self.shared = np.full((1 if teams else blocks, shared_words), 0xDEADBEEF, U32)
         self.registers = {f"${i}": np.full(n, x, U64) for i, x in enumerate(operands)}
         own = np.arange(n) if teams else np.tile(np.arange(threads), blocks)
         self.registers["%tid.x"] = own.astype(U64)
         self.registers["%cluster_ctarank"] = np.repeat(np.arange(blocks), threads).astype(U64)
-        self.block = np.repeat(np.arange(blocks), threads)
+        self.block = np.zeros(n, int) if teams else np.repeat(np.arange(blocks), threads)
         self.waits = np.full(n, "", object)
 
     def run(self, text: str) -> None:

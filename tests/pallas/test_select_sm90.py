@@ -13,7 +13,7 @@ from tests.pallas import ptx_machine
 
 KINDS = (
     "random", "constant", "zeros", "ties", "ascending", "descending", "ten_bits", "negative",
-    "infinities", "few_numbers",
+    "negative_bits", "infinities", "few_numbers",
 )  # fmt: skip
 BEHIND = 0x7FFFFFFF
 """A rank above all others, where a row sees nothing."""
@@ -43,6 +43,8 @@ def drawn(kind: str, rng, rows: int, keys: int) -> np.ndarray:
             scores = -at
         case "ten_bits":  # equal in all but the last bits
             scores = 1 + rng.integers(0, 1024, size) * 2.0**-23
+        case "negative_bits":  # the same, where the first table's upper half counts them
+            scores = -1 - rng.integers(0, 1024, size) * 2.0**-23
         case "negative":
             scores = -1 - rng.random(size)
         case "infinities":
