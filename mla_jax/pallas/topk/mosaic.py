@@ -153,7 +153,8 @@ def _by_rows(
         for i in range(1, calls):
             found = one(jnp.int32(i * some), some, found, *arrays)
     else:
-        found = lax.fori_loop(1, calls, lambda i, found: one(i * some, some, found, *arrays), found)
+        ends = jnp.int32(1), jnp.int32(calls)
+        found = lax.fori_loop(*ends, lambda i, found: one(i * some, some, found, *arrays), found)
     return found[:rows] if pad else found
 
 

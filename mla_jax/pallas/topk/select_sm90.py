@@ -6,11 +6,12 @@ is known so far are counted in a table of their next bits in shared memory; bloc
 the totals of some entries, and look for the entry in which the count from above passes what is
 wanted. An entry that is wanted as a whole ends the search. Then everything above is stored at its
 place among those kept, which ascends; of equal ranks the first ones are. Where a thread block has
-several rows, it copies the next one to shared memory meanwhile.
+several rows, it copies the next one to shared memory meanwhile. Teams of a thread block have rows
+of their own: one runs while another waits.
 
 The program is assembly, in steps that are functions here: it lives from shared memory's atomics
 and from the order of elements in registers, neither of which Mosaic gives. Branches lead forward
-only, and each is taken by all threads of a block; but for those that wait. Thread blocks of a
+only, and each is taken by all threads of a warp; but for those that wait. Thread blocks of a
 cluster wait for words that were sent to them: its own barrier costs a fence of all of memory.
 """
 
@@ -537,15 +538,15 @@ def _all_began(shape: Shape) -> str:
 def _send(x: str, step: int, to: str, shape: Shape, *, thread: str = "lane") -> str:
     """``x`` to the address ``to`` of each thread block, by the ``thread`` of its number."""
     return f"""
-        setp.lt.u32 p, {thread}, {shape.blocks}; mov.b32 u, {thread};
-        {_sent(x, step, to, "u")}
+        mov.b32 u, {thread}; setp.lt.u32 p, u, {shape.blocks};
+        {_sent(x, step, to)}
         """
 
 
-def _sent(x: str, step: int, to: str, block: str) -> str:
-    """``x`` to the address ``to`` of a thread block, where ``p``."""
+def _sent(x: str, step: int, to: str) -> str:
+    """``x`` to the address ``to`` of thread block ``u``, where ``p``."""
     return f"""
-        selp.b32 u, {block}, 0, p; mapa.shared::cluster.u32 t, {to}, u;
+        selp.b32 u, u, 0, p; mapa.shared::cluster.u32 t, {to}, u;
         add.u32 v, table, {5 * AREA + 8 * step}; mapa.shared::cluster.u32 v, v, u;
         @p st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [t], {x}, [v];
         """
@@ -589,11 +590,9 @@ def _level(level: int, shape: Shape) -> str:
         "add.u32 t, before, some;",
         "setp.lt.u32 p, before, wanted; setp.ge.and.u32 p, t, wanted, p;",
     ]
-    lines.append(f"add.u32 found, mine, {some - 1}; mov.b32 all, h{some - 1};")
-    for n in reversed(range(some - 1)):
-        lines.append("add.u32 t, before, all; setp.lt.u32 q, t, wanted; @q mov.b32 before, t;")
-        lines.append(f"@q add.u32 found, mine, {n}; @q mov.b32 all, h{n};")
     lines += [
+        f"add.u32 found, mine, {some - 1};",
+        _passed([f"h{n}" for n in reversed(range(some))], -1),
         f"@p st.shared.v4.b32 [table+{area + 192}], {{found, before, all, found}};",
         f"FOUND{level}:" if shape.blocks > 1 else "",
         _sync(shape),
@@ -649,7 +648,7 @@ def _of_cluster(level: int, some: int, flip: int, shape: Shape) -> list[str]:
     ]
     for first in range(0, shape.blocks, 4):
         lines.append(f"add.u32 u, all, {first}; setp.lt.u32 p, u, {shape.blocks};")
-        lines.append(_sent("some", level, "mine", "u"))
+        lines.append(_sent("some", level, "mine"))
     lines += [
         f"setp.ne.u32 p, warp, 0; @p bra FOUND{level};",
         _received(level),
@@ -659,12 +658,8 @@ def _of_cluster(level: int, some: int, flip: int, shape: Shape) -> list[str]:
         _scanned("some", "before"),
         "sub.u32 before, before, some; add.u32 t, before, some;",
         "setp.lt.u32 p, before, wanted; setp.ge.and.u32 p, t, wanted, p;",
-        f"mul.lo.u32 found, lane, {each}; mov.b32 all, h0;",
-    ]
-    for n in range(1, each):
-        lines.append("add.u32 t, before, all; setp.lt.u32 q, t, wanted; @q mov.b32 before, t;")
-        lines.append(f"@q add.u32 found, found, 1; @q mov.b32 all, h{n};")
-    lines += [
+        f"mul.lo.u32 found, lane, {each};",
+        _passed([f"h{n}" for n in range(each)], 1),
         "selp.b32 u, found, 0, p; redux.sync.add.s32 found, u, 0xffffffff;",
         "selp.b32 u, before, 0, p; redux.sync.add.s32 earlier, u, 0xffffffff;",
         "and.b32 t, lane, 3; mad.lo.u32 found, found, 4, t;",
@@ -683,6 +678,18 @@ def _of_cluster(level: int, some: int, flip: int, shape: Shape) -> list[str]:
         "setp.lt.u32 p, lane, 4; selp.b32 some, some, 0, p;",
     ]
     return lines
+
+
+def _passed(counts: list[str], step: int) -> str:
+    """``all``: the first of the counts that passes ``wanted``; ``before``: those before it, too.
+
+    ``found`` is the number of the first one, and goes on by ``step``.
+    """
+    lines = [f"mov.b32 all, {counts[0]};"]
+    for x in counts[1:]:
+        lines.append("add.u32 t, before, all; setp.lt.u32 q, t, wanted; @q mov.b32 before, t;")
+        lines.append(f"@q add.u32 found, found, {step}; @q mov.b32 all, {x};")
+    return " ".join(lines)
 
 
 def _vectors(some: int) -> tuple[int, list[tuple[int, str]]]:
