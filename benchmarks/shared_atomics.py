@@ -1,8 +1,8 @@
 """``python -m benchmarks.shared_atomics``: cycles of Hopper's atomics in shared memory.
 
-A thread block of 1,024 threads, or of 512, of which each counts 32 times; where, is one of several
-patterns. Printed are cycles for a warp's instruction, as ``%clock64`` has them, address known or
-not. ``docs/log/indexer.md`` has what was measured.
+Each thread of one block executes an instruction 32 times; a pattern says at which words of shared
+memory. A line has the cycles of the multiprocessor (``%clock64``) for one instruction of a warp,
+with 1,024 threads and with 512. ``docs/log/indexer.md`` has what was measured.
 """
 
 import ctypes

@@ -173,7 +173,7 @@ class _Role:
     """What both roles of a thread block over gathered keys know."""
 
     refs: dict[str, Any]
-    work: "_Work"
+    work: _Work
     low: Any  # keys that a group of queries sees
     high: Any
     earlier: Any  # groups

@@ -62,10 +62,8 @@ def select_decode(
 
         chosen = rows_sm90.select(ranks, None, lens.reshape(-1), width * page, k=k)
         chosen = chosen.reshape(len(q), queries, k)
-        if rows == len(whole[0]):
-            return chosen
-        into = jnp.zeros((len(whole[0]), queries, k), jnp.int32) if into is None else into
-        return lax.dynamic_update_slice_in_dim(into, chosen, row, 0)
+        count = len(whole[0])
+        return chosen if rows == count else rows_sm90.among_all(chosen, row, count, into)
 
     columns = queries * min(width * page, rows_sm90.COLUMNS)
     return _by_rows(some, (q, weights, page_table, lens), columns)

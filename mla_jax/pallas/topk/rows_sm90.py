@@ -13,7 +13,7 @@ from mla_jax.pallas.topk import select_sm90
 from mla_jax.pallas.topk.select_sm90 import NO_CANDIDATE
 from mla_jax.types import Array, Int, cdiv, round_up
 
-__all__ = ["COLUMNS", "MANY", "PART", "select"]
+__all__ = ["COLUMNS", "MANY", "PART", "among_all", "select"]
 
 COLUMNS = 1 << 17
 """Of a row that are scored and selected together, at most."""
@@ -54,9 +54,14 @@ def select(
     found = jnp.where(at < lens, at, -1)
     if rows and longest > k:
         found = jnp.where(lens > k, _by_chunks(ranks, first, ends, longest, k=k), found)
-    if row is None:
-        return found
-    into = jnp.zeros((all_rows, k), jnp.int32) if into is None else into
+    return found if row is None else among_all(found, row, all_rows, into)
+
+
+def among_all(
+    found: Int[Array, "some ..."], row: Array, rows: int, into: Int[Array, "rows ..."] | None
+) -> Int[Array, "rows ..."]:
+    """``into``, or zeros of so many ``rows``, with ``found`` from ``row`` on."""
+    into = jnp.zeros((rows, *found.shape[1:]), jnp.int32) if into is None else into
     return lax.dynamic_update_slice_in_dim(into, found, row, 0)
 
 

@@ -393,10 +393,7 @@ def _sync(shape: Shape) -> str:
     return "bar.sync 0;" if shape.teams == 1 else f"bar.sync team, {shape.threads};"
 
 
-_FACTORS = """
-    setp.eq.u32 p, lane, 0; selp.b32 minus, -1, 0, p;
-    redux.sync.add.s32 minus, minus, 0xffffffff; mul.lo.u32 four, minus, -4;
-    """
+_FACTORS = f"mov.b32 minus, -1; {_of_warp('minus')} mul.lo.u32 four, minus, -4;"
 """``four`` and ``minus`` are 4 and -1, which the assembler does not know. So it multiplies by them.
 
 Shifts, comparisons and most additions run in one unit, a warp's in two cycles, products in another
@@ -681,9 +678,10 @@ def _of_cluster(level: int, some: int, flip: int, shape: Shape) -> list[str]:
 
 
 def _passed(counts: list[str], step: int) -> str:
-    """``all``: the first of the counts that passes ``wanted``; ``before``: those before it, too.
+    """``all``: the first of ``counts`` with which ``before`` reaches ``wanted``.
 
-    ``found`` is the number of the first one, and goes on by ``step``.
+    ``before`` grows by each count that is skipped. ``found`` is the number of the first count, and
+    becomes that of ``all``: each number is ``step`` more than the one before.
     """
     lines = [f"mov.b32 all, {counts[0]};"]
     for x in counts[1:]:
