@@ -162,7 +162,8 @@ def test_what_is_divided_how(tokens, blocks, workers, share):
 @pytest.mark.parametrize("width", [512, 576])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_shared_memory_fits(width, dtype):
-    assert shared_bytes(mosaic_sm90.scratch(dtype, width)) <= SHARED_MEMORY
+    for form in ("bf16", "ds_mla"):
+        assert shared_bytes(mosaic_sm90.scratch(dtype, width, form)) <= SHARED_MEMORY
 
 
 def _cache(form, page, pages, layers=8):

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mla_jax.cache import LatentCache, RecordCache
+from mla_jax.cache import RECORD_FORMATS, LatentCache, RecordCache
 from mla_jax.pallas import mosaic_inline
 from mla_jax.pallas.cache_io.records import gather_rows, write_records
 from mla_jax.pallas.sparse_attention import feed_sm90, mosaic, rows_sm90
@@ -70,11 +70,24 @@ def parsed(line):
 
 
 class Machine:
-    """Global memory from ``GLOBAL`` on, shared memory from 0 on; what goes to the L2 cache."""
+    """Global memory from ``GLOBAL`` on, shared memory from 0 on; what goes to the L2 cache.
 
-    def __init__(self, memory, shared=96):
+    Copies are there at once, or (``waits``) when their group was waited for.
+    """
+
+    def __init__(self, memory, shared=96, *, waits=False):
         self.memory, self.shared = memory, np.full(shared * KB, 0xEE, np.uint8)
-        self.fetched = []
+        self.fetched, self.waits, self.groups = [], waits, [[]]
+
+    def commit(self):
+        self.groups.append([])
+
+    def await_groups(self, later):
+        """All copies but those of the ``later`` last groups."""
+        count = max(len(self.groups) - 1 - later, 0)
+        done, self.groups = self.groups[:count], self.groups[count:]
+        for place, found in (copy for group in done for copy in group):
+            self.shared[place : place + len(found)] = found
 
     def reach(self, address, size):
         at = address - GLOBAL
@@ -112,8 +125,11 @@ class Machine:
             size, count = map(value, names)
             assert size == 16
             assert at[0] % 16 == at[1] % 16 == 0
-            found = self.reach(at[1], 16)
-            self.shared[at[0] : at[0] + 16] = found if count == 16 else 0
+            found = self.reach(at[1], 16) * np.uint8(count == 16)
+            self.groups[-1].append((at[0], found))
+            if not self.waits:
+                self.commit()
+                self.await_groups(0)
         elif op.startswith(("cp.async.bulk.prefetch", "prefetch")):
             size = value(names[0]) if names else 1
             assert not names or at[0] % 16 == size % 16 == 0
@@ -326,11 +342,15 @@ def _words(words, *, vector):
 @pytest.fixture
 def on_machine(monkeypatch):
     """What generates code runs at once, all threads of a text one after the other."""
-    machine = Machine(np.zeros(0, np.uint8), shared=160)
+    machine = Machine(np.zeros(0, np.uint8), shared=160, waits=True)
 
     def asm(text, operands, constraints, *, result="void"):
+        if text.startswith("cp.async.wait_group"):
+            return machine.await_groups(int(text.rstrip(";").split()[1]))
+        if text.startswith("cp.async.commit_group"):
+            return machine.commit()
         if not text.startswith("{"):
-            assert text.startswith(("fence.proxy.async", "cp.async.wait_all"))
+            assert text.startswith("fence.proxy.async")
             return None
         lines = [x for x in text.split("\n")[1:-1] if not x.startswith(".reg")]
         count = 0 if result == "void" else result.count("i32") + result.count("i64")
@@ -369,6 +389,7 @@ def on_machine(monkeypatch):
         monkeypatch.setattr(mosaic_inline, name, fake)
     monkeypatch.setattr(plgpu, "inline_mgpu", inline)
     monkeypatch.setattr(plgpu, "barrier_wait", lambda barrier: None)
+    monkeypatch.setattr(plgpu, "commit_smem", lambda: None)
     monkeypatch.setattr(mgpu.utils, "memref_ptr", lambda ref: ref.address)
     monkeypatch.setattr(jax.lax, "fori_loop", loop)
     monkeypatch.setattr(pl, "when", lambda condition: lambda f: f() if condition else None)
@@ -376,6 +397,20 @@ def on_machine(monkeypatch):
     monkeypatch.setattr(arith, "cmpi", lambda kind, a, b: int(a) != int(b))
     monkeypatch.setattr(arith, "select", lambda chosen, a, b: a if chosen else b)
     return machine
+
+
+def _copy_blocks(feed, blocks, seen_of):
+    """Blocks of elements as the warpgroups of a pair copy them; the first part is there first."""
+    for e in map(jnp.int32, range(int(feed.start), int(feed.stop))):
+        g = len(blocks)
+        feed.begin(feed.entries(e), e)
+        feed.finish(0)
+        early, _ = seen_of(g)
+        feed.finish(1)
+        blocks.append(seen_of(g))
+        first = [*range(128), *range(256, 384)]
+        np.testing.assert_array_equal(early[:, first], blocks[-1][0][:, first])
+        assert not np.array_equal(early, blocks[-1][0])
 
 
 @pytest.mark.parametrize(
@@ -406,21 +441,21 @@ def test_all_blocks_of_a_worker(form, pages, keys, rng, on_machine, monkeypatch)
         raw = np.ascontiguousarray(x).view(np.uint8).tobytes()
         memory += raw + bytes(-len(raw) % 16)
     on_machine.memory = np.frombuffer(memory, np.uint8)
+    records = form in RECORD_FORMATS
     slot = dict(zip(BASES, (0, 64 * KB, 128 * KB), strict=True))
     pitch = {LEFT: 32 * KB, RIGHT: 32 * KB, ROPE: 8 * KB}
     marks, blocks = Place(144 * KB, 256), []
 
-    def publish(barrier):
-        del barrier
-        g = len(blocks)
+    def seen_of(g):
+        """The columns of block ``g`` where the products read them, and which keys there are."""
         bases = {k: at + g % 2 * pitch[k] for k, at in slot.items()}
-        at = marks.address + g % 4 * 256
+        at = marks.address + g % (4 if records else 2) * 256
         seen = on_machine.shared[at : at + 256].view(np.float32).copy()
-        blocks.append((stored(on_machine, scopes[0].width, bases), seen))
+        return stored(on_machine, scopes[0].width, bases), seen
 
-    monkeypatch.setattr(plgpu, "barrier_arrive", publish)
+    monkeypatch.setattr(plgpu, "barrier_arrive", lambda _: blocks.append(seen_of(len(blocks))))
     n, e = len(scopes), Place(0)
-    feed_sm90.Feed(
+    feed = feed_sm90.Feed(
         scopes=scopes,
         lists=[Place(x) for x in begins[n:]],
         pages=[Place(x) for x in begins[:n]],
@@ -432,7 +467,12 @@ def test_all_blocks_of_a_worker(form, pages, keys, rng, on_machine, monkeypatch)
         marks=marks,
         full=e,
         freed=e,
-    ).run(simulate=False)
+        simulate=False,
+    )
+    if records:
+        feed.run()
+    else:
+        _copy_blocks(feed, blocks, seen_of)
     every = [
         (i, t, first)
         for t in range(2)

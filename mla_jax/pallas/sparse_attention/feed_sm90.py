@@ -1,15 +1,18 @@
 """Keys for ``mosaic_sm90``: selected rows to shared memory, in 16 bits, block after block.
 
-One warpgroup feeds. *Records* are fetched to the L2 cache ``AHEAD`` blocks early, entries of the
-lists are read one block before that. They come in units of 32 keys; while one is widened from a
-thread's registers the next one is loaded into them::
+*Records* have a warpgroup that does nothing else. They are fetched to the L2 cache ``AHEAD`` blocks
+early, entries of the lists are read one block before that. They come in units of 32 keys; while one
+is widened from a thread's registers the next one is loaded into them::
 
   registers    u0 | widen u0, load u1 | widen u1, load u2 | ...
   slot              `-- keys 0..31        `-- keys 32..63 -> full -> scores
 
-*Elements* are copied into the slot itself, and waited for. They are not fetched to the L2 cache
-first: with that the kernel was slower. ``rows_sm90`` has the assembly; the interpreter, which knows
-none, reads the same rows by ``formats``.
+*Elements* are copied into the slot itself, by the warpgroup that multiplies queries with them
+(``pair_sm90``). They are not fetched to the L2 cache first: with that the kernel was slower. A slot
+is freed and filled in two parts: its first columns are copied while the others are in use still.
+
+``rows_sm90`` has the assembly; the interpreter, which knows none, reads the same rows by
+``formats``.
 
 A list has no more than its entries, a cache no more than its rows: everything else is no row. Its
 key is zeros, and ``marks`` says so to the scores.
@@ -41,15 +44,21 @@ from mla_jax.pallas.mosaic_inline import arith
 from mla_jax.pallas.sparse_attention import rows_sm90 as rows
 from mla_jax.pallas.sparse_attention.rows_sm90 import BLOCK, LEFT, RIGHT, UNIT, Scope
 
-__all__ = ["MARKS", "SLOTS", "Feed"]
+__all__ = ["MARKS", "SLOTS", "Feed", "parts_of"]
 
 SLOTS = 2  # blocks of keys in shared memory
 MARKS = 4  # blocks whose marks are kept: those of the next one are written before its keys
 AHEAD = 2  # blocks that records are fetched to the L2 cache before they are read
+PARTS = 2  # in which a slot of elements is freed and filled
 
 I32 = jnp.int32
 SWIZZLED = plgpu.RefType((plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
 PLAIN = plgpu.RefType()
+
+
+def parts_of(format: str) -> int:
+    """In how many parts a slot is freed."""
+    return 1 if format in RECORD_FORMATS else PARTS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +74,9 @@ class Feed:
     keys: tuple[Any, Any]  # left and right columns, [slot, 64, 256]
     rotary: Any  # [slot, 64, 64]: columns behind those
     marks: Any  # [MARKS, 64]
-    full: Any
-    freed: Any
+    full: Any  # of records
+    freed: Any  # [SLOTS * parts]
+    simulate: bool
 
     @property
     def format(self) -> str:
@@ -78,23 +88,29 @@ class Feed:
         """Of a token, in all scopes."""
         return sum(scope.blocks for scope in self.scopes)
 
-    def run(self, *, simulate: bool) -> None:
-        """Feed all blocks."""
-        if simulate:
+    def run(self) -> None:
+        """Feed all blocks of records."""
+        if self.simulate:
             self._run_plainly()
-        elif self.format in RECORD_FORMATS:
-            self._run_records()
         else:
-            self._run_elements()
+            self._run_records()
         count = self.stop - self.start
         for k in range(SLOTS, 0, -1):
-            pl.when(count >= k)(lambda k=k: plgpu.barrier_wait(self.freed.at[_ring(count - k)]))
+            pl.when(count >= k)(lambda k=k: self.await_freed(count - k))
+
+    def await_freed(self, g) -> None:
+        """Until what was block ``g`` is freed."""
+        for part in range(parts_of(self.format)):
+            self._await_part(g, part)
+
+    def _await_part(self, g, part: int) -> None:
+        plgpu.barrier_wait(self.freed.at[_ring(g) * parts_of(self.format) + part])
 
     def _wait(self, g) -> None:
-        pl.when(g >= SLOTS)(lambda: plgpu.barrier_wait(self.freed.at[_ring(g)]))
+        pl.when(g >= SLOTS)(lambda: self.await_freed(g))
 
-    def _publish(self, g, *, simulate: bool) -> None:
-        lib.fence(simulate=simulate)
+    def _publish(self, g) -> None:
+        lib.fence(simulate=self.simulate)
         plgpu.barrier_arrive(self.full.at[_ring(g)])
 
     def _place(self, e):
@@ -108,7 +124,18 @@ class Feed:
         return token, second, (at - second * first) * BLOCK
 
     def _run_plainly(self) -> None:
-        """The same blocks, read as arrays: for the interpreter."""
+        def step(e, carry):
+            g = e - self.start
+            found, there = self._read_plainly(e)
+            self._wait(g)
+            self._write_plainly(_ring(g), lax.rem(g, I32(MARKS)), found, there)
+            self._publish(g)
+            return carry
+
+        lax.fori_loop(self.start, self.stop, step, 0)
+
+    def _read_plainly(self, e) -> tuple[jax.Array, jax.Array]:
+        """The rows of block ``e``, and which of them there are: for the interpreter."""
         record = RECORD_FORMATS.get(self.format)
 
         def values(i: int):
@@ -127,26 +154,22 @@ class Feed:
             found = jnp.take(values(i), jnp.where(there, slot, 0), axis=0)
             return jnp.where(there[:, None], found, jnp.zeros_like(found)), there
 
-        def step(e, carry):
-            g = e - self.start
-            token, second, first = self._place(e)
-            found, there = read(0, token, first)
-            if len(self.scopes) > 1:
-                more = read(1, token, first)
-                found, there = (
-                    jnp.where(second == 1, b, a) for a, b in zip((found, there), more, strict=True)
-                )
-            self._wait(g)
-            s, half = _ring(g), self.keys[0].shape[-1]
-            for i, place in enumerate(self.keys):
-                place[s] = found[:, i * half : (i + 1) * half]
-            if found.shape[1] > 2 * half:
-                self.rotary[s] = found[:, 2 * half :]
-            self.marks[lax.rem(g, I32(MARKS))] = there.astype(jnp.float32)
-            self._publish(g, simulate=True)
-            return carry
+        token, second, first = self._place(e)
+        found, there = read(0, token, first)
+        if len(self.scopes) > 1:
+            more = read(1, token, first)
+            found, there = (
+                jnp.where(second == 1, b, a) for a, b in zip((found, there), more, strict=True)
+            )
+        return found, there
 
-        lax.fori_loop(self.start, self.stop, step, 0)
+    def _write_plainly(self, s, mark, found, there) -> None:
+        half = self.keys[0].shape[-1]
+        for i, place in enumerate(self.keys):
+            place[s] = found[:, i * half : (i + 1) * half]
+        if found.shape[1] > 2 * half:
+            self.rotary[s] = found[:, 2 * half :]
+        self.marks[mark] = there.astype(jnp.float32)
 
     def _run_records(self) -> None:
         def step(e, carry):
@@ -159,7 +182,7 @@ class Feed:
             next_mark = lax.rem(g + 1, I32(MARKS))
             words = self._step(words, following, self._place(e + 1)[1], s, next_mark, 1)
             following = self._look_up("unit", e + 2)
-            self._publish(g, simulate=False)
+            self._publish(g)
             self._fetch(early, e + AHEAD)
             return words, other, following, self._look_up("row", e + AHEAD + 1)
 
@@ -175,17 +198,30 @@ class Feed:
         )
         lax.fori_loop(self.start, self.stop, step, carry)
 
-    def _run_elements(self) -> None:
-        def step(e, slots):
-            g = e - self.start
-            self._wait(g)
-            self._copy(slots, self._place(e)[1], _ring(g), lax.rem(g, I32(MARKS)))
-            slots = self._look_up("block", e + 1)
-            _wait_for_copies()
-            self._publish(g, simulate=False)
-            return slots
+    def entries(self, e) -> jax.Array | None:
+        """Of block ``e``, in the registers of the warpgroup that will copy its rows."""
+        return None if self.simulate else self._look_up("block", e)
 
-        lax.fori_loop(self.start, self.stop, step, self._look_up("block", self.start))
+    def begin(self, entries, e) -> None:
+        """Begin to copy the rows of block ``e``, elements, part by part, as its slot is freed."""
+        g = e - self.start
+        s = _ring(g)
+        tiles = rows.tiles_of(self.format, self.scopes[0].width)
+        # The first product of each half of the values reads its first two tiles.
+        first = [tile for tile in tiles if tile.place in (LEFT, RIGHT) and tile.number < 2]
+        for part, some in enumerate((first, [tile for tile in tiles if tile not in first])):
+            pl.when(g >= SLOTS)(lambda part=part: self._await_part(g, part))
+            if not self.simulate:
+                self._copy(entries, self._place(e)[1], s, some)
+                _inline("cp.async.commit_group;")
+        if self.simulate:
+            self._write_plainly(s, s, *self._read_plainly(e))
+
+    def finish(self, part: int) -> None:
+        """What this warpgroup began to copy is there for its products, up to this part."""
+        if not self.simulate:
+            _inline(f"cp.async.wait_group {PARTS - 1 - part};")
+        plgpu.commit_smem()
 
     def _look_up(self, which: str, e, more: int = 0) -> jax.Array:
         """Entries of block ``e`` for a thread, from key ``more`` on; -1 behind the last block."""
@@ -309,9 +345,9 @@ class Feed:
         held = () if begin else (words,)
         return issue(*held, slots, *places, self.marks.at[mark], *self.pages, *self.layers, second)
 
-    def _copy(self, slots, second, s, mark) -> None:
-        """Begin to copy the rows of a block to slot ``s``; say which of them there are."""
-        n, tiles = len(self.pages), rows.tiles_of(self.format, self.scopes[0].width)
+    def _copy(self, slots, second, s, tiles: Sequence[rows.Tile]) -> None:
+        """Begin to copy tiles of a block's rows to slot ``s``; say which rows there are."""
+        n = len(self.pages)
         layout = plgpu.Layout.WG_STRIDED((512,), vec_size=4)
         kinds = layout, *(SWIZZLED,) * 3, PLAIN, *(PLAIN,) * n, *(inline.SCALAR,) * (n + 1)
 
@@ -326,7 +362,7 @@ class Feed:
                 inline.asm(text, [*places, row, base], "r,r,r,r,l,l,~{memory}")
 
         places = [self.keys[LEFT].at[s], self.keys[RIGHT].at[s], self.rotary.at[s]]
-        issue(slots, *places, self.marks.at[mark], *self.pages, *self.layers, second)
+        issue(slots, *places, self.marks.at[s], *self.pages, *self.layers, second)
 
     def _fetch(self, slots, e) -> None:
         """Rows of block ``e`` to the L2 cache."""
@@ -359,11 +395,11 @@ def _of_scope(second, values: Sequence[Any]) -> Any:
     return arith.select(chosen, values[1], values[0])
 
 
-def _wait_for_copies() -> None:
-    """Of this thread."""
+def _inline(text: str) -> None:
+    """Assembly without operands."""
 
     @plgpu.inline_mgpu(arg_types=())
-    def wait(_):
-        inline.asm("cp.async.wait_all;", [], "~{memory}")
+    def issue(_):
+        inline.asm(text, [], "~{memory}")
 
-    wait()
+    issue()

@@ -27,7 +27,7 @@ REGISTERS = 160  # of a thread
 
 @dataclass(frozen=True, kw_only=True)
 class Half:
-    """Warpgroup 1 or 2."""
+    """Warpgroup 2 or 3."""
 
     stream: Stream
     buffers: Buffers
@@ -43,11 +43,15 @@ class Half:
         self.stream.walk(self._piece)
         plgpu.wait_smem_to_gmem(0)
 
-    def _piece(self, token, g0, part) -> None:
+    def _piece(self, token, g0, part, _) -> None:
         """Values of all blocks of a token's piece, whose first one is block ``g0``."""
         of, b, keys, simulate = self.stream, self.buffers, self.keys, self.stream.simulate
         n, _ = of.piece_of(token)
         row = of.row_of(token)
+
+        def free(j, s, part):
+            freed = b.freed.at[s * of.parts + part]
+            pl.when(j < n - 1)(lambda: plgpu.barrier_arrive(freed))
 
         def step(j, o):
             s = ring(g0 + j)
@@ -58,9 +62,12 @@ class Half:
                 for k, part in enumerate(acc):
                     values = keys.at[s, :, pl.ds(k * PART, PART)]
                     lib.matmul(part, b.weights.at[s], values, simulate=simulate)
+                if of.parts == len(acc):
+                    plgpu.wgmma_wait(1)
+                    free(j, s, 0)
 
             o = lib.accumulate(o, products, simulate=simulate)
-            pl.when(j < n - 1)(lambda: plgpu.barrier_arrive(b.freed.at[s]))
+            free(j, s, of.parts - 1)
             return o
 
         o = [lib.tile(0.0, (ROWS, PART), jnp.float32) for _ in range(HALF // PART)]
@@ -77,7 +84,8 @@ class Half:
         if self.is_right and self.early_launch:  # sooner, and the merge would only wait longer
             pl.when(token == of.last_token)(plgpu.griddepcontrol_launch_dependents)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plgpu.barrier_arrive(b.freed.at[s])
+        for i in range(of.parts):
+            plgpu.barrier_arrive(b.freed.at[s * of.parts + i])
 
     def _rescale(self, o: list[jax.Array], shrink) -> list[jax.Array]:
         """``o`` times a factor of each row; all of a warp's are one in most blocks."""

@@ -2,14 +2,18 @@
 
 Computes ``ref.attend`` for rows of 576 or 512 columns, the first 512 of which are the value, over
 the slots of one cache or of two, in one softmax. A thread block owns 64 heads of one piece of a
-token at a time (``line_plan``). Four warpgroups walk its blocks of 64 keys as one stream::
+token at a time (``line_plan``). Four warpgroups walk its blocks of 64 keys as one stream, over
+records::
 
   wg 0 scores   S = Q K^T, softmax, P -> shared memory
-  wg 1 left     O[:, :256] += P V[:, :256]
-  wg 2 right    O[:, 256:] += P V[:, 256:]
-  wg 3 feed     gathers rows, widens records: the keys of the blocks to come (``feed_sm90``)
+  wg 1 feed     gathers rows, widens records: the keys of the blocks to come (``feed_sm90``)
+  wg 2 left     O[:, :256] += P V[:, :256]
+  wg 3 right    O[:, 256:] += P V[:, 256:]
 
   feed -> full -> scores -> p_ready -> left, right -> freed -> feed
+
+Elements need no widening. There warpgroups 0 and 1 have every other block each: they copy its rows
+and score them (``pair_sm90``).
 
 Two blocks of keys lie in shared memory; with 576 columns ``P`` takes the place of the rotary
 columns of its own block, which were read by then. The result of a piece leaves through the slot of
@@ -31,11 +35,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from mla_jax.cache import RECORD_FORMATS
 from mla_jax.pallas import mosaic_lib as lib
 from mla_jax.pallas.dense_decode.combine_sm90 import CHAINS
 from mla_jax.pallas.sparse_attention.feed_sm90 import Feed
 from mla_jax.pallas.sparse_attention.halves_sm90 import Half
 from mla_jax.pallas.sparse_attention.line_plan import Line
+from mla_jax.pallas.sparse_attention.pair_sm90 import Pair
 from mla_jax.pallas.sparse_attention.rows_sm90 import Scope
 from mla_jax.pallas.sparse_attention.scores_sm90 import Scores
 from mla_jax.pallas.sparse_attention.stream_sm90 import ROWS, VALUE, Buffers, Stream, scratch
@@ -96,7 +102,7 @@ def attend(
             shape((slots * tiles * ROWS, VALUE), dtype),
             shape((slots, tiles, ROWS), F32),
         ),
-        scratch_types=scratch(dtype, width),
+        scratch_types=scratch(dtype, width, scopes[0].format),
         grid=(line.workers, tiles),  # tiles of a worker run side by side: one read of its rows
         grid_names=("worker", "tile"),
         num_threads=4,
@@ -115,18 +121,23 @@ def _body(*refs, scopes, line, heads, scale, early_launch, simulate, operands, *
     wg = lax.axis_index("wg")
     facts = {"scopes": scopes, "line": line, "heads": heads, "simulate": simulate}
     of, b = Stream.of(refs, **facts, operands=operands), Buffers(**buffers)
-    pl.when(wg == 0)(Scores(stream=of, buffers=b, scale=scale).run)
-    for i, is_right in ((1, False), (2, True)):
-        half = Half(stream=of, buffers=b, is_right=is_right, early_launch=early_launch)
-        pl.when(wg == i)(half.run)
-    pl.when(wg == 3)(lambda: _feed(of, b))
-
-
-def _feed(of: Stream, b: Buffers) -> None:
-    """Warpgroup 3."""
-    plgpu.set_max_registers(REGISTERS_OF_FEED, action="decrease")
-    Feed(
+    feed = Feed(
         scopes=of.scopes, lists=of.lists, pages=of.pages, layers=of.layers, start=of.start,
         stop=of.stop, keys=(b.left, b.right), rotary=b.weights, marks=b.marks, full=b.full,
-        freed=b.freed,
-    ).run(simulate=of.simulate)  # fmt: skip
+        freed=b.freed, simulate=simulate,
+    )  # fmt: skip
+    scorer = {"stream": of, "buffers": b, "scale": scale}
+    if scopes[0].format in RECORD_FORMATS:
+        pl.when(wg == 0)(Scores(**scorer).run)
+        pl.when(wg == 1)(lambda: _feed(feed))
+    else:
+        pl.when(wg < 2)(lambda: Pair(**scorer, slot=wg, feed=feed).run())
+    for i, is_right in ((2, False), (3, True)):
+        half = Half(stream=of, buffers=b, is_right=is_right, early_launch=early_launch)
+        pl.when(wg == i)(half.run)
+
+
+def _feed(feed: Feed) -> None:
+    """Warpgroup 1 over records."""
+    plgpu.set_max_registers(REGISTERS_OF_FEED, action="decrease")
+    feed.run()

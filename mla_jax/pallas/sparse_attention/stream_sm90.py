@@ -13,8 +13,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from mla_jax.cache import RECORD_FORMATS
 from mla_jax.pallas import mosaic_lib as lib
-from mla_jax.pallas.sparse_attention.feed_sm90 import MARKS, SLOTS
+from mla_jax.pallas.sparse_attention.feed_sm90 import MARKS, SLOTS, parts_of
 from mla_jax.pallas.sparse_attention.line_plan import Line
 from mla_jax.pallas.sparse_attention.rows_sm90 import BLOCK, Scope
 
@@ -24,6 +25,8 @@ __all__ = [
     "INVERSE",
     "LSE",
     "ROWS",
+    "TOP",
+    "TOTAL",
     "VALUE",
     "Buffers",
     "Stream",
@@ -34,14 +37,15 @@ __all__ = [
 ROWS = 64  # heads of a tile
 VALUE = 512  # columns of the value
 HALF = VALUE // 2
-ALPHA, INVERSE, LSE = 0, SLOTS, SLOTS + 2  # rows of the statistics buffer
+# Rows of the statistics buffer: of slots, of tokens in turn, of those who score, and of both.
+ALPHA, INVERSE, LSE, TOP, TOTAL = range(0, 10, 2)
 
 I32 = jnp.int32
 F32 = jnp.float32
 
 
-def scratch(dtype, width: int) -> dict:
-    """Shared memory and barriers of one thread block.
+def scratch(dtype, width: int, format: str) -> dict:
+    """Shared memory and barriers of one thread block, over rows of a ``format``.
 
     Barriers: who arrives -> who waits, once for every use of what they guard.
     """
@@ -51,15 +55,22 @@ def scratch(dtype, width: int) -> dict:
         "left": lib.swizzled((SLOTS, BLOCK, HALF), dtype),
         "right": lib.swizzled((SLOTS, BLOCK, HALF), dtype),
         "weights": lib.swizzled((SLOTS, ROWS, BLOCK), dtype),  # first: columns behind the value
-        "stats": plgpu.SMEM((SLOTS + 3, ROWS), F32),
+        "stats": plgpu.SMEM((TOTAL + 4, ROWS), F32),
         "marks": plgpu.SMEM((MARKS, BLOCK), F32),  # which keys of a block there are
         "q_full": lib.barrier(1 + (more > 0)),  # copy engine -> scores
-        "full": lib.barrier(count=SLOTS),  # feed -> scores: keys and marks
         "p_ready": lib.barrier(count=SLOTS),  # scores -> left, right: P and its factor
-        "freed": lib.barrier(2, SLOTS),  # left, right -> feed: keys, P and factor were read
+        # left, right -> who fills the slot: a part of the keys; P and factor with the last one
+        "freed": lib.barrier(2, SLOTS * parts_of(format)),
         "inverse_ready": lib.barrier(count=2),  # scores -> left, right: 1 / sum of a piece
     }
-    return buffers | ({"q_rope": lib.swizzled((1, ROWS, more), dtype)} if more else {})
+    if more:
+        buffers["q_rope"] = lib.swizzled((1, ROWS, more), dtype)
+    if format in RECORD_FORMATS:
+        buffers["full"] = lib.barrier(count=SLOTS)  # feed -> scores: keys and marks
+    else:
+        buffers["top_ready"] = lib.barrier(count=2)  # one that scores -> the other: its maximum
+        buffers["total_ready"] = lib.barrier(count=2)  # likewise: its sums of a piece
+    return buffers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,11 +84,13 @@ class Buffers:
     stats: Any
     marks: Any
     q_full: Any
-    full: Any
     p_ready: Any
     freed: Any
     inverse_ready: Any
     q_rope: Any = None  # None: no columns behind the value
+    full: Any = None  # of records
+    top_ready: Any = None  # of elements
+    total_ready: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +139,11 @@ class Stream:
         )  # fmt: skip
 
     @property
+    def parts(self) -> int:
+        """In which a slot is freed."""
+        return parts_of(self.scopes[0].format)
+
+    @property
     def tiles(self) -> int:
         return self.results[3].shape[1]
 
@@ -149,17 +167,17 @@ class Stream:
         end = jnp.minimum(self.stop - token * self.line.blocks, self.line.blocks)
         return end - begin, (begin == 0) & (end == self.line.blocks)
 
-    def walk(self, piece: Callable) -> None:
-        """``piece(token, blocks before, slot)`` for every token; slot -1: in one piece."""
+    def walk(self, piece: Callable, carry: Any = None) -> Any:
+        """``piece(token, blocks before, slot, carry)`` for every token; slot -1: in one piece."""
 
-        def turn(token, carry):
-            g, part = carry
+        def turn(token, state):
+            g, part, carry = state
             blocks, whole = self.piece_of(token)
-            piece(token, g, jnp.where(whole, -1, part))
-            return g + blocks, part + jnp.where(whole, 0, 1)
+            carry = piece(token, g, jnp.where(whole, -1, part), carry)
+            return g + blocks, part + jnp.where(whole, 0, 1), carry
 
         first, last = self.first_token, self.last_token
-        lax.fori_loop(first, last + 1, turn, (I32(0), self.first_slot))
+        return lax.fori_loop(first, last + 1, turn, (I32(0), self.first_slot, carry))[2]
 
     def parity(self, token):
         """0 or 1: of two buffers that take turns from token to token."""
