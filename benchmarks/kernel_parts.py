@@ -1,4 +1,4 @@
-"""``python -m benchmarks.kernel_parts {scores,sparse,hints}``: what bounds two kernels.
+"""``python -m benchmarks.kernel_parts {scores,sparse}``: what bounds two kernels.
 
 ``scores``: index scores over gathered codes, 4,096 queries on 8,192 keys, whole and with parts left
 out. Their results are wrong; only the times are read.
@@ -20,9 +20,6 @@ queries of zeros
 of zeros (less power); no rows (lists of -1); neighbours (lists of consecutive rows); one list for
 all tokens.
 
-``hints``: the suite's sparse prefills with other copies of rows: each asks the L2 cache for 128 or
-256 bytes, or wants it to keep them.
-
 ``mhz``: cycles of a multiprocessor for each microsecond, over ``CHAIN`` calls and over one.
 """
 
@@ -30,7 +27,7 @@ import argparse
 import functools
 import json
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -48,10 +45,8 @@ from mla_jax.pallas import mosaic_lib as lib
 from mla_jax.pallas.indexer import scores_sm90
 from mla_jax.pallas.indexer.scores_sm90 import F8, shared_as
 from mla_jax.pallas.mosaic_inline import ir, llvm, vectors
-from mla_jax.pallas.sparse_attention import rows_sm90
 
 CHAIN = 20
-KEPT = ".L2::cache_hint"
 _multiply, _store, _sums = scores_sm90.multiply, scores_sm90.store_ranks, scores_sm90._sums
 
 
@@ -177,41 +172,6 @@ def sparse() -> None:
     _show(case.name, {name: (run, x) for name, x in several.items()})
 
 
-HINTS = {"in use": "", "128 bytes": ".L2::128B", "256 bytes": ".L2::256B", "kept": KEPT}
-"""What is said to the L2 cache."""
-
-
-def _copies(hint: str) -> Callable[..., Iterator[str]]:
-    """``rows_sm90.copy`` with a hint."""
-    used, name = rows_sm90.copy, "cp.async.cg.shared.global"
-
-    def copy(*given: Any) -> Iterator[str]:
-        if hint == KEPT:
-            yield "createpolicy.fractional.L2::evict_last.b64 b, 1.0;"
-        for line in used(*given):
-            if line.startswith(name):
-                line = line.replace(name, name + hint)
-                line = line.replace(";", ", b;") if hint == KEPT else line
-            yield line
-
-    return copy
-
-
-def hints() -> None:
-    from benchmarks import sparse_prefill
-    from mla_jax.ops import mla_sparse_prefill
-
-    attend = functools.partial(mla_sparse_prefill, scale=sparse_prefill.SCALE, backend="mosaic")
-    for case in sparse_prefill.CASES:
-        q, rows, slots = sparse_prefill._drawn(case)
-        given, runs = (q[..., :512], q[..., 512:], rows, slots), {}
-        for name, hint in HINTS.items():
-            jax.clear_caches()
-            with mock.patch.object(rows_sm90, "copy", _copies(hint)):
-                runs[name] = jax.jit(attend).lower(*given).compile(), given
-        _show(case.name, runs)
-
-
 def _show(case: str, runs: dict[str, tuple[Any, tuple[Any, ...]]]) -> None:
     from benchmarks.timing import isolated_us, once
 
@@ -264,7 +224,7 @@ def _clocks() -> dict[int, tuple[int, int]]:
 def main() -> None:
     kind = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=kind)
-    several = {"scores": scores, "sparse": sparse, "hints": hints}
+    several = {"scores": scores, "sparse": sparse}
     parser.add_argument("kernel", choices=several)
     several[parser.parse_args().kernel]()
 

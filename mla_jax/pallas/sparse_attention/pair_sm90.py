@@ -58,13 +58,13 @@ class Pair(Scorer):
         pl.when(ring(blocks - 1) == other)(lambda: plgpu.barrier_wait(b.top_ready.at[other]))
         plgpu.wait_smem_to_gmem(0)
 
-    def _piece(self, token, g0, part, entries):
+    def _piece(self, token, g0, part, entries: Any) -> Any:
         """This warpgroup's blocks of a token's piece, whose first one is block ``g0``.
 
         ``entries`` are those of the list for this warpgroup's next block, here and in the result.
         """
         of, b, s, other = self.stream, self.buffers, self.slot, 1 - self.slot
-        n, _ = of.piece_of(token)
+        n, _whole = of.piece_of(token)
         first = g0 + lax.rem(g0 + s, I32(SLOTS))
         count = lax.div(g0 + n - first + 1, I32(SLOTS))
         start, nothing = self._start()
@@ -95,7 +95,7 @@ class Pair(Scorer):
 
         return entries
 
-    def _block(self, g, carry, *, token, begins, is_first, start):
+    def _block(self, g, carry, *, token, begins, is_first, start) -> tuple[Any, ...]:
         """Block ``g``, which ``begins`` the token's piece or ``is_first`` of this warpgroup there.
 
         ``carry``: entries of the list, the maximum of this warpgroup's block before, and its sums
