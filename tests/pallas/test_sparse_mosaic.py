@@ -6,6 +6,7 @@ assembly that gathers rows is in ``test_sparse_rows.py``.
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from mla_jax.pallas.mosaic_lib import SHARED_MEMORY, shared_bytes
 from mla_jax.pallas.sparse_attention import line_plan, mosaic, mosaic_sm90
 from tests import aot
 from tests.cases import V3
-from tests.compare import same_bits
+from tests.compare import judge, same_bits
 from tests.pallas.test_sparse_attention import SCALE, V4, drawn, judged, value_of
 
 OP = "mla_sparse_decode"
@@ -249,6 +250,22 @@ def test_twice_the_same_bits_and_permuted_tokens(form, rng):
     order = rng.permutation(132)
     other = run(*(x[order] for x in d.args[:2]), d.cache, d.args[3][order])
     same_bits(other, jax.tree.map(lambda x: x[order], first))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [SCALE, 20 * SCALE])
+@pytest.mark.parametrize(
+    ("tokens", "keys", "heads"), [(1500, 64, 8), (1100, 9, 70), (700, 128, 16), (300, 330, 64)]
+)
+def test_many_tokens_of_a_thread_block(tokens, keys, heads, scale, rng):
+    """Lists of one to six blocks, so that the two that score meet in every way; maxima rise."""
+    d = drawn(rng, dims=V3, heads=heads, tokens=tokens, keys=keys, pages=200)
+    run = jax.jit(functools.partial(mla_sparse_decode, scale=scale, backend="mosaic"))
+    first = run(*d.args)
+    facts = SimpleNamespace(scale=scale, dtype=d.dtype)
+    judge(first, facts, d.parts(), lse_rounding=2.0**-20)
+    for _ in range(5):
+        same_bits(run(*d.args), first)
 
 
 @pytest.mark.gpu
