@@ -40,11 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Without a CUDA plugin, what XLA compiled is kept for other workers and processes of tests.
 
     With one, kernels are compiled for a GPU: those that are read have no report of the assembler.
-
-    ``NPROC`` is how many threads XLA has: warpgroups of an interpreted kernel that wait for each
-    other hold one each, and with as few as this machine has cores none is left for the others.
     """
-    os.environ.setdefault("NPROC", "8")
     from tests import aot  # imports the package, after the hook above
 
     name = "JAX_COMPILATION_CACHE_DIR"

@@ -6,6 +6,9 @@ assembly that gathers rows is in ``test_sparse_rows.py``.
 
 import dataclasses
 import functools
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -23,12 +26,39 @@ from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.merge.ref import apply_sinks
 from mla_jax.pallas.mosaic_lib import SHARED_MEMORY, shared_bytes
 from mla_jax.pallas.sparse_attention import line_plan, mosaic, mosaic_sm90
-from tests import aot
+from tests import aot, imports
 from tests.cases import V3
 from tests.compare import judge, same_bits
 from tests.pallas.test_sparse_attention import SCALE, V4, drawn, judged, value_of
 
 OP = "mla_sparse_decode"
+THREADS = int(os.environ.get("NPROC") or os.cpu_count() or 1)
+ENOUGH = 8
+
+interpreted = pytest.mark.skipif(
+    THREADS < ENOUGH,
+    reason=f"{THREADS} threads of XLA, and warpgroups that wait hold one each: "
+    "test_the_interpreter_in_a_process runs it",
+)
+"""Of a test whose kernel may hang if XLA has as few threads as a small machine has cores."""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(THREADS >= ENOUGH, reason="what is interpreted runs in this process")
+def test_the_interpreter_in_a_process():
+    """All tests below that are interpreted, with more threads of XLA."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    done = subprocess.run(
+        [*command, "-W", "ignore", "--slow", "all", "-k", "interpreted", __file__],
+        cwd=imports.ROOT,
+        env=os.environ | {"NPROC": f"{ENOUGH}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert "passed" in done.stdout and "skipped" not in done.stdout, done.stdout[-500:]
+
+
 Tuning = functools.partial(mosaic.Tuning, early_launch=True)
 
 
@@ -56,6 +86,7 @@ INTERPRETED = {  # workers, and what is drawn
 }
 
 
+@interpreted
 @pytest.mark.slow
 @pytest.mark.parametrize("name", INTERPRETED)
 def test_interpreted_with_race_detection(name, rng, capsys):
@@ -68,6 +99,7 @@ def test_interpreted_with_race_detection(name, rng, capsys):
     assert "RACE DETECTED" not in capsys.readouterr().out
 
 
+@interpreted
 @pytest.mark.slow
 @pytest.mark.parametrize(("form", "dims", "workers"), [("v4", V4, 3), ("bf16", V4, 1)])
 def test_two_scopes_interpreted(form, dims, workers, rng):
@@ -80,6 +112,7 @@ def test_two_scopes_interpreted(form, dims, workers, rng):
     assert not get_races().races_found
 
 
+@interpreted
 @pytest.mark.slow
 @pytest.mark.parametrize(("workers", "tokens", "keys"), [(2, 2, 70), (9, 2, 70), (2, 3, 420)])
 def test_sinks_interpreted(workers, tokens, keys, rng):
@@ -99,6 +132,7 @@ def test_sinks_interpreted(workers, tokens, keys, rng):
     assert not got[:, 1].any()
 
 
+@interpreted
 @pytest.mark.slow
 def test_a_stack_takes_its_layer_interpreted(rng):
     d = drawn(rng, dims=V3, heads=5, tokens=2, keys=70, form="ds_mla", page=8)
@@ -109,6 +143,7 @@ def test_a_stack_takes_its_layer_interpreted(rng):
     same_bits(attend(of_stack, 2, interpret=params(), layer=jnp.int32(1)), want)
 
 
+@interpreted
 @pytest.mark.slow
 def test_a_negative_scale_interpreted(rng):
     d = drawn(rng, dims=V3, heads=5, tokens=1, keys=20)
