@@ -197,9 +197,9 @@ def test_what_is_divided_how(tokens, blocks, workers, share):
 
 @pytest.mark.parametrize("width", [512, 576])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_shared_memory_fits(width, dtype):
-    for form in ("bf16", "ds_mla"):
-        assert shared_bytes(mosaic_sm90.scratch(dtype, width, form)) <= SHARED_MEMORY
+@pytest.mark.parametrize("form", ["bf16", "ds_mla"])
+def test_shared_memory_fits(width, dtype, form):
+    assert shared_bytes(mosaic_sm90.scratch(dtype, width, form)) <= SHARED_MEMORY
 
 
 def _cache(form, page, pages, layers=8):
