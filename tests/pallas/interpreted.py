@@ -19,7 +19,7 @@ import pytest
 from tests import imports
 from tests.pallas.experts import missing
 
-__all__ = ["GARBAGE", "INTERPRETER", "call", "in_a_process"]
+__all__ = ["GARBAGE", "INTERPRETER", "all_pass", "call", "in_a_process"]
 
 INTERPRETER = missing("triton", "torch")
 GARBAGE = 2**30
@@ -74,11 +74,16 @@ def in_a_process(name):
         and np.lib.NumpyVersion(np.__version__) >= "2.4.0"
     ):
         pytest.skip(f"the interpreter of triton {version} cannot run with numpy {np.__version__}")
+    all_pass(Path(__file__).with_name(name), TRITON_INTERPRET="1")
+
+
+def all_pass(file, *options, **environment):
+    """All tests of a file that ``options`` leave in pass in a process, and none is skipped."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     done = subprocess.run(
-        [*command, "-W", "ignore", str(Path(__file__).with_name(name))],
+        [*command, "-W", "ignore", *options, str(file)],
         cwd=imports.ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
+        env=os.environ | environment,
         capture_output=True,
         text=True,
     )

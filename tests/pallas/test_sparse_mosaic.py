@@ -7,8 +7,6 @@ assembly that gathers rows is in ``test_sparse_rows.py``.
 import dataclasses
 import functools
 import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import jax
@@ -26,9 +24,10 @@ from mla_jax.pallas.device import DeviceInfo
 from mla_jax.pallas.merge.ref import apply_sinks
 from mla_jax.pallas.mosaic_lib import SHARED_MEMORY, shared_bytes
 from mla_jax.pallas.sparse_attention import line_plan, mosaic, mosaic_sm90
-from tests import aot, imports
+from tests import aot
 from tests.cases import V3
 from tests.compare import judge, same_bits
+from tests.pallas.interpreted import all_pass
 from tests.pallas.test_sparse_attention import SCALE, V4, drawn, judged, value_of
 
 OP = "mla_sparse_decode"
@@ -47,16 +46,7 @@ interpreted = pytest.mark.skipif(
 @pytest.mark.skipif(THREADS >= ENOUGH, reason="what is interpreted runs in this process")
 def test_the_interpreter_in_a_process():
     """All tests below that are interpreted, with more threads of XLA."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    done = subprocess.run(
-        [*command, "-W", "ignore", "--slow", "all", "-k", "interpreted", __file__],
-        cwd=imports.ROOT,
-        env=os.environ | {"NPROC": f"{ENOUGH}"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert "passed" in done.stdout and "skipped" not in done.stdout, done.stdout[-500:]
+    all_pass(__file__, "--slow", "all", "-k", "interpreted", NPROC=f"{ENOUGH}")
 
 
 Tuning = functools.partial(mosaic.Tuning, early_launch=True)
