@@ -27,6 +27,8 @@ from tests.placement import shares
 
 WISH = SamplingParams(max_new_tokens=8, ignore_eos=True)
 PROMPTS = [[1, 5, 9, 30], [2], list(range(3, 40))]
+# Few activations of a short one lie so near the middle of two codes that a sum's order decides.
+SHORT = [[7 * i % 31 + 1, 11 * i % 37 + 1, i + 1][: 1 + i % 3] for i in range(9)]
 
 
 def wide() -> ModelConfig:
@@ -92,10 +94,10 @@ def experts(cfg: ModelConfig, *, width8: bool, bias: bool) -> list:
     return [sum(shape.count("[") for shape in sums), off]
 
 
-def _off(got: list, want: list) -> float:
-    """The largest difference of the logits of first tokens."""
+def _off(got: list, want: list) -> list[float]:
+    """Of each prompt: the largest difference of its first token's logits."""
     pairs = zip(got, want, strict=True)
-    return max(float(np.abs(a.logits[0] - b.logits[0]).max()) for a, b in pairs)
+    return [float(np.abs(a.logits[0] - b.logits[0]).max()) for a, b in pairs]
 
 
 def main() -> dict[str, object]:
@@ -130,7 +132,7 @@ def main() -> dict[str, object]:
                     prefill_chunk=16,
                     **more,
                 )
-                return engine, engine.generate(PROMPTS, WISH)
+                return engine, engine.generate(PROMPTS + SHORT, WISH)
 
             _, want = serve(jax.devices()[0])
             many, got = serve(jax.devices())

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 
@@ -115,8 +116,11 @@ def test_e4m3_weights_stay_so_over_eight_devices():
     for kind, (sums, off) in found["experts"].items():  # shared experts divided, with biases
         assert off < 1e-4 and sums == (2 if kind.endswith("True True") else 1), kind
     for kind in ("wide", "by_width", "v4"):
-        apart, changed = found[f"{kind} rounded"]  # by one e4m3 code, and by e4m3 activations
-        assert apart < changed / 4
+        # Sums in another order, which now and then move an activation to the next code; and what
+        # e4m3 activations change, which they do for every prompt.
+        apart, changed = found[f"{kind} rounded"]
+        assert statistics.median(apart) < 1e-3 < min(changed), kind
+        assert max(apart) < max(changed), kind
     for kind in ("wide", "by_width", "narrow", "v4"):
         assert found[kind]["tokens"] and found[kind]["off"] < 2e-4
         assert found[kind]["e4m3"]
