@@ -85,19 +85,19 @@ def room_beside(weights: Any, device: Any, *, later: int = 0) -> int:
     return room if room < _GIB else room // _GIB * _GIB
 
 
-def check_cache_fits(groups: Sequence[CacheGroup], num_pages: Sequence[int], device: Any) -> None:
+def check_cache_fits(groups: Sequence[CacheGroup], pages: Sequence[int], device: Any) -> None:
     """Refuse caches that are larger than the device's whole memory, before they are asked for.
 
-    A CPU's memory is the machine's: asked for more, the system ends the process. ``num_pages`` has
-    the pages of each group.
+    A CPU's memory is the machine's: asked for more, the system ends the process. ``pages``: how
+    many each group has.
 
     Raises:
         EngineError: with the pages that the memory holds.
     """
-    size, memory = _bytes(groups, num_pages), _memory_of(device)
+    size, memory = _bytes(groups, pages), _memory_of(device)
     if memory is None or size <= memory:
         return
-    first, tokens = num_pages[0], groups[0].tokens
+    first, tokens = pages[0], groups[0].tokens
     given = f"{size:,} bytes ({first:,} pages of {tokens:,} tokens)"
     most = memory * first // size
     hint = f"{most:,} such pages are as large as all of it." if most > 1 else "Use smaller pages."
@@ -122,8 +122,8 @@ def bytes_of(tree: Any) -> int:
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in arrays)
 
 
-def _bytes(groups: Sequence[CacheGroup], num_pages: Sequence[int]) -> int:
-    return sum(n * group.page_bytes for n, group in zip(num_pages, groups, strict=True))
+def _bytes(groups: Sequence[CacheGroup], pages: Sequence[int]) -> int:
+    return sum(n * group.page_bytes for n, group in zip(pages, groups, strict=True))
 
 
 def _memory_of(device: Any) -> int | None:

@@ -7,7 +7,10 @@ import numpy as np
 
 from mla_jax.errors import EngineError, described
 
-__all__ = ["LARGEST_FLOAT", "check_flags", "checked_size", "is_int", "is_real", "made_folder"]
+__all__ = [
+    "LARGEST_FLOAT", "check_choice", "check_flags", "checked_size", "is_int", "is_real",
+    "made_folder",
+]  # fmt: skip
 
 LARGEST_FLOAT = float.fromhex("0x1.fffffep127")
 """Of float32: a larger number is infinite on the device."""
@@ -36,6 +39,12 @@ def check_flags(**given: object) -> None:
     for name, value in given.items():
         if not isinstance(value, bool | np.bool_):
             raise EngineError(name, described(value), "True or False")
+
+
+def check_choice(name: str, value: object) -> None:
+    """Refuse a setting that is neither a boolean nor None, with which the library chooses."""
+    if not isinstance(value, bool | np.bool_ | None):
+        raise EngineError(name, described(value), "True, False or None")
 
 
 def checked_size(

@@ -11,8 +11,6 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import astuple
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,27 +18,22 @@ import jax
 import jax.numpy as jnp
 
 from mla_jax import ops
-from mla_jax.cache import ELEMENT_FORMATS, LatentCache
 from mla_jax.checks import checked_size, is_real, made_folder
 from mla_jax.commands import fit, parity
+from mla_jax.commands.explain import EXPLAINED, Problem
+from mla_jax.commands.inspect import facts_of
 from mla_jax.commands.models import model_of
 from mla_jax.commands.roofline import roofline
 from mla_jax.commands.show import checked_out, fit_report, parity_report, roofline_report, show
-from mla_jax.config import IndexerConfig, ModelConfig
-from mla_jax.config_v4 import AnyConfig, V4Config, read_config
+from mla_jax.config_v4 import AnyConfig, read_config
 from mla_jax.demo import main as serve_demo
 from mla_jax.engine import Engine, WarmUp
-from mla_jax.errors import ArgumentError, EngineError, MLAError
+from mla_jax.errors import EngineError, MLAError
 from mla_jax.generation_config import GenerationDefaults
 from mla_jax.hub import folder_of
-from mla_jax.metadata.mla import DecodeMetadata, PrefillMetadata
-from mla_jax.model.family import Serving, family_of
-from mla_jax.model.memory import plan_memory
-from mla_jax.model.prefill_crossover import PrefillCrossover
 from mla_jax.model.presets import PRESETS
 from mla_jax.model.sampling import SamplingParams
-from mla_jax.model.weight_table import num_params
-from mla_jax.pallas.device import PEAKS, DeviceInfo, peaks_of
+from mla_jax.pallas.device import PEAKS, peaks_of
 from mla_jax.placement import ONE_QUEUE
 from mla_jax.prompts import Prompt, Reader, ids_of
 from mla_jax.scheduler import Completion, Event
@@ -91,10 +84,6 @@ app = typer.Typer(
 
 _BAD_INPUT = (MLAError, OSError)
 _USAGE: type[Exception] = typer.BadParameter.__bases__[0]
-_EXPLAINED = (
-    "mla_decode", "mla_prefill", "merge_attn_states", "apply_sinks", "write_latent",
-    "gather_latent", "copy_blocks", "swap_blocks", "prefill_crossover",
-)  # fmt: skip
 _MOST_GIB = 1e9  # an exbibyte
 Folder = Annotated[
     Path | None,
@@ -390,7 +379,7 @@ def inspect(
     ``programs`` are those that an engine of default settings compiles on this machine. What fits
     into a memory is printed by ``mla-jax fit``.
     """
-    facts = _facts(model_of(model, ignore_keys=ignore_key or ()), dtype)
+    facts = facts_of(model_of(model, ignore_keys=ignore_key or ()), dtype)
     if as_json:
         print(json.dumps(facts))
         return
@@ -402,71 +391,10 @@ def inspect(
         print(f"{name}: {'  '.join(f'{k}={v:,}' for k, v in inner) if inner else value}")
 
 
-def _facts(config: AnyConfig, dtype: str) -> dict[str, Any]:
-    plans = {}
-    for name, form in ELEMENT_FORMATS.items():
-        with suppress(EngineError):  # widths that the family's records do not have
-            plans[name] = plan_memory(config, dtype=dtype, format=form)
-    any_plan = next(iter(plans.values()))
-    requests = {name: p.request for name, p in plans.items() if p.request}
-    widths = _v4_widths(config) if isinstance(config, V4Config) else _latent_widths(config)
-    return {
-        "family": config.family,
-        "layers": config.layers,
-        "hidden": config.hidden,
-        "vocab": config.vocab,
-        **widths,
-        "experts": config.moe.experts if config.moe else 0,
-        "softmax_scale": config.scale,
-        "max_positions": config.max_positions,
-        "parameters": num_params(config),
-        f"weight_bytes_{dtype}": {"weights": any_plan.weights, "absorbed": any_plan.absorbed},
-        "cache_bytes_per_token": {name: p.token for name, p in plans.items()},
-        **({"cache_bytes_per_request": requests} if requests else {}),
-        "programs": [
-            str(rung.bucket)
-            for rung in family_of(config.family).builder(config, Serving.of(config)).rungs()
-        ],
-    }
-
-
-def _latent_widths(config: ModelConfig) -> dict[str, Any]:
-    d = config.dims
-    return {
-        "sparse_layers": sum(config.sparse_layers),
-        "heads": d.heads,
-        "dims": {"rank": d.rank, "rope": d.rope, "nope": d.nope, "v": d.v, "q_rank": d.q_rank or 0},
-        **({"indexer": _indexer_facts(config.indexer)} if config.indexer else {}),
-    }
-
-
-def _v4_widths(config: V4Config) -> dict[str, Any]:
-    ratios = (0, config.overlapping, config.disjoint)
-    fours = config.layers_of(config.overlapping)
-    return {
-        "heads": config.heads,
-        "dims": {"row": config.dim, "rope": config.rope_dim, "q_rank": config.q_rank},
-        "window": config.window,
-        "layers_by_ratio": {str(ratio): config.layers_of(ratio) for ratio in ratios},
-        "indexer": {
-            "heads": config.index_heads,
-            "dim": config.index_dim,
-            "topk": config.index_topk,
-            "layers": fours,
-        },
-        "streams": config.streams.count,
-    }
-
-
-def _indexer_facts(indexer: IndexerConfig) -> dict[str, int]:
-    layers = sum(indexer.full)
-    return {"heads": indexer.heads, "dim": indexer.dim, "topk": indexer.topk, "layers": layers}
-
-
 @app.command()
 @grouped
 def explain(
-    op: Annotated[str, typer.Argument(help=f"One of {', '.join(_EXPLAINED)}.")],
+    op: Annotated[str, typer.Argument(help=f"One of {', '.join(EXPLAINED)}.")],
     widths: WidthOptions,
     requests: Size = 8,
     tokens: Annotated[int, typer.Option(min=1, max=MOST, help="Query tokens.")] = 8,
@@ -482,68 +410,18 @@ def explain(
 
     ``prefill_crossover``: whether ``tokens`` new tokens on ``keys`` cached ones are expanded.
     """
-    if op == "prefill_crossover":
-        device = DeviceInfo.current()
-        found = PrefillCrossover.of(widths.dims, device)
-        none = f"no measured rates for {device.kind} and these widths: every prefill is expanded"
-        print(none if found is None else found.explain([tokens], [keys]))
-        return
-
-    def shape(*sizes: int, of: str = dtype) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(sizes, jnp.dtype(of))
-
-    def ints(*sizes: int) -> Any:
-        return shape(*sizes, of="int32")
-
-    heads, rank, rope, nope, v = astuple(widths)
-    starts, table = ints(requests + 1), ints(requests, pages)
-    cache = LatentCache(
-        pages=shape(2, page_size, rank + rope, of=ELEMENT_FORMATS[cache_dtype].dtype),  # pyright: ignore
-        scale=shape(of="float32"),  # pyright: ignore[reportArgumentType]
-        rank=rank,
-        format=ELEMENT_FORMATS[cache_dtype],
+    problem = Problem(
+        dims=widths.dims,
+        requests=requests,
+        tokens=tokens,
+        keys=keys,
+        page=page_size,
+        pages=pages,
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+        causal=causal,
     )
-    decode = DecodeMetadata(
-        max_query_len=max(1, cdiv(tokens, max(requests, 1))),
-        page_table=table,
-        seq_lens=ints(requests),
-        query_starts=starts,
-    )
-    prefill = PrefillMetadata(query_starts=starts, key_starts=starts)
-    state = ops.AttnState(out=shape(tokens, heads, v), lse=shape(tokens, heads, of="float32"))  # pyright: ignore
-    latent, k_rope = shape(tokens, rank), shape(tokens, rope)
-    problems: dict[str, tuple[tuple, dict[str, Any]]] = {
-        "write_latent": ((cache, latent, k_rope, ints(tokens)), {}),
-        "gather_latent": (
-            (cache, table, ints(requests), starts),
-            {"rows": keys, "dtype": jnp.dtype(dtype)},
-        ),
-        "copy_blocks": ((cache, ints(pages, 2)), {}),
-        "swap_blocks": ((cache, cache, ints(pages, 2)), {}),
-        "mla_decode": (
-            (shape(tokens, heads, rank), shape(tokens, heads, rope), cache, decode),
-            {"scale": 1.0},
-        ),
-        "mla_prefill": (
-            (
-                shape(tokens, heads, nope + rope),
-                shape(keys, heads, nope + v),
-                shape(keys, rope),
-                prefill,
-            ),
-            {"scale": 1.0, "causal": causal},
-        ),
-        "merge_attn_states": ((state, state), {}),
-        "apply_sinks": ((state, shape(heads)), {}),
-    }
-    if op not in problems:
-        hint = "From Python, mla_jax.explain takes the arguments of any operation."
-        raise ArgumentError("explain", op, ", ".join(_EXPLAINED), hint)
-    named = {b.name for b in ops.REGISTRY.backends if b.op == op}
-    if backend is not None and backend not in named:
-        raise ArgumentError("--backend", backend, f"of {op}: {', '.join(sorted(named))}")
-    args, kwargs = problems[op]
-    print(ops.explain(op, *args, backend=backend, **kwargs))
+    print(problem.explain(op, backend=backend))
 
 
 @app.command("parity")
@@ -683,4 +561,5 @@ def support_matrix() -> None:
 @app.command()
 def demo() -> None:
     """Serve the small trained model of the package and check its answers."""
+    _devices(1)
     raise typer.Exit(serve_demo())

@@ -42,7 +42,7 @@ from mla_jax.cache_sizes import (
     room_beside,
 )
 from mla_jax.chat_template import is_chat
-from mla_jax.checks import check_flags, checked_size
+from mla_jax.checks import check_choice, check_flags, checked_size
 from mla_jax.errors import EngineError, described
 from mla_jax.generation_config import GenerationDefaults
 from mla_jax.history_rows import HistoryRows
@@ -816,8 +816,7 @@ def _keep_fp8(
     asked: bool | None,
 ) -> bool:
     """Whether e4m3 weights stay so; refuses what was asked for and cannot be."""
-    if not isinstance(asked, bool | None):
-        raise EngineError("fp8_weights", described(asked), "True, False or None")
+    check_choice("fp8_weights", asked)
     if asked is None:
         usual = placement.on_gpu and dtype.itemsize == 2
         given = bool(getattr(config, "fp8_block", None))

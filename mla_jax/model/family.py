@@ -21,7 +21,7 @@ from mla_jax.cache import (
     LatentCache,
     RecordCache,
 )
-from mla_jax.checks import check_flags, checked_size
+from mla_jax.checks import check_choice, check_flags, checked_size
 from mla_jax.config import ModelConfig
 from mla_jax.config_v4 import V4Config
 from mla_jax.errors import ConfigError, EngineError
@@ -231,8 +231,7 @@ class Serving:
             allowed = "a ladder, such as MLALadder.default makes, or None: the family's own"
             raise EngineError("ladder", type(ladder).__name__, allowed)
         check_flags(absorb_prefills=absorb_prefills)
-        if not isinstance(fp8_activations, bool | None):
-            raise EngineError("fp8_activations", repr(fp8_activations), "True, False or None")
+        check_choice("fp8_activations", fp8_activations)
         dtype, placement = checked_dtype(dtype), Placement.of(placement)
         if prefill_chunk is None:
             prefill_chunk = GPU_CHUNK if placement.on_gpu else CPU_CHUNK
@@ -290,27 +289,19 @@ def _checked_format(name: str | None, dtype: jnp.dtype) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One family. ``module`` is None where its metadata exists before its model does."""
+    """One family of models."""
 
     name: str
     model_types: tuple[str, ...]  # of config.json
     groups: Callable[[Any, Serving], tuple[CacheGroup, ...]]  # of a config and settings
     builder: Callable[[Any, Serving], AttentionMetadataBuilder]
-    module: Callable[..., nnx.Module] | None  # (config, dtype=…, rngs=…)
+    module: Callable[..., nnx.Module]  # (config, dtype=…, rngs=…)
     fp8: bool = False  # the module takes fp8=True: products with block-scaled e4m3 weights
 
     def abstract(self, config: Any, dtype: jnp.dtype, *, fp8: bool = False) -> nnx.Module:
-        """The module without memory for its weights.
-
-        Raises:
-            ConfigError: the family has no module yet.
-        """
-        make = self.module
-        if make is None:
-            allowed = ", ".join(t for f in FAMILIES if f.module for t in f.model_types)
-            raise ConfigError(f"model_type of family {self.name}", self.model_types, allowed)
+        """The module without memory for its weights."""
         more = {"fp8": True} if fp8 else {}
-        return nnx.eval_shape(lambda: make(config, dtype=dtype, rngs=nnx.Rngs(0), **more))
+        return nnx.eval_shape(lambda: self.module(config, dtype=dtype, rngs=nnx.Rngs(0), **more))
 
 
 def _dense_groups(config: ModelConfig, serving: Serving) -> tuple[CacheGroup, ...]:

@@ -53,6 +53,7 @@ __all__ = [
     "fill_rows",
     "fold_columns",
     "in_place",
+    "issue",
     "kernel",
     "landed",
     "lowered_once",
@@ -447,13 +448,18 @@ def fence(*, simulate: bool) -> None:
     """
     if simulate:
         plgpu.commit_smem()
-        return
+    else:
+        issue("fence.proxy.async.shared::cta;")
+
+
+def issue(text: str) -> None:
+    """Assembly without operands; no access to memory is moved across it."""
 
     @plgpu.inline_mgpu(arg_types=())
-    def issue(_):
-        inline.asm("fence.proxy.async.shared::cta;", [], "~{memory}")
+    def here(_):
+        inline.asm(text, [], "~{memory}")
 
-    issue()
+    here()
 
 
 def any_of_warp_above(x: jax.Array, bound: float, *, simulate: bool) -> jax.Array:

@@ -213,14 +213,14 @@ class Feed:
             pl.when(g >= SLOTS)(lambda part=part: self._await_part(g, part))
             if not self.simulate:
                 self._copy(entries, self._place(e)[1], s, some)
-                _inline("cp.async.commit_group;")
+                lib.issue("cp.async.commit_group;")
         if self.simulate:
             self._write_plainly(s, s, *self._read_plainly(e))
 
     def finish(self, part: int) -> None:
         """What this warpgroup began to copy is there for its products, up to this part."""
         if not self.simulate:
-            _inline(f"cp.async.wait_group {PARTS - 1 - part};")
+            lib.issue(f"cp.async.wait_group {PARTS - 1 - part};")
         plgpu.commit_smem()
 
     def _look_up(self, which: str, e, more: int = 0) -> jax.Array:
@@ -393,13 +393,3 @@ def _of_scope(second, values: Sequence[Any]) -> Any:
         return values[0]
     chosen = arith.cmpi(arith.CmpIPredicate.ne, second, inline.constant(0))
     return arith.select(chosen, values[1], values[0])
-
-
-def _inline(text: str) -> None:
-    """Assembly without operands."""
-
-    @plgpu.inline_mgpu(arg_types=())
-    def issue(_):
-        inline.asm(text, [], "~{memory}")
-
-    issue()
