@@ -121,7 +121,7 @@ def _module(engine):
 def test_activations_of_a_model_without_e4m3_weights_are_refused(folder):
     with pytest.raises(ArgumentError, match="given True; allowed: None or False"):
         serve(folder, "float32", False, fp8_activations=True)
-    with pytest.raises(EngineError, match="given 'yes'; allowed: True, False or None"):
+    with pytest.raises(EngineError, match=r"given 'yes' \(str\); allowed: True, False or None"):
         serve(folder, "float32", True, fp8_activations="yes")
 
 
