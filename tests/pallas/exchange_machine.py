@@ -43,7 +43,7 @@ class Block(Machine):
     def one(self, line: str, here, labels: dict[str, int]) -> None:
         if line.endswith(":"):
             return
-        self.waits = np.where(here, "", "elsewhere")
+        self.awake = here
         op, arguments, here = self.parsed(line, here)
         if op[0] == "barrier":
             assert here.all(), "a barrier that not all threads reach"

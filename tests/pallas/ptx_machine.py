@@ -4,6 +4,7 @@ Of PTX it knows what that program uses. Branches lead forward: a thread that tak
 until its label. Threads in step see no race; a barrier only asserts that all of a block are there.
 """
 
+import functools
 import re
 
 import numpy as np
@@ -22,12 +23,28 @@ COMPARE = {
 }  # fmt: skip
 
 
+@functools.cache
 def instructions(text: str) -> list[str]:
     """Lines of a program; a label ends with a colon."""
     text = re.sub(r"//[^\n]*", "", text)
     tokens = re.sub(r"\b(\w+):(?!:)", r"\1:;", text.replace("::", "_"))
     lines = (re.sub(r"^[{}\s]+", "", " ".join(line.split())) for line in tokens.split(";"))
     return [line for line in lines if line and not line.startswith(".reg")]
+
+
+@functools.cache
+def parsed(line: str) -> tuple[str, list[str], list[str]]:
+    """The predicate of an instruction or "", parts of its name, and its arguments."""
+    predicate, line = line[1:].split(" ", 1) if line[0] == "@" else ("", line)
+    op, _, rest = line.partition(" ")
+    return predicate, op.split("."), re.findall(r"\[[^\]]*\]|\{[^}]*\}|[^,\s]+", rest)
+
+
+@functools.cache
+def number(name: str) -> int | None:
+    """The number that an operand is, in 64 bits; None: it is a register."""
+    is_one = re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)", name)
+    return int(name, 0) & (2**64 - 1) if is_one else None
 
 
 class Machine:
@@ -48,24 +65,26 @@ class Machine:
         self.registers["%tid.x"] = own.astype(U64)
         self.registers["%cluster_ctarank"] = np.repeat(np.arange(blocks), threads).astype(U64)
         self.block = np.zeros(n, int) if teams else np.repeat(np.arange(blocks), threads)
-        self.waits = np.full(n, "", object)
+        self.awake = np.ones(n, bool)
+        self.waits = {}  # threads that wait for each label
 
     def run(self, text: str) -> None:
         for line in instructions(text):
             if line.endswith(":"):
-                self.waits[self.waits == line[:-1]] = ""
+                self.awake = self.awake | self.waits.pop(line[:-1], False)
                 continue
             self.step(line)
 
     def step(self, line: str) -> None:
-        active = self.waits == ""
+        active = self.awake
         if not active.any():
             return
         op, arguments, active = self.parsed(line, active)
         if op[0] == "bra":
             here = active.reshape(-1, 32)
             assert (here.all(1) | ~here.any(1)).all(), "a branch of a part of a warp"
-            self.waits[active] = arguments[0]
+            self.waits[arguments[0]] = self.waits.get(arguments[0], False) | active
+            self.awake = self.awake & ~active
             return
         if op[0] in ("bar", "barrier"):
             here = active.reshape(self.blocks, -1)
@@ -77,22 +96,21 @@ class Machine:
 
     def parsed(self, line: str, active):
         """Parts of an instruction's name, its arguments, and which of the threads take it."""
-        if line[0] == "@":
-            name, line = line[1:].split(" ", 1)
-            taken = self.registers[name.lstrip("!")].astype(bool)
-            active = active & (~taken if name[0] == "!" else taken)
-        op, _, rest = line.partition(" ")
-        return op.split("."), re.findall(r"\[[^\]]*\]|\{[^}]*\}|[^,\s]+", rest), active
+        predicate, op, arguments = parsed(line)
+        if predicate:
+            taken = self.registers[predicate.lstrip("!")].astype(bool)
+            active = active & (~taken if predicate[0] == "!" else taken)
+        return op, arguments, active
 
     # values ---------------------------------------------------------------------------------
 
     def get(self, name: str, kind: str = "u32"):
-        if re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)", name):
-            value = np.full(self.n, int(name, 0) & (2**64 - 1), U64)
-        else:
-            value = self.registers[name]
+        given = number(name)
+        if given is not None and name not in self.registers:
+            self.registers[name] = np.full(self.n, given, U64)
+        value = self.registers[name]
         if kind.endswith("64"):
-            return value.astype(U64)
+            return value
         value = value.astype(U32)
         return value.view(np.int32) if kind[0] == "s" else value
 
@@ -100,8 +118,9 @@ class Machine:
         value = np.asarray(value)
         if value.dtype == np.int32:
             value = value.view(U32)
-        old = self.registers.get(name, np.full(self.n, 0xBADBADBAD, U64))
-        self.registers[name] = np.where(active, value.astype(U64), old)
+        if name not in self.registers:
+            self.registers[name] = np.full(self.n, 0xBADBADBAD, U64)
+        self.registers[name] = np.where(active, value.astype(U64), self.registers[name])
 
     def binary(self, op, a, active) -> None:
         x, y = self.get(a[1], op[-1]), self.get(a[2], op[-1])
@@ -187,7 +206,7 @@ class Machine:
     def places(self, text: str, shared: bool):
         name, _, offset = text[1:-1].partition("+")
         at = self.registers[name].astype(np.int64) + int(offset or 0)
-        assert shared or (at[self.waits == ""] % 4 == 0).all()
+        assert shared or (at[self.awake] % 4 == 0).all()
         return at
 
     def window(self, op, at, active):
