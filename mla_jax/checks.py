@@ -42,8 +42,8 @@ def check_flags(**given: object) -> None:
 
 
 def check_choice(name: str, value: object) -> None:
-    """Refuse a setting that is neither a boolean nor None, with which the library chooses."""
-    if not isinstance(value, bool | np.bool_ | None):
+    """Refuse a setting that is not True, False or None (None: the library decides)."""
+    if not isinstance(value, bool | None):
         raise EngineError(name, described(value), "True, False or None")
 
 

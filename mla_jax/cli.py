@@ -561,5 +561,5 @@ def support_matrix() -> None:
 @app.command()
 def demo() -> None:
     """Serve the small trained model of the package and check its answers."""
-    _devices(1)
+    os.environ.setdefault(*ONE_QUEUE)
     raise typer.Exit(serve_demo())

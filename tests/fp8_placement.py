@@ -27,7 +27,8 @@ from tests.placement import shares
 
 WISH = SamplingParams(max_new_tokens=8, ignore_eos=True)
 PROMPTS = [[1, 5, 9, 30], [2], list(range(3, 40))]
-# Few activations of a short one lie so near the middle of two codes that a sum's order decides.
+# Short prompts have few activations. So it is rare that one of them lies between two e4m3 codes and
+# so near the midpoint that the order of a sum decides its code.
 SHORT = [[7 * i % 31 + 1, 11 * i % 37 + 1, i + 1][: 1 + i % 3] for i in range(9)]
 
 

@@ -116,8 +116,8 @@ def test_e4m3_weights_stay_so_over_eight_devices():
     for kind, (sums, off) in found["experts"].items():  # shared experts divided, with biases
         assert off < 1e-4 and sums == (2 if kind.endswith("True True") else 1), kind
     for kind in ("wide", "by_width", "v4"):
-        # Sums in another order, which now and then move an activation to the next code; and what
-        # e4m3 activations change, which they do for every prompt.
+        # Eight devices add up in another order, which moves an activation of a few prompts to the
+        # next e4m3 code (apart). Rounding activations to e4m3 changes every prompt (changed).
         apart, changed = found[f"{kind} rounded"]
         assert statistics.median(apart) < 1e-3 < min(changed), kind
         assert max(apart) < max(changed), kind

@@ -62,11 +62,11 @@ class Problem:
         return found.explain([self.tokens], [self.keys])
 
     def shape(self, *sizes: int, of: str | None = None) -> Any:
-        """An array that is not there, of ``dtype`` by default."""
+        """Sizes and dtype of an array, without memory; ``of``: another dtype than ``dtype``."""
         return jax.ShapeDtypeStruct(sizes, jnp.dtype(of or self.dtype))
 
     def ints(self, *sizes: int) -> Any:
-        """The same, of int32."""
+        """Sizes of an array of int32, without memory."""
         return self.shape(*sizes, of="int32")
 
     @property

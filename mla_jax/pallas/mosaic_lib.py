@@ -453,7 +453,7 @@ def fence(*, simulate: bool) -> None:
 
 
 def issue(text: str) -> None:
-    """Assembly without operands; no access to memory is moved across it."""
+    """Run assembly that has no operands. The compiler moves no memory access across it."""
 
     @plgpu.inline_mgpu(arg_types=())
     def here(_):

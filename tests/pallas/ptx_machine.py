@@ -33,7 +33,7 @@ def instructions(text: str) -> list[str]:
 
 
 @functools.cache
-def parsed(line: str) -> tuple[str, list[str], list[str]]:
+def parts_of(line: str) -> tuple[str, list[str], list[str]]:
     """The predicate of an instruction or "", parts of its name, and its arguments."""
     predicate, line = line[1:].split(" ", 1) if line[0] == "@" else ("", line)
     op, _, rest = line.partition(" ")
@@ -96,7 +96,7 @@ class Machine:
 
     def parsed(self, line: str, active):
         """Parts of an instruction's name, its arguments, and which of the threads take it."""
-        predicate, op, arguments = parsed(line)
+        predicate, op, arguments = parts_of(line)
         if predicate:
             taken = self.registers[predicate.lstrip("!")].astype(bool)
             active = active & (~taken if predicate[0] == "!" else taken)

@@ -22,6 +22,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mla_jax.pallas import mosaic_inline as inline
+from mla_jax.pallas import mosaic_lib as lib
 from mla_jax.pallas.mosaic_inline import arith, gpu, ir, llvm, vectors
 from mla_jax.types import cdiv
 
@@ -131,13 +132,7 @@ def store(x: jax.Array, rows, place, unit) -> None:
 
 def publish() -> None:
     """What this warp stored to shared memory is seen by the copies that it starts now."""
-
-    @plgpu.inline_mgpu()
-    def fence(_):
-        code = "fence.proxy.async.shared::cta; bar.warp.sync 0xffffffff;"
-        inline.asm(code, [], "~{memory}")
-
-    fence()
+    lib.issue("fence.proxy.async.shared::cta; bar.warp.sync 0xffffffff;")
 
 
 def keep(*arrays) -> None:
